@@ -1,6 +1,6 @@
 """The memory of full and reduce buffers: tensors that outlive it, and the pools that it comes from.
 
-See [Note: Permanent tensors, pooled memory] in ``flat_param.py``. This file alone resizes or exchanges storages;
+See [Note: Permanent tensors, pooled memory] in ``full_copy.py``. This file alone resizes or exchanges storages;
 ``released.py`` sets up what they hold meanwhile.
 """
 

@@ -47,8 +47,8 @@ def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit,
             together = torch.cat([flags[unit] for unit in members])
             agree(together, group, context.root.device, "agree on the gradients to reduce")
             flags.update(zip(members, together.split([len(flags[unit]) for unit in members])))
-    buckets = {unit: [bucket for bucket, flag in enumerate(its.tolist()) if flag] for unit, its in flags.items()}
-    return {unit: its for unit, its in buckets.items() if its}
+    buckets = {unit: [bucket for bucket, flag in enumerate(each.tolist()) if flag] for unit, each in flags.items()}
+    return {unit: numbers for unit, numbers in buckets.items() if numbers}
 
 
 def _shard_groups(unit: Unit) -> list[object]:

@@ -47,7 +47,7 @@ class Accumulator:
         return names, any(grad._version != self._version for grad in grads)
 
     def forget(self) -> None:
-        """Drop the gradient: the bucket has changed its dtype or device."""
+        """Drop the gradient: the bucket has another dtype or device."""
         self.exposed, self._parked = [], []
 
     def expose(self, buffer: SlotBuffer, unused: set[int], *, continues: bool, hides_sharded: bool) -> None:
@@ -78,7 +78,7 @@ class Accumulator:
 
     def reuse(self) -> tuple[torch.Tensor | None, set[int]]:
         """Return the flat vector, as far as the user left ``.grad`` intact, and the positions that it has gradients of.
-        Return None if nothing is left of it."""
+        Return None if the user has dropped all of it."""
         shown = self._shown()
         if not shown:
             self.forget()
@@ -94,7 +94,7 @@ class Accumulator:
                 parked.masked_fill_(intact[position].any().logical_not(), 0)
         held = any(grad is not None and self._views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
         if flat is None or held or len(intact) < len(shown):
-            # A gradient was replaced, or the user keeps a gradient that was dropped, and so its memory.
+            # A gradient was replaced, or the user keeps a gradient that was dropped, and with it the memory.
             handle = self._handle
             flat = host_memory.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
             grads = self._views.full_grads(SlotBuffer(handle.layout, flat))

@@ -75,7 +75,7 @@ class Arrivals:
                         self._hooked.add(id(leaf))
                         small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL and key[1] != wholes[key[0]]
                         hooks.on_accumulated(leaf, functools.partial(_arrive, weakref.ref(self), key, small))
-        # Nothing is expected of a frozen leaf: autograd drops its gradient.
+        # A frozen leaf is not expected: autograd drops the gradient.
         trained = [self._accumulators[id(leaf)] for _, leaf in leaves if leaf.requires_grad]
         self._keys = [key for key, _ in trained]
         self._nodes = [node for _, node in trained]

@@ -1,19 +1,18 @@
 """Backwards: the forward calls that a backward has entered, how far it has come, and the gradients that arrive.
 
-[Note: When a unit's backward is over]
-Two events end it. They are not the same. When the *last leaf that this backward will reach* has delivered its gradient,
-the unit reduces. Autograd knows which leaves it will reach. The expected leaves are kept per graph task, because
-reentrant checkpointing runs tasks inside an outer one; the unit is done when no task expects anything. So an unused
-parameter blocks nothing, a module that is used twice reduces once, and ranks that reach the same units start their
-collectives at the same places of the graph.
+[Note: When a unit's backward is over] Two events end it. They are not the same. When the *last leaf that this backward
+will reach* has delivered a gradient, the unit reduces. Autograd knows which leaves it will reach. The expected leaves
+are kept per graph task, because reentrant checkpointing runs tasks inside an outer one; the unit is done when no task
+expects anything. So an unused parameter does not block the unit, a module that is used twice reduces once, and ranks
+that reach the same units start their collectives at the same places of the graph.
 
 When the backward is *past every forward call of the unit* that it has entered, the unit reshards. That may be later: a
 frozen or detached weight that was used first in forward is read last in backward, after every leaf has delivered.
 Within one graph task, thread and device autograd runs nodes in decreasing order of their sequence numbers, which grow
-as the graph is made. So when a node runs that is older than a call, nothing of the call is left, however its inputs
-entered it: as arguments, attributes, or through nested units. The engine reads the running node's number at outputs of
-units, at recomputations, and at tensors that are arguments of units, and closes the calls that are passed. Other calls
-are closed at the end of the backward.
+as the graph is made. So when a node runs that is older than a call, the call is over, however the inputs entered it: as
+arguments, attributes, or through nested units. The engine reads the running node's number at outputs of units, at
+recomputations, and at tensors that are arguments of units, and closes the calls that are passed. Calls without such a
+hook are closed at the end of the backward.
 
 A backward enters a call through the call's outputs. A tensor that leaves the call otherwise (stored on a module, taken
 by a hook) and gets its gradient before them is a *side output*, which the program has to mark:
@@ -45,7 +44,7 @@ _NO_THREAD = -1
 
 
 class Place(NamedTuple):
-    """The position of a backward: its thread, its graph task, and the sequence number of the running node, or a number
+    """The position of a backward: the thread, the graph task, and the sequence number of the running node, or a number
     larger than any where autograd does not say."""
 
     thread: int
@@ -60,7 +59,7 @@ class Place(NamedTuple):
         return Place(threading.get_ident(), hooks.current_backward(), number)
 
     def is_past(self, start: int, entered: Place) -> bool:
-        """Whether nothing is left of a call that began at node ``start`` and whose backward began at ``entered``.
+        """Whether the backward has passed a call that began at node ``start`` and was entered at ``entered``.
 
         Task numbers grow, so a task with a larger number than the running one was nested in it and is over.
         """
@@ -70,7 +69,7 @@ class Place(NamedTuple):
 
 
 class ForwardCall:
-    """One forward of a unit with gradients enabled, as far as its backward needs it.
+    """One forward of a unit with gradients enabled, as far as the backward needs it.
 
     It lives as long as the graph that the forward built, and keeps the unit and the tree's context alive with it.
 
@@ -111,13 +110,13 @@ class ForwardCall:
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let a backward enter the call at the gradient of any of ``tensors``, its outputs.
+        """Let a backward enter the call at the gradient of any of ``tensors``, the outputs.
 
-        Tensors that were made before the call (an argument that is passed through, an entry of a cache) need nothing of
+        Tensors that were made before the call (an argument that is passed through, an entry of a cache) do not need
         the unit, and a leaf has a hook of its own. If all outputs seem older than the call, another thread may have
         made them, whose sequence numbers are unrelated, and all are hooked.
 
-        A view that is changed in place loses its node, and the hook with it. Its base keeps both.
+        A view that is changed in place loses its node, and the hook with it. The base keeps both.
         """
         made: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
@@ -144,7 +143,7 @@ class ForwardCall:
 
     @ranged("_pre_backward_hook", "unit.name")
     def reached(self, grad: torch.Tensor | None = None) -> None:
-        """Enter the call: a backward has reached one of its outputs."""
+        """Enter the call: a backward has reached an output."""
         try:
             self._enter()
         except BaseException as error:
@@ -157,7 +156,7 @@ class ForwardCall:
             raise backward_of_summoned(unit.name)
         if torch.is_grad_enabled() and unit.buffers.gathers:  # in a hook: the backward has create_graph
             if not hooks.goes_on():
-                return  # autograd.grad() asked for the gradient of an output, and needs nothing of the unit
+                return  # autograd.grad() asked for the gradient of an output, and does not need the unit
             raise RuntimeError(
                 f"a backward with create_graph=True reached {unit.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
@@ -179,7 +178,7 @@ class ForwardCall:
     def _note_place(self) -> None:
         """Note where the backward enters the call, and close the calls that it has passed."""
         place = Place.now()
-        if place.node < self.start:  # another thread computed the output; its numbers are unrelated
+        if place.node < self.start:  # another thread computed the output; the numbers are unrelated
             place = place._replace(thread=_NO_THREAD)
         if self.entered is None:
             self.entered = place
@@ -192,18 +191,18 @@ class ForwardCall:
         outer = self.outer
         if outer is not None and outer.entered is None and not outer._runs:
             # The graph leads on to what the outer call computed before this one. Usually that call was entered through
-            # its outputs; here an output of the inner call was a side output of it.
+            # an output; here an output of the inner call was a side output of it.
             outer.reached()
 
     def close(self) -> None:
-        """Reshard the unit if nothing is left of its backward: the backward has passed the call."""
+        """Note that the backward has passed the call, and reshard the unit if no other call is open."""
         unit, unsharder = self.unit, self._context_now().unsharder
         self.entered = None
         unit.progress.open_calls.discard(self)
         if not unit.is_running:
             unsharder.end_backward(unit)
         elif unit.progress.has_several_modules and not unit.progress.open_calls and unit.progress.depth == 0:
-            unsharder.keep_to_others(unit)  # for gradients of parameters that its modules share, or have of their own
+            unsharder.keep_to_others(unit)  # the backward of another module may follow
 
     def leave(self) -> None:
         """Forget that a backward has entered the call."""
@@ -270,9 +269,9 @@ def _context_of(unit: Unit) -> RootContext:
 
 @hooks.untraced
 def _leaf_reached(unit_ref: Callable[[], Unit | None]) -> None:
-    """Let the running graph task enter a unit through one of its leaves."""
+    """Let the running graph task enter a unit through a leaf."""
     unit = unit_ref()
-    assert unit is not None  # its ``Arrivals`` are there
+    assert unit is not None  # the ``Arrivals`` exist
     try:
         _context_of(unit).enter_backward(unit)
         unit.arrivals.enter()
@@ -285,7 +284,7 @@ def _leaf_reached(unit_ref: Callable[[], Unit | None]) -> None:
 def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
     """Copy the gradients of a unit that are held into their slots. After the last expected one, reduce the unit."""
     unit = unit_ref()
-    assert unit is not None  # its ``Arrivals`` are there
+    assert unit is not None  # the ``Arrivals`` exist
     try:
         context = _context_of(unit)
         with context.joined():
@@ -384,7 +383,7 @@ class Running:
 def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
     """Mark ``tensor`` as an output of the wrapped module whose forward runs, although the module does not return it.
 
-    A unit's parameters are gathered again when the gradient of one of its outputs is there. A tensor that the forward
+    A unit's parameters are gathered again when the gradient of an output is there. A tensor that the forward
     computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well. Unless
     the gradient of a returned tensor comes first, it has to be marked::
 

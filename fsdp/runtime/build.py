@@ -142,10 +142,10 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     The copy has shards of its own over the same ranks. Before the module is copied, ``memo``, where ``deepcopy`` looks
     first, gets the counterparts of the registered parameters. So an optimizer that is copied together with the model
     holds the parameters of the copy. The copy synchronizes gradients, even if it is made inside ``no_sync()``. It
-    shares the communication hook and its state.
+    shares the communication hook and the hook's state.
 
     Raises:
-        RuntimeError: ``unit`` runs, or is summoned, or its state dict is being made.
+        RuntimeError: ``unit`` runs, or is summoned, or a state dict of it is being made.
     """
     unit.check_idle("a wrapped model can be copied only while it does not run, and outside of summon_full_params()")
     if any(views.registration.placeholders is not None for views in unit.views):
@@ -172,7 +172,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
 
 
 def shard_info(module: nn.Module) -> list[UnitInfo]:
-    """Return every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's
+    """Return every unit in ``module`` (depth first) with the buckets: names, shapes, offsets, and this rank's
     ranges."""
     return [
         UnitInfo(
@@ -197,7 +197,7 @@ class Membership:
     """The membership of a unit in its tree. The wrapper alone holds it; that of a root keeps the tree's context alive.
 
     Attributes:
-        is_root: the unit is the outermost one of its tree; None while that is undecided.
+        is_root: the unit is the outermost one of the tree; None while that is undecided.
         has_parent: the unit lies in another wrapped module.
         parent_is_built: a unit around this one is being constructed.
     """

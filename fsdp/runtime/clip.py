@@ -12,8 +12,8 @@ contributes 1/N of the p-th powers (for the infinity norm, all of it). These are
 
 The norm is NaN or infinite where any gradient is. Replicas of a sharded root have equal gradients, bit for bit, and so
 equal norms. An all-reduce over the replicas follows only if contributions that may differ are in the norm. With tensor
-parallelism, a sum over its ranks comes first: each contributes its parts of the parameters that are cut, and its share
-of the others.
+parallelism, a sum over its ranks comes first: each contributes the local parts of parameters that are cut, and a share
+of the rest.
 
 [Note: Precision of the norm]
 A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
@@ -96,7 +96,7 @@ class _Largest:
 
 
 def _order(norm_type: Any) -> tuple[float, _PowerSum | _Largest]:
-    """Return the order and its norm. Raise ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
+    """Return the order and the norm. Raise ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
     p = float(norm_type)
     if p == 0:
         raise _NoSuchNorm("clip_grad_norm_() with norm_type=0: there is no such norm; expected 1, 2, inf, ...")
@@ -179,14 +179,14 @@ def clip_grad_norm_(
         )
     coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch: the host would wait
     for (place, dtype), grads in _by_kind(
-        grad for its in (whole, *sharded.values()) for grad in (*its.alike, *its.cut)
+        grad for of_group in (whole, *sharded.values()) for grad in (*of_group.alike, *of_group.cut)
     ):
         torch._foreach_mul_(grads, coefficient.to(device=place, dtype=dtype))
     return norm.cpu() if any(handle.keeps_gradients_on_host for handle in handles) else norm
 
 
 class _Grads(NamedTuple):
-    """Gradients of the units of one group: ``cut`` by tensor parallelism, or ``alike`` on its ranks."""
+    """Gradients of the units of one group: ``cut`` by tensor parallelism, or ``alike`` on all ranks."""
 
     alike: list[torch.Tensor]
     cut: list[torch.Tensor]

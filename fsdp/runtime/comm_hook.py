@@ -1,7 +1,7 @@
 """Users' communication hooks, which reduce a unit's gradient in place of the communicator.
 
 [Note: Hooks that put other memory in place]
-A hook may assign ``.data`` of its arguments, as torch's compressing hooks do, while the engine's buffers are permanent.
+A hook may assign ``.data`` of the arguments, as torch's compressing hooks do, while the engine's buffers are permanent.
 So the hook gets aliases, and a result in other memory is copied into the buffer. torch's two compressing hooks are
 recognized, and :func:`fsdp.comm.collectives.reduce_compressed` computes the same result.
 """
@@ -20,7 +20,7 @@ from fsdp.comm.collectives import COMPRESSING_HOOKS, reduce_compressed
 
 
 class CommHook:
-    """A hook with its state.
+    """A hook with a state.
 
     Attributes:
         state, function: the user's arguments of ``register_comm_hook``.
@@ -57,14 +57,14 @@ class CommHook:
             ) from error
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, label: str) -> None:
-        """Let the hook reduce ``full`` into ``out``, its shard, or in place where ``out`` is ``full``.
+        """Let the hook reduce ``full`` into ``out``, the shard, or in place where ``out`` is ``full``.
 
         Elements that the hook does not write are NaN afterwards.
 
         Raises:
             RuntimeError: the hook raised.
             TypeError: the hook returned a value.
-            ValueError: the hook left a tensor of another shape in place of its result.
+            ValueError: the hook left a tensor of another shape in place of the result.
         """
         where = f"{label}: communication hook {self._name}"
         given = [full.detach()]  # see [Note: Hooks that put other memory in place]

@@ -41,7 +41,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         # Not called: the backward raised. Where autograd's device thread is the last to drop the graph task, the
-        # program runs on beside it, and resets the tree at its next call.
+        # program runs on beside it, and resets the tree at the next call.
         context = self._context
         if not self._called and context._end_of_backward() is self and context.is_on_thread:
             context.reset_failed_backward()
@@ -106,7 +106,7 @@ class RootContext:
             return  # the constructor raised, or the process ends
         with self.joined(), without_waiting():
             for unit in self.unsharder:
-                if not unit.buffers.is_gathering:  # the gather keeps its memory alive
+                if not unit.buffers.is_gathering:  # the gather keeps the memory alive
                     self.unsharder.forget_output(unit)
                     self.unsharder.reshard(unit)
             self.unsharder.trim()
@@ -232,7 +232,7 @@ class RootContext:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def enter_backward(self, unit: Unit) -> None:
-        """Note that a backward has reached ``unit``. The first time, begin the backward and queue the callback at its
+        """Note that a backward has reached ``unit``. The first time, begin the backward and queue the callback at the
         end.
 
         The callback belongs to the outermost graph task: an output of a unit, or a recomputation, is reached there
@@ -344,7 +344,7 @@ class RootContext:
         """Bring every unit to rest after a forward or backward that failed, and drop the gradients that are not
         attached.
 
-        Waits for nothing, because other ranks may be gone. The next pass waits for collectives that are in flight.
+        Does not wait, because other ranks may be gone. The next pass waits for collectives that are in flight.
         """
         with self.joined(), without_waiting():
             for unit in self.units:

@@ -79,7 +79,7 @@ class UnitGradients:
 
     @property
     def are_at_rest(self) -> bool:
-        """Whether the end of a backward has nothing to do."""
+        """Whether the end of a backward has no work here."""
         return all(bucket.is_at_rest for bucket in self.buckets)
 
     @property

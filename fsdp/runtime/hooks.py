@@ -37,7 +37,7 @@ NO_BACKWARD = -1  # the result of current_backward() outside of a backward
 
 
 def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Return ``function`` so that torch.compile breaks the graph at a call, and compiles neither it nor its callees.
+    """Return ``function`` so that torch.compile breaks the graph at a call, and compiles neither it nor the callees.
 
     ``torch.compiler.disable`` does the same, but would import the whole compiler into every program.
     """
@@ -98,7 +98,7 @@ def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
 
 
 def goes_on() -> bool:
-    """Return whether the running graph task continues beyond its running node; autograd.grad() may end there. True in a
+    """Return whether the running graph task continues beyond the running node; autograd.grad() may end there. True in a
     graph that runs compiled."""
     node = current_node()
     following = [] if node is None else [edge[0] for edge in node.next_functions if edge[0] is not None]
@@ -136,7 +136,7 @@ def own_operations() -> AbstractContextManager[None]:
 
 def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None], key: str) -> None:
     """Call ``callback``, which is ``untraced``, with each complete gradient of ``tensor``, after the hooks that are
-    there already. Where it is the first hook, its key is ``key``."""
+    there already. The key of a first hook is ``key``."""
     node: Any = tensor.grad_fn
     if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(callback)
@@ -170,7 +170,7 @@ def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[t
     def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
         if grads[0] is not None:
             callback(grads[0])
-        if tensor._post_accumulate_grad_hooks:  # torch calls them even if nothing is accumulated
+        if tensor._post_accumulate_grad_hooks:  # torch calls them even without an accumulation
             hidden.append(tensor._post_accumulate_grad_hooks)
             tensor._post_accumulate_grad_hooks = {}
         return (None,)
@@ -185,7 +185,7 @@ def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[t
 
 
 class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
-    """The one post-accumulate hook of a leaf. Registering another one raises."""
+    """The one post-accumulate hook of a leaf. Registering a second one raises."""
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         raise RuntimeError(
@@ -232,7 +232,7 @@ class _Refusal:
 
 
 units: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
-# by optimizer: the number of its parameters when they were last examined, and the units that it steps
+# by optimizer: the number of parameters when they were last examined, and the units that it steps
 _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 
 

@@ -48,7 +48,7 @@ def _inside(value: Any, objects: bool) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):  # a PackedSequence is a named tuple
         return list(value)
-    if isinstance(value, nn.Module) or callable(value):  # its own tensors are no outputs
+    if isinstance(value, nn.Module) or callable(value):  # the tensors in it are no outputs
         return ()
     if objects:
         slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
@@ -61,8 +61,8 @@ def _inside(value: Any, objects: bool) -> Iterable[Any]:
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Return ``value`` with ``change`` applied to each tensor in a list, tuple, set, mapping or dataclass.
 
-    Containers in which nothing changes are the caller's own. The others are shallow copies of the same type, with all
-    other attributes. Containers that cannot be copied in this way stay as they are, and so do other objects.
+    Unchanged containers are the caller's own. Changed ones are shallow copies of the same type, with all
+    attributes. Containers that cannot be copied in this way stay as they are, and so do other objects.
     """
     changed: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(value, objects=False):
@@ -114,20 +114,20 @@ def _with(original: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any],
 
 def _with_parts(container: Any, parts: list[Any]) -> Any:
     kind: Any = type(container)
-    if hasattr(kind, "n_sequence_fields"):  # of torch.max() and the like
+    if hasattr(kind, "n_sequence_fields"):  # of torch.max(), for example
         return kind(parts)
     if isinstance(container, (tuple, frozenset)):
         result = (tuple if isinstance(container, tuple) else frozenset).__new__(kind, parts)
         getattr(result, "__dict__", {}).update(getattr(container, "__dict__", {}))
         return result
-    result = copy.copy(container)  # its type may have other attributes
+    result = copy.copy(container)  # with all attributes of the type
     result.clear()
     (result.update if isinstance(container, set) else result.extend)(parts)
     return result
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with its tensors on ``device``. The caller may change the originals at once: the host waits for
+    """Return ``value`` with the tensors on ``device``. The caller may change the originals at once: the host waits for
     copies from page-locked memory, and for copies that it will read itself."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:

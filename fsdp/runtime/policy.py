@@ -64,13 +64,13 @@ class UnitPolicy:
 
     Attributes:
         tree: the choices of the unit's tree.
-        reshard_after_forward: the unit is gathered again for its backward; None: unless it is the root.
+        reshard_after_forward: the unit is gathered again for the backward; None: unless it is the root.
         reshard_ranks: number of consecutive ranks that the unit stays sharded over after forward; 0: all.
         reshard_after_backward: the unit is always gathered again for the next forward. Without it, only where a shard
             was written in between.
         unshard_in_backward: the backward reads parameters.
         forward_prefetch, backward_prefetch: number of following units to gather ahead. The default is 1. A gather of 0
-            units ahead starts after the unit before it was resharded, takes that unit's memory, and so waits for its
+            units ahead starts after the unit before it was resharded, takes that unit's memory, and so waits for the
             compute, even where the host runs ahead.
         prefetch_after_gradients: in backward, prefetch only when the running unit's gradients are complete.
         gradient_divide_factor: divisor of the sum of gradients over all ranks; None: the number of ranks.

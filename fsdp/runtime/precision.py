@@ -1,6 +1,6 @@
 """The dtypes that one unit computes in: of inputs, outputs and buffers, and when the unit computes in full precision.
 
-The layout has the parameters' own dtypes. In full precision nothing is cast: inside ``summon_full_params``, and with
+The layout has the parameters' own dtypes. In full precision there are no casts: inside ``summon_full_params``, and with
 ``FSDP_USE_FULL_PREC_IN_EVAL=1`` while the module is in eval mode. A backward computes in the precision of the forward
 that made its graph. One backward cannot need both.
 """
@@ -27,7 +27,7 @@ class UnitPrecision:
         asked: the user's ``MixedPrecision``, copied when the unit was made.
         casts: the unit computes in another dtype than the parameters', unless in full precision.
         is_full: the unit computes and reduces in the parameters' own dtypes now.
-        full_in_eval: the unit computes in full precision while its module is in eval mode.
+        full_in_eval: the unit computes in full precision while the module is in eval mode.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class UnitPrecision:
         self._full_buffers: bool | None = None  # whether the buffers are in those dtypes; None: not placed yet
 
     def copied(self, module: nn.Module, memo: dict[int, Any]) -> UnitPrecision:
-        """Return the precision of ``module``, a copy of this module. ``memo`` maps its submodules to their copies."""
+        """Return the precision of ``module``, a copy of this module. ``memo`` maps submodules to their copies."""
         ignored = frozenset(memo.get(id(owner), owner) for owner in self._ignored)
         result = UnitPrecision(module, self.asked, ignored, full_in_eval=self.full_in_eval)
         result._full_buffers = self._full_buffers
@@ -109,7 +109,7 @@ class UnitPrecision:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with its floating point tensors in ``dtype``."""
+    """Return ``value`` with the floating point tensors in ``dtype``."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor

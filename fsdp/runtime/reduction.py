@@ -1,7 +1,7 @@
 """From gradient slots to the gradient that the optimizer sees: reduce-scatter, average, ``.grad`` of the shard.
 
-A leaf's gradient is copied into its slot, which casts it to the reduce dtype, and dropped. When the unit's last leaf
-has delivered, the slots that nothing wrote are zeroed and the whole vector is reduced. The result is attached as
+A leaf's gradient is copied into a slot, which casts it to the reduce dtype, and dropped. When the unit's last leaf
+has delivered, unwritten slots are zeroed and the whole vector is reduced. The result is attached as
 ``.grad`` at the end of the backward. Without synchronization (``no_sync``) the slots belong to the ``accumulator``
 instead.
 
@@ -90,7 +90,7 @@ class Slots:
             self.written.add(index)
 
     def zero_the_rest(self) -> None:
-        """Zero the padding and the slots that nothing wrote; the memory holds old values there."""
+        """Zero the padding and the unwritten slots, which hold old values."""
         stale: list[torch.Tensor] = []
         slots = self.buffer.slots
         if len(self.written) < len(slots):
@@ -106,7 +106,7 @@ class Reduction:
 
     Attributes:
         source: the buffer that the first collective reads; None once it is complete.
-        shard: the result, ``layout.shard_numel`` elements; ``source`` itself where nothing is sharded.
+        shard: the result, ``layout.shard_numel`` elements; ``source`` itself if the unit is not sharded.
         earlier: partial sums of earlier backwards, which were not averaged over replicas.
         is_partial: the result is not averaged over replicas either, and is kept.
         averages: an all-reduce over replicas is still to be started.
@@ -215,7 +215,7 @@ class ReductionQueue:
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory. The current stream is the compute stream, which owns the memory."""
         for item in self._reading:
-            if item.source is buffer:  # its last reduction still reads the slots
+            if item.source is buffer:  # an earlier reduction still reads the slots
                 self._complete_all_but(0)
                 break
         self._complete_all_but(self.max_buffers - 1)
@@ -259,7 +259,7 @@ class ReductionQueue:
             item.finish()
 
     def _complete(self, item: Reduction) -> None:
-        """Wait for the first collective of ``item``, and free its source."""
+        """Wait for the first collective of ``item``, and free the source."""
         if item.source is not None:
             item.pending.wait(divide=False)  # where that is interrupted, the memory stays in use
             self.free(item.source)
@@ -297,7 +297,7 @@ class BucketGradients:
     """The gradient of one bucket during and between backwards.
 
     Attributes:
-        slots: where the backward under way writes; None while it has written nothing that is not reduced or exposed.
+        slots: where the backward under way writes; None if all that it has written is reduced or exposed.
             accumulator: the gradients of backwards without synchronization. partial: sums of earlier backwards that
             were not averaged over replicas. used: the leaves, by index, that this rank has gradients of in reductions
             that are not attached yet; empty unless
@@ -347,7 +347,7 @@ class BucketGradients:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether the end of a backward has nothing to do for this bucket."""
+        """Whether the end of a backward has no work for this bucket."""
         return self.slots is None and not self.accumulator.exposed and self.partial is None
 
     @property
@@ -377,7 +377,7 @@ class BucketGradients:
             self._keep_low_precision = False
 
     def forget_buffers(self) -> None:
-        """Drop buffers and accumulated gradients: the bucket has changed its dtype or device."""
+        """Drop buffers and accumulated gradients: the bucket has another dtype or device."""
         if self.comm_hook is not None:
             self.use_hook(self.comm_hook)  # the layout is a new one
         self._scratch = None
@@ -516,8 +516,8 @@ class BucketGradients:
                 optimizer.zero_grad()
 
     def expose(self, slots: Slots, *, complete: bool) -> None:
-        """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` where nothing
-        has to be reduced."""
+        """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` if no
+        reduction follows."""
         self.slots = None
         slots.zero_the_rest()
         unused = self._leaves - slots.written if self._finds_unused else set()
@@ -541,7 +541,7 @@ class BucketGradients:
     # -- the result ----------------------------------------------------------------------------------------------------
 
     def copy_to_host(self, shard: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, StreamEvent]:
-        """Start copying ``shard`` to host memory. Return the copy, in the dtype of ``.grad``, and its event."""
+        """Start copying ``shard`` to host memory. Return the copy, in the dtype of ``.grad``, and the event."""
         grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
         memory = self._host_buffers.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
         return streams.fetch(grad, memory)

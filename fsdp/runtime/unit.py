@@ -1,4 +1,4 @@
-"""A unit: one wrapped module with the parameters it owns, and the state of its forwards and backwards."""
+"""A unit: one wrapped module with the parameters it owns, and the state of forwards and backwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a unit in its tree.
+    """The position of a unit in the tree.
 
     Attributes:
         context: a weak reference to the tree's ``RootContext``; returns None outside of a tree.
@@ -269,7 +269,7 @@ class Unit:
 
     @property
     def lacks_gradients(self) -> bool:
-        """Whether this rank has reduced the unit without gradients of some of its parameters."""
+        """Whether this rank has reduced the unit without gradients of some parameters."""
         return self.gradients.lack_some
 
     def used(self) -> torch.Tensor:
@@ -420,7 +420,7 @@ class Unit:
             context.unsharder.drop_prefetched(self)
 
     def reshard_by_hand(self) -> None:
-        """Give the memory of the full buffers back, whatever keeps them.
+        """Give the memory of the full buffers back, even if they are to be kept.
 
         Raises:
             RuntimeError: a forward or backward of the unit is under way, or the unit is summoned.
@@ -475,7 +475,7 @@ class Unit:
         return self.device
 
     def change_shard(self, handle: FlatParamHandle, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the shard of one bucket, and its gradients, by ``change`` of them."""
+        """Replace the shard of one bucket, and the gradients, by ``change`` of them."""
         self.check_can_change()
         with torch.no_grad():
             self.apply_to_shards(change, handle)
@@ -483,7 +483,7 @@ class Unit:
     # -- communicating outside of a step -------------------------------------------------------------------------------
 
     def gather_now(self, bucket: int, shard: torch.Tensor) -> torch.Tensor:
-        """Gather a vector, of which each rank gives its ``shard``, outside of the step's schedule. Return ``shard``
+        """Gather a vector, of which each rank gives a ``shard``, outside of the step's schedule. Return ``shard``
         itself if the unit is not sharded."""
         if not self.groups.sharded:
             return shard
@@ -555,7 +555,7 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
-    """Iterate like ``units_in`` over ``root`` and the units in its module."""
+    """Iterate like ``units_in`` over ``root`` and the units in the root's module."""
     yield "", root, frozenset()
     yield from _walk(root.module, "", frozenset({0}), {root: 0}, set())
 

@@ -1,7 +1,7 @@
 """Gathering and resharding the units of one tree: which full buffers have memory, and why.
 
 [Note: Idle units]
-A unit may be gathered without being in use: it was prefetched, or its forward was recomputed and its backward follows.
+A unit may be gathered without being in use: it was prefetched, or the forward was recomputed and the backward follows.
 It stays while there is room (``Unsharder.make_room``) and is resharded first when there is not.
 """
 
@@ -72,7 +72,7 @@ class Unsharder:
         self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
         self._farthest = 1  # the largest prefetch distance of a unit
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
-        self._sources_kept = True  # a handle may have kept the source of its next gather
+        self._sources_kept = True  # a handle may have kept the source of the next gather
         self._meetings = 0  # of the ranks, when the order was begun
         self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
 
@@ -88,7 +88,7 @@ class Unsharder:
 
     def becomes(self, unit: Unit, why: Residence, *, gathered: bool = False) -> bool:
         """Change the residence of ``unit`` if it is gathered; return whether it was. With ``gathered`` it gets memory,
-        or its memory is filled again."""
+        or the memory is filled again."""
         before = self._gathered.pop(unit, None) or self._kept.pop(unit, None)
         if before is None:
             if not gathered:
@@ -194,7 +194,7 @@ class Unsharder:
                 self.make_room(unit)
                 self.gather(unit)
             elif earlier and buffers.kept_versions != unit.shard_versions:
-                torch.clear_autocast_cache()  # its casts are of the old values
+                torch.clear_autocast_cache()  # the casts are of old values
                 self.gather(unit)
             elif earlier:
                 for view in unit.views:
@@ -247,7 +247,7 @@ class Unsharder:
     def reshard(self, unit: Unit, *, backward_follows: bool = False) -> None:
         """Give the memory of the full buffers back, and register shards on the modules. Idempotent.
 
-        Where ``backward_follows`` and the policy names a number of ranks, this rank keeps its slice for the gather
+        Where ``backward_follows`` and the policy names a number of ranks, this rank keeps a slice for the gather
         among these, unless an earlier forward has gathered the unit. The gather stream cuts the slice, because it has
         filled the buffer and will gather it.
         """
@@ -275,7 +275,7 @@ class Unsharder:
             self.reshard(unit)
 
     def drop_failed(self, unit: Unit) -> None:
-        """Reshard ``unit``, whose pass has failed. A gather under way keeps its buffer until it is waited for."""
+        """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
         if unit.buffers.is_gathering:
             unit.use_resting()
             self.becomes(unit, Residence.PREFETCHED)
@@ -292,8 +292,8 @@ class Unsharder:
         self.becomes(unit, why)
 
     def keep_to_others(self, unit: Unit) -> None:
-        """Keep ``unit``, of which some modules have run, for the others, at the latest to the end of the pass. It does
-        not take room from other units."""
+        """Keep ``unit``, of which some modules have run, for the others, at the latest to the end of the pass. Other
+        units keep their room."""
         if self.residence_of(unit) is Residence.IN_USE:
             self.keep(unit, Residence.AWAITED)
 
@@ -319,8 +319,8 @@ class Unsharder:
                 self.reshard(unit, backward_follows=True)
 
     def end_backward(self, unit: Unit) -> None:
-        """Reshard ``unit``, unless it is kept for the next forward: by its policy, or, while gradients accumulate
-        unsharded, by its strategy or the budget. That forward gathers it again only if a shard was written."""
+        """Reshard ``unit``, unless it is kept for the next forward: by the policy, or, while gradients accumulate
+        unsharded, by the strategy or the budget. That forward gathers it again only if a shard was written."""
         if unit.groups.sharded and self.residence_of(unit) is Residence.SHARDED:
             return
         kept = not unit.policy.reshard_after_backward

@@ -1,8 +1,8 @@
 """Training loops in which some ranks have more batches than others: ``fsdp.join()``.
 
-DDP's ``model.join()`` is a context around the loop: a rank whose loop is over answers the reductions of the others, and
-gets their model at the end. With sharding no other rank has a copy of its shards. A rank without batches has to step
-its optimizer by the gradients that the other ranks reduce to its shards, and to clip, schedule and accumulate like
+DDP's ``model.join()`` is a context around the loop: a rank whose loop is over answers the reductions of active ranks,
+and gets their model at the end. With sharding no other rank has a copy of its shards. A rank without batches has to
+step the optimizer by gradients that active ranks reduce to local shards, and to clip, schedule and accumulate like
 them. A context cannot do that. So here the loop itself continues: on stand-ins for batches, whose gradients do not
 count.
 """
@@ -132,7 +132,7 @@ def join(
             optimizer.step()
             optimizer.zero_grad()
 
-    A rank that has run out of batches gets its last one again, as a stand-in. Gradients of stand-ins count as zeros for
+    A rank that has run out of batches gets the last one again, as a stand-in. Gradients of stand-ins count as zeros for
     the parameters of ``model``, whether they are reduced in this step or accumulated. The model's buffers are restored
     after the step. The loop itself has to treat stand-ins otherwise: the result's ``active`` is False for them (a mean
     of losses should leave them out), and ``num_active`` is the number of ranks with a batch of their own. Gradients of
