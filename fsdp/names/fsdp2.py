@@ -278,7 +278,7 @@ class FSDP2Names(nn.Module):
         check_idle(units, "set_all_reduce_hook()")
         for unit in units:
             on_stream = hook if hook is None or streams is None else _OnStream(hook, stream, streams)
-            unit.set_all_reduce_hook(on_stream)
+            unit.gradients.set_all_reduce_hook(on_stream)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether a backward waits, at the end, for the reductions of this tree.

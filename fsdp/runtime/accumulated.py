@@ -21,7 +21,7 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
         accumulated = _agree_on_buckets(context, units)
         for unit, buckets in accumulated.items():
             context.passes.about_to(REDUCE, unit)
-            context.start_reduction(unit, buckets)
+            unit.gradients.reduce(context.reductions, buckets)
         for unit in accumulated:
             if unit.policy.tree.reduce_unused:
                 used = unit.used()

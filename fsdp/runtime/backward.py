@@ -288,8 +288,7 @@ def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
     try:
         context = _context_of(unit)
         with context.joined():
-            reads = unit.policy.unshard_in_backward
-            unit.gradients.copy(unit.arrivals.take(), context.reductions, reads=reads)
+            unit.gradients.copy(unit.arrivals.take(), context.reductions)
             if unit.arrivals.pending:
                 return
             context.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner

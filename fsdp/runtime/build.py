@@ -165,7 +165,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
         module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision, watch_leaves, mesh=unit.mesh
     )
     copied.set_state_settings(copy.copy(unit.state_settings))
-    copied.set_all_reduce_hook(unit.gradients.all_reduce_hook)
+    copied.gradients.set_all_reduce_hook(unit.gradients.all_reduce_hook)
     if unit.gradients.comm_hook is not None:
         copied.gradients.set_comm_hook(unit.gradients.comm_hook)
     return copied

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -277,7 +277,7 @@ class RootContext:
     def _end_backward_of(self, unit: Unit) -> None:
         gradients = unit.gradients
         if unit.is_running or unit.arrivals.held or not gradients.are_at_rest:
-            gradients.copy(unit.arrivals.take(), self.reductions, reads=unit.policy.unshard_in_backward)
+            gradients.copy(unit.arrivals.take(), self.reductions)
             if gradients.synchronize and not gradients.are_written:
                 gradients.open_accumulated(self.reductions)
             self.reduce(unit, at_end=True)
@@ -293,16 +293,9 @@ class RootContext:
         if unit.gradients.are_reduced:
             self.passes.about_to(REDUCE, unit)
             with communicates("reduce", unit.name, self.unsharder.generation, logged=self.unsharder.logged):
-                self.start_reduction(unit)
+                unit.gradients.reduce(self.reductions)
         elif at_end:
             unit.gradients.expose(self.reductions)
-
-    def start_reduction(self, unit: Unit, buckets: Sequence[int] | None = None) -> None:
-        """Start to reduce ``buckets`` of ``unit``, or all that have gradients or may have some on other ranks."""
-        communicator = unit.buffers.communicator
-        assert communicator is not None
-        to_replicas = unit.policy.requires_all_reduce
-        unit.gradients.reduce(communicator, self.reductions, buckets, to_replicas=to_replicas)
 
     def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
         """Take part in a gather or reduction that only other ranks need. This rank drops the values, or adds the
@@ -311,7 +304,7 @@ class RootContext:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)
             with self.joined():
-                self.start_reduction(unit)
+                unit.gradients.reduce(self.reductions)
             return
         communicator = unit.buffers.communicator
         assert communicator is not None

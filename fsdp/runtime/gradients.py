@@ -24,7 +24,8 @@ class UnitGradients:
         all_reduce_hook: is called with each reduced gradient.
     """
 
-    def __init__(self, views: Sequence[BucketViews], *, keep_low_precision: bool, finds_unused: bool) -> None:
+    def __init__(self, views: Sequence[BucketViews], policy: UnitPolicy, *, keep_low_precision: bool) -> None:
+        finds_unused = policy.tree.reduce_unused
         self.buckets = [
             BucketGradients(each, keep_low_precision=keep_low_precision, finds_unused=finds_unused) for each in views
         ]
@@ -33,6 +34,9 @@ class UnitGradients:
         self.events: list[Event] = []
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: AllReduceHook | None = None
+        self._communicator: Communicator | None = None  # of the unit's groups, once it is in a tree
+        self._policy = policy
+        self._follow_settings()
 
     # -- settings ------------------------------------------------------------------------------------------------------
 
@@ -54,16 +58,28 @@ class UnitGradients:
         for bucket in self.buckets:
             bucket.use_hook(hook)
 
-    def set_all_reduce_hook(self, hook: AllReduceHook | None, policy: UnitPolicy) -> None:
+    def set_all_reduce_hook(self, hook: AllReduceHook | None) -> None:
         """Call ``hook`` with each reduced gradient from now on."""
         self.all_reduce_hook = hook
-        self.follow(policy)
+        self._follow_settings()
 
-    def follow(self, policy: UnitPolicy) -> None:
-        """Follow a change of ``gradient_divide_factor`` or ``reduce_unused`` in the unit's ``policy``."""
+    def set_policy(self, policy: UnitPolicy) -> None:
+        """Follow the unit's ``policy``."""
+        self._policy = policy
+        self._follow_settings()
+
+    def connect(self, communicator: Communicator) -> None:
+        """Reduce by ``communicator``."""
+        self._communicator = communicator
+        self._follow_settings()
+
+    def _follow_settings(self) -> None:
+        divisor = self._policy.gradient_divide_factor
+        if self._communicator is not None:
+            self._communicator.divide_by(divisor, sums_only=self._policy.force_sum_reduction)
         for bucket in self.buckets:
-            bucket.set_finds_unused(policy.tree.reduce_unused)
-            bucket.set_altered(policy.gradient_divide_factor is not None or self.all_reduce_hook is not None)
+            bucket.set_finds_unused(self._policy.tree.reduce_unused)
+            bucket.set_altered(divisor is not None or self.all_reduce_hook is not None)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -115,10 +131,10 @@ class UnitGradients:
 
     # -- a backward ----------------------------------------------------------------------------------------------------
 
-    def copy(self, grads_of: dict[int, dict[int, torch.Tensor]], queue: ReductionQueue, *, reads: bool) -> None:
-        """Copy gradients of leaves, by bucket and index, into their slots. ``reads``: the backward reads parameters."""
+    def copy(self, grads_of: dict[int, dict[int, torch.Tensor]], queue: ReductionQueue) -> None:
+        """Copy gradients of leaves, by bucket and index, into their slots."""
         for number, grads in grads_of.items():
-            self.buckets[number].check(grads, reads_parameters=reads)
+            self.buckets[number].check(grads, reads_parameters=self._policy.unshard_in_backward)
         for number, grads in sorted(grads_of.items()):
             slots = self.buckets[number].open(queue, synchronize=self.synchronize)
             if self.weight:  # else the slots count as unwritten
@@ -140,14 +156,7 @@ class UnitGradients:
             if bucket.accumulates:
                 bucket.open(queue, synchronize=True)
 
-    def reduce(
-        self,
-        communicator: Communicator,
-        queue: ReductionQueue,
-        buckets: Sequence[int] | None = None,
-        *,
-        to_replicas: bool,
-    ) -> None:
+    def reduce(self, queue: ReductionQueue, buckets: Sequence[int] | None = None) -> None:
         """Start to reduce these buckets: what this backward has written, else accumulated gradients, else zeros.
 
         By default all buckets that have gradients, or may have some on other ranks because they are trainable.
@@ -158,9 +167,12 @@ class UnitGradients:
                 for number, bucket in enumerate(self.buckets)
                 if bucket.slots is not None or bucket.trainable or bucket.accumulates
             ]
+        assert self._communicator is not None
+        to_replicas = self._policy.requires_all_reduce
         for number in buckets:
-            self.buckets[number].open(queue, synchronize=True)
-            self.buckets[number].reduce(communicator, queue, self.events[number], self.all_reduce_hook, to_replicas)
+            bucket, event = self.buckets[number], self.events[number]
+            bucket.open(queue, synchronize=True)
+            bucket.reduce(self._communicator, queue, event, self.all_reduce_hook, to_replicas)
 
     def expose(self, queue: ReductionQueue) -> None:
         """Show what this backward has written as ``.grad``, unsharded."""

@@ -29,7 +29,6 @@ from fsdp.runtime.full_buffers import FullBuffers
 from fsdp.runtime.gradients import UnitGradients
 from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
-from fsdp.runtime.reduction import AllReduceHook
 
 
 class Summoned(Enum):
@@ -157,12 +156,8 @@ class Unit:
         self.module, self.views, self.groups, self.device = module, views, groups, device
         self.handles: list[FlatParamHandle] = [each.handle for each in views]
         self.policy, self.precision = policy, precision
-        self.gradients = UnitGradients(
-            views,
-            keep_low_precision=precision.asked.keep_low_precision_grads,
-            finds_unused=policy.tree.reduce_unused,
-        )
-        self.gradients.follow(policy)
+        keep_low_precision = precision.asked.keep_low_precision_grads
+        self.gradients = UnitGradients(views, policy, keep_low_precision=keep_low_precision)
         self.buffers = FullBuffers(self.handles)
         self.progress = Progress(module)
         self.position = Position()
@@ -189,12 +184,12 @@ class Unit:
             before.release(self)
         self.position = Position(weakref.ref(tree), index, ancestors)
         communicator = Communicator(self.groups, streams)
-        communicator.divide_by(self.policy.gradient_divide_factor, sums_only=self.policy.force_sum_reduction)
         nearby = None
         if self.policy.reshard_ranks:
             group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
             nearby = Communicator(Groups.of(group, replicate=False), streams)
         self.buffers.connect(communicator, nearby)
+        self.gradients.connect(communicator)
         self.set_name(name)
         self.set_place(0)
         self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
@@ -340,14 +335,7 @@ class Unit:
     def choose(self, **choices: Any) -> None:
         """Change fields of the unit's policy, or of the tree's where these count for this unit alone."""
         self.policy = self.policy.replaced(**choices)
-        self.gradients.follow(self.policy)
-        if self.buffers.communicator is not None:
-            factor, sums_only = self.policy.gradient_divide_factor, self.policy.force_sum_reduction
-            self.buffers.communicator.divide_by(factor, sums_only=sums_only)
-
-    def set_all_reduce_hook(self, hook: AllReduceHook | None) -> None:
-        """Call ``hook`` with each reduced gradient from now on."""
-        self.gradients.set_all_reduce_hook(hook, self.policy)
+        self.gradients.set_policy(self.policy)
 
     def set_state_settings(self, settings: Any) -> None:
         """Make and load state dicts by these settings."""
