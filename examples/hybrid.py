@@ -64,9 +64,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"losses": []}
     if options.resume:
-        progress = load(options.resume, model, optimizer)[
-            0
-        ]  # each rank reads only the parts that it needs, on any mesh
+        progress = load(options.resume, model, optimizer)  # each rank reads only the parts that it needs, on any mesh
     first = len(progress["losses"])
     for step in range(first, options.steps):
         inputs, targets = (part.to(device) for part in my_part_of_batch(step))

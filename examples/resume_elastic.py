@@ -61,9 +61,8 @@ def train(checkpoints: Path, killed: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"step": 0, "losses": []}
     if (checkpoints / "latest").exists():
-        # Every rank reads its own parts, for any number of saving ranks. The values of `extra` come back as a
-        # list, one for each rank that saved.
-        progress = load(checkpoints, model, optimizer)[0]
+        # Every rank reads its own parts, for any number of saving ranks, and gets back its `extra`.
+        progress = load(checkpoints, model, optimizer)
         if dist.get_rank() == 0:
             print(f"   loaded the checkpoint of step {progress['step']}", flush=True)
 

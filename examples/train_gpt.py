@@ -260,6 +260,7 @@ class Checkpoints:
             "batches": self.batches.generator.get_state(),
             "random": random_states(self.held.device),
             "held": self.held.cpu(),
+            "ranks": dist.get_world_size(),
             "loss": loss_on_every_rank(self.model, self.held),
             "processor": kind_of_processor(self.held.device),
         }
@@ -273,14 +274,13 @@ class Checkpoints:
         On the kind of processor that saved it, the loss on the held batch must be the same.
         """
         rank, ranks, device = dist.get_rank(), dist.get_world_size(), self.held.device
-        saved = load(path, self.model, self.optimizer)  # the `extra` of each rank that saved
-        extra = saved[rank % len(saved)]
+        extra = load(path, self.model, self.optimizer)  # the `extra` that this rank has saved
         self.batches.generator.set_state(extra["batches"])
-        if len(saved) == ranks:  # otherwise there is no state for each rank: all keep their own
+        if extra["ranks"] == ranks:  # otherwise there is no state for each rank: all keep their own
             set_random_states(extra["random"], device)
         loss = loss_on_every_rank(self.model, extra["held"].to(device))
         if rank == 0:
-            print(f"step {extra['step']} from {path}, saved by {len(saved)} ranks, loaded by {ranks}")
+            print(f"step {extra['step']} from {path}, saved by {extra['ranks']} ranks, loaded by {ranks}")
             print(f"the loss on a held batch was {extra['loss']!r} and is {loss!r}", flush=True)
         if loss != extra["loss"] and kind_of_processor(device) == extra["processor"]:
             raise SystemExit("train_gpt.py: the loss on the held batch is not what it was when it was saved")

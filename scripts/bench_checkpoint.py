@@ -221,9 +221,10 @@ CONTENDERS: dict[str, tuple[Callable[[Model, torch.device], Contender], str]] = 
 
 
 class Cost(NamedTuple):
-    """Of one action on one rank: seconds, and bytes above what was held before."""
+    """The cost of one action on one rank: wall and processor seconds, and peaks of memory above the start, in bytes."""
 
     seconds: float
+    processor: float
     host: int
     device: int
 
@@ -251,13 +252,13 @@ class Meter:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
         resident_before = resident("VmRSS")
         dist.barrier()
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         result = action()
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
             peak = torch.accelerator.max_memory_allocated()
-        seconds = time.perf_counter() - begin
-        return result, Cost(seconds, resident("VmHWM") - resident_before, peak - held)
+        seconds, processor = time.perf_counter() - begin, time.process_time() - processor
+        return result, Cost(seconds, processor, resident("VmHWM") - resident_before, peak - held)
 
 
 # -- the rows ----------------------------------------------------------------------------------------------------------
@@ -315,14 +316,20 @@ class Results:
     def show(self, device: torch.device) -> None:
         for row, labels in self._rows.items():
             print(f"\n{row}")
-            times = {
+            wall = {
                 label: [max(cost.seconds for cost in ranks) for ranks in rounds] for label, rounds in labels.items()
             }
+            used = {
+                label: [sum(cost.processor for cost in ranks) / len(ranks) for ranks in rounds]
+                for label, rounds in labels.items()
+            }
             for label, rounds in labels.items():
-                unit = self._units[label]
-                ratios = [its / ours for its, ours in zip(times[label], times[unit])]
-                line = f"  {label:33} {_spread(times[label], '.3f')} s"
-                line += f"  x {_spread(ratios, '.2f'):21}" if label != unit else " " * 25
+                unit = self._units[label] if self._units[label] in labels else label
+                line = f"  {label:33}"
+                for times, kind in ((wall, "s"), (used, "s of processor")):
+                    ratios = [one / other for one, other in zip(times[label], times[unit])]
+                    line += f" {_spread(times[label], '.3f')} {kind}"
+                    line += f"  x {_spread(ratios, '.2f'):21}" if label != unit else " " * 25
                 for kind in ("host", "device") if device.type != "cpu" else ("host",):
                     line += f" {kind} {_peaks([[getattr(cost, kind) for cost in ranks] for ranks in rounds])}"
                 print(line.rstrip(), flush=True)
@@ -353,7 +360,8 @@ def run_rank(rank: int, options: argparse.Namespace, place: str) -> None:
     torch.set_num_threads(options.threads)
     dist.init_process_group(backend, init_method=f"file://{place}/meet", rank=rank, world_size=options.ranks)
     contenders = {}
-    for name, (make, _) in CONTENDERS.items():
+    for name in options.contenders or CONTENDERS:
+        make, _ = CONTENDERS[name]
         torch.manual_seed(0)
         contenders[name] = make(Model(options.width, options.depth, options.vocabulary), device)
         contenders[name].step(torch.randint(options.vocabulary, (1, 8), device=device))
@@ -395,6 +403,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=12, help="blocks of the model (default: 12)")
     parser.add_argument("--vocabulary", type=int, default=50257, help="rows of the embedding (default: 50257)")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="what to measure (default: all)")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="who takes turns (default: all)")
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each process on CPU (default: 1)")
     parser.add_argument("--directory", help="where to save checkpoints (default: the directory for temporary files)")

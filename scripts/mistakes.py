@@ -540,25 +540,6 @@ case(
     r"vars\(|numbers, strings|plain",
 )
 case(
-    "extra[rank] at more ranks",
-    """
-    def meet(size):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/of{size}", rank=rank, world_size=size)
-    if rank < 2:
-        meet(2)
-        fsdp.checkpoint.save(folder + "/saved", wrap(), extra={"rank": rank})
-        dist.destroy_process_group()
-    meet(3)
-    mark()
-    fsdp.checkpoint.load(folder + "/saved", wrap())[rank]
-    """,
-    "2 ranks",
-    r"% len\(",
-    world=3,
-    ranks="2",
-    group=False,
-)
-case(
     "the folder cannot be written",
     CHECKPOINT + "fsdp.checkpoint.save('/proc/nowhere/saved', model)",
     "/proc/nowhere",

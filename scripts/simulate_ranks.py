@@ -23,6 +23,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,18 +31,19 @@ from unittest import mock
 
 import torch
 
-from fsdp.checkpoint import files, index, redistribute
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.forms import Form, Full, Held, Rows
-from fsdp.checkpoint.keys import GROUPS, MODEL, state_key
-from fsdp.checkpoint.load_checkpoint import _fetched, _Like, _Reading
+from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, state_key
+from fsdp.checkpoint.load_checkpoint import Contents, Needed, Reading, fetched
+from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.save_checkpoint import Save, _packed
-from fsdp.checkpoint.torch_storage import SavePlanner
+from fsdp.checkpoint.save_checkpoint import Save
 from fsdp.checkpoint.transfers import export
 from fsdp.comm.consensus import Ranks, tree
+from fsdp.placement import redistribute
 
 SIZES = (8, 64, 512, 4096)
-EXTRA = _packed(torch.zeros(8192, dtype=torch.uint8))  # such is the state of random generators
+RANDOM = torch.zeros(8192, dtype=torch.uint8)  # in place of the states of random generators
 
 
 class Cost(NamedTuple):
@@ -67,11 +69,14 @@ class Network:
 class Side:
     """What a rank talks over; see ``fsdp.comm.consensus``."""
 
-    def __init__(self, network: Network, rank: int) -> None:
-        self._network, self._rank = network, rank
+    def __init__(self, network: Network, rank: int, size: int) -> None:
+        self._network, self._rank, self.global_ranks = network, rank, range(size)
         self.messages = self.sent = self.received = 0
 
-    def join(self, call: int) -> None:
+    def missed_a_call(self) -> bool:
+        return False
+
+    def join(self, call: int, doing: str) -> None:
         pass
 
     def why(self) -> None:
@@ -98,7 +103,7 @@ class Side:
 
 
 def ranks_of(rank: int, size: int, network: Network) -> tuple[Ranks, Side]:
-    ranks, side = Ranks(), Side(network, rank)
+    ranks, side = Ranks(), Side(network, rank, size)
     ranks.rank, ranks.size, ranks._side = rank, size, side  # type: ignore[assignment]
     return ranks, side
 
@@ -164,20 +169,29 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
 
     def save() -> None:
         saving = Save(ranks, root, None, trusted=False)
-        saving._state, saving._extra = state_of(rank, size, units), EXTRA
+        saving.share(state_of(rank, size, units))
+        saving.pack(EXTRA, RANDOM)
         with ranks.call("save"):
             saving.write(progress=False)
 
     def load() -> Any:
         state = state_of(rank, size, units)
         model = {key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)}
-        with ranks.call("load"):
-            return _fetched(ranks, root, lambda: _Like(model, model), _Reading(True, False, False))
+
+        def plan(contents: Contents, fetch: Fetch) -> list[Any]:
+            for name, states in contents.optimizer_state(model)["state"].items():
+                for key, value in states.items():
+                    if isinstance(value, Whole):
+                        fetch(name, key, contents.empty(state_key(name, key), model[name]))
+            return []
+
+        with ranks.call("load"), ExitStack() as stack:
+            return fetched(ranks, root, Needed(model, model), plan, Reading(True, False, False, False), stack)
 
     measure(save)
     measure(save)
-    (model, _), _ = measure(load)
-    held = [value.local for value in model.values() if isinstance(value, RaggedTensor)]
+    found = measure(load)
+    held = [value.local for value in found.model.values() if isinstance(value, RaggedTensor)]
     assert all(bool((local == rank).all()) for local in held)
     return costs
 
@@ -236,10 +250,12 @@ def plan_of_large_model(size: int, units: int, width: int) -> None:
 
     def described(rank: int, units: Iterable[int]) -> tuple[index.Table, float]:
         state = {key: its for unit in units for key, its in of_large_model(rank, size, unit, width).items()}
-        planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, is_coordinator=rank == 0)
+        ranks = Ranks()
+        ranks.rank, ranks._side = rank, Side(Network(), rank, size)  # type: ignore[assignment]
+        saving = Save(ranks, "", None, trusted=False)
         begin = time.thread_time()
-        return index.described(planner.create_local_plan().items, state, rank), time.thread_time() - begin
+        saving.share(state)
+        return saving.table, time.thread_time() - begin
 
     def of_all_units(table: index.Table) -> index.Table:
         """As those of the first are, so are all."""
@@ -250,8 +266,9 @@ def plan_of_large_model(size: int, units: int, width: int) -> None:
     of_one = [described(rank, [0])[0] for rank in range(size)]
     children = [of_all_units(index.joined([of_one[rank] for rank in its])) for its in tree(0, size)[1]]
     begin = time.thread_time()
-    table, _ = index.settled(index.joined([of_all_units(of_one[0]), *children]))
-    content = index.packed_table(table)
+    table = index.joined([of_all_units(of_one[0]), *children])
+    index.check_complete(table)
+    content = index.packed(table)
     joining = time.thread_time() - begin
     heard = sum(len(pickle.dumps(child)) for child in children)
     print(
@@ -277,12 +294,12 @@ def main(directory: Path, largest: int, units: int) -> None:
         results = on_all(size, action)
         peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         made = next(root.glob("checkpoint_*"))
-        nbytes = [(made / name).stat().st_size / 1e3 for name in (files.INDEX, files.MANIFEST, files.part_name(1))]
+        nbytes = [(made / name).stat().st_size / 1e3 for name in (files.INDEX, files.MANIFEST, files.rank_name(1))]
         print(
             f"\n{size} ranks: {peak / size:.2f} MB of memory a rank, {size} of which are in one process; index ", end=""
         )
-        print(f"{nbytes[0]:.1f} kB, manifest {nbytes[1]:.1f} kB, rank 1's own index {nbytes[2]:.1f} kB")
-        for number, call in enumerate(("save", "save, nothing changed", "load")):
+        print(f"{nbytes[0]:.1f} kB, manifest {nbytes[1]:.1f} kB, rank 1's file {nbytes[2]:.1f} kB")
+        for number, call in enumerate(("save", "save again", "load")):
             others = [costs[number] for costs in results[1:]]
             median = statistics.median(cost.seconds for cost in others)
             print(f"  {call:21}  rank 0: {_cost(results[0][number])}")

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import builtins
 import collections
 import copy
 import dataclasses
 import enum
 import errno
-import hashlib
-import io
 import json
 import os
 import re
-import shutil
 import stat
-import subprocess
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -43,6 +37,7 @@ from fsdp.checkpoint import (
     load,
     load_checkpoint,
     load_plain,
+    rank_file,
     save,
     set_state_dict,
 )
@@ -70,7 +65,8 @@ class Keeps(nn.Module):
 
 
 def manifest_of(directory: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((directory / "manifest").read_text().partition("\n")[2])
+    content: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
+    del content["checksum"]
     return content
 
 
@@ -78,11 +74,20 @@ def forge(directory: Path, name: str, content: bytes, manifest: dict[str, Any] |
     """Change a file of the latest checkpoint, which is `directory`, as somebody who knows its format would."""
     (directory / name).write_bytes(content)
     manifest = manifest or manifest_of(directory)
-    manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
-    text = json.dumps(manifest, indent=1)
-    checksum = checksums.checksum_of(text)
-    (directory / "manifest").write_text(f"{checksum}\n{text}\n")
+    header = content[: 8 + int.from_bytes(content[:8], "little")] if name.endswith(".safetensors") else content
+    manifest["files"][name] = [len(content), checksums.sha256(header)]
+    checksum = checksums.sha256(files._dumped(manifest))
+    (directory / "manifest.json").write_bytes(files._dumped({"checksum": checksum, **manifest}))
     (directory.parent / "latest").write_text(f"{directory.name} {checksum}\n")
+
+
+def with_header(content: bytes, there: str, forged: str) -> bytes:
+    """Replace a part of the header of a safetensors file."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].decode()
+    assert there in header, header
+    header = header.replace(there, forged)
+    return len(header).to_bytes(8, "little") + header.encode() + content[end:]
 
 
 # -- what else is there ------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ def forge(directory: Path, name: str, content: bytes, manifest: dict[str, Any] |
 def test_fd40_what_is_not_ours_stays(tmp_path: Path) -> None:
     """FD40: dates, other people's files and directories, of whatever name, are neither removed, renamed nor counted."""
     others = ["20240115/notes", "99999999/data", ".20240116.tmp/work", "checkpoint_00000007/config.json"]
-    others += [".checkpoint_00000003.tmp/mine.txt", "20240117", "checkpoint_00000009", "00000002/manifest"]
+    others += [".checkpoint_00000003.tmp/mine.txt", "20240117", "checkpoint_00000009", "00000002/manifest.json"]
     for name in others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -101,9 +106,17 @@ def test_fd40_what_is_not_ours_stays(tmp_path: Path) -> None:
     ours = {"latest", *names[-2:]}
     assert set(os.listdir(tmp_path)) == {name.partition("/")[0] for name in others} | ours
     (tmp_path / "other" / "latest").mkdir(parents=True)
-    with pytest.raises(IsADirectoryError, match=r"expected a file that names the latest checkpoint: .*/other/latest"):
+    with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/other/latest"):
         save(tmp_path / "other", Keeps())
     assert os.listdir(tmp_path / "other") == ["latest"]
+
+
+def test_a_users_file_named_latest_is_not_replaced(tmp_path: Path) -> None:
+    """A save into a directory with such a file, and without checkpoints, raises an error before it writes."""
+    (tmp_path / "latest").write_text("my notes")
+    with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/latest"):
+        save(tmp_path, Keeps())
+    assert contents(tmp_path) == {"latest": b"my notes"}
 
 
 def test_numbers_have_no_end(tmp_path: Path) -> None:
@@ -133,7 +146,7 @@ def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     made.symlink_to(archive)
     parts = tmp_path / "parts"
     parts.mkdir()
-    for name in ("manifest", "latest", "extra_0.pt", "retired"):
+    for name in ("manifest.json", "latest", "rank_0.safetensors", "retired"):
         (parts / name).write_text(name)
     (root / ".checkpoint_00000002.tmp").symlink_to(parts)
     (root / "checkpoint_00000003").symlink_to(parts)
@@ -145,7 +158,7 @@ def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     assert (contents(archive), contents(parts)) == before
     assert {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()} == links
     assert set(os.listdir(root)) == {*links, names[-1], "latest"}
-    assert load(made, Keeps()) == ["first"], "a link to a checkpoint can be loaded"
+    assert load(made, Keeps()) == "first", "a link to a checkpoint can be loaded"
 
 
 def test_a_directory_that_becomes_a_link_before_its_files_are_removed_is_not_entered(tmp_path: Path) -> None:
@@ -163,13 +176,13 @@ def test_a_directory_that_becomes_a_link_before_its_files_are_removed_is_not_ent
 
 def test_files_of_others_in_a_checkpoint_stay_and_its_tensors_go(tmp_path: Path) -> None:
     """A tokenizer beside the tensors, in a directory or not, keeps its path; no hidden directory is left."""
-    theirs = {"HF/tokenizer.json": b"1", "config.json": b"2", "extra_0.pt.d/manifest": b"3"}
+    theirs = {"HF/tokenizer.json": b"1", "config.json": b"2", "rank_0.safetensors.d/manifest.json": b"3"}
     for step in range(4):
         made = save(tmp_path, Keeps(float(step)), extra=step, keep=1)
         for name, content in theirs.items():
             (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_bytes(content)
-    assert load(tmp_path, Keeps()) == [3]
+    assert load(tmp_path, Keeps()) == 3
     assert sorted(os.listdir(tmp_path)) == [*(f"checkpoint_{number:08d}" for number in (1, 2, 3, 4)), "latest"]
     assert all(contents(tmp_path / f"checkpoint_{number:08d}") == theirs for number in (1, 2, 3))
 
@@ -178,7 +191,7 @@ class Refusing(Disk):
     """Cannot remove files of tensors."""
 
     def remove_file(self, path: Path) -> None:
-        if path.suffix == ".distcp":
+        if path.suffix == ".safetensors":
             raise OSError(13, "Permission denied", str(path))
         super().remove_file(path)
 
@@ -186,10 +199,13 @@ class Refusing(Disk):
 def test_a_removal_that_failed_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file that cannot be removed does not keep the others, and what is left is never taken for a checkpoint."""
     first = save(tmp_path, Keeps(1.0), extra=1)
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"could not be removed: .*__0_0\.distcp"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.warns(UserWarning, match=r"could not be removed: .*rank_0\.safetensors"),
+    ):
         patch.setattr(files, "disk", Refusing())
         save(tmp_path, Keeps(2.0), extra=2, keep=1)
-    assert sorted(os.listdir(first)) == ["__0_0.distcp", "retired"]
+    assert sorted(os.listdir(first)) == ["rank_0.safetensors", "retired"]
     with pytest.raises(FileNotFoundError, match="is no checkpoint"):
         load_plain(first)
     assert save(tmp_path, Keeps(3.0), extra=3, keep=1).name == "checkpoint_00000003"
@@ -228,8 +244,8 @@ def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
 
 def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
-    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (checksums, "verify"), (load_checkpoint, "_Contents")]
-    for number, (where, name) in enumerate([*steps, (load_checkpoint.Extras, "read")]):
+    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
+    for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
         save(root, Keeps(1.0), extra=1)
         real, replacing = getattr(where, name), [True]
@@ -243,7 +259,7 @@ def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, mon
         for loads in (True, False):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, replaced)
-                assert (load(root, Keeps()) if loads else load_plain(root).extra) == [2], name
+                assert (load(root, Keeps()) if loads else load_plain(root).extra[0]) == 2, name
             replacing.append(True)
         assert not (root / "checkpoint_00000002").exists()
 
@@ -269,46 +285,15 @@ def saves_its_rank(root: str) -> None:
 
 
 def loads_on_more_ranks(root: str) -> None:
-    rank = dist.get_rank()
-    extras = load(root, Keeps())
-    assert extras[rank % len(extras)] == f"rank {rank % 2}"
-    with pytest.raises(IndexError, match=r"2 ranks saved .* rank 2 has no extra in it: use extras\[rank % len"):
-        extras[2]
+    assert load(root, Keeps()) == f"rank {dist.get_rank() % 2}"
 
 
-def test_ranks_that_did_not_exist_at_the_save_learn_how_to_choose_an_extra(tmp_path: Path) -> None:
+def test_more_ranks_than_saved_share_the_extras(tmp_path: Path) -> None:
+    """Rank r gets the extra of rank r % saved, so one line resumes at any number of ranks."""
     run_ranks(2, saves_its_rank, str(tmp_path))
     run_ranks(3, loads_on_more_ranks, str(tmp_path))
-
-
-def test_the_extras_of_all_ranks_are_read_with_one_reading_of_the_manifest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest lists the files of all ranks: to read it once for each rank is quadratic in their number."""
-    run_ranks(2, saves_its_rank, str(tmp_path))
-    read, readings = files._read_manifest, []
-    monkeypatch.setattr(files, "_read_manifest", lambda path: (readings.append(path), read(path))[1])
+    assert load(tmp_path, Keeps()) == "rank 0"
     assert load_plain(tmp_path).extra == ["rank 0", "rank 1"]
-    plain = len(readings)
-    extras = load(tmp_path, Keeps())
-    loaded = len(readings) - plain
-    assert [*extras, *extras] == ["rank 0", "rank 1"] * 2
-    assert len(readings) - plain - loaded <= 1
-    manifest = read(tmp_path / "checkpoint_00000001" / "manifest")
-    many = load_checkpoint.Extras(tmp_path / "checkpoint_00000001", manifest._replace(ranks=1000))
-    readings.clear()
-    assert len([*many]) == 1000 and len(readings) <= 1
-
-
-def test_an_extra_that_is_read_late_is_of_the_checkpoint_that_was_loaded(tmp_path: Path) -> None:
-    """A run that starts over gives a number again: what is there then is refused, and not taken for what was loaded."""
-    run_ranks(2, saves_its_rank, str(tmp_path))
-    extras = load(tmp_path, Keeps())
-    assert extras[0] == "rank 0"
-    shutil.rmtree(tmp_path)
-    save(tmp_path, Keeps(2.0), extra="another run")
-    with pytest.raises(RuntimeError, match=r"checkpoint_00000001 was replaced by another checkpoint since it was load"):
-        extras[1]
 
 
 # -- other people's checkpoints ----------------------------------------------------------------------------------------
@@ -335,49 +320,43 @@ def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         read(trusted=True)
         harm.rmdir()
     made = save(root, Keeps(1.0))
-    index = json.loads((made / "tensors_0.json").read_text())
-    (made / "__9_0.distcp").write_bytes((made / "__0_0.distcp").read_bytes())  # the manifest does not list it
-    for place in ("../secret", "/etc/passwd", "__9_0.distcp"):
-        wrong = json.loads(json.dumps(index).replace("__0_0.distcp", place))
-        forge(made, "tensors_0.json", json.dumps(wrong).encode())
-        with pytest.raises(RuntimeError, match=f"refers to '{place}', which the manifest does not list"):
-            load(root, Keeps())
+    for place in ("../secret", "/etc/passwd"):
         listing = manifest_of(made)
-        if "/" in place:
-            listing["files"][place] = [0, ""]
-            forge(made, "tensors_0.json", json.dumps(index).encode(), listing)
-            with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
-                load(root, Keeps())
-            del listing["files"][place]
-        forge(made, "tensors_0.json", json.dumps(index).encode(), listing)
-    whole = {name: (made / name).read_bytes() for name in ("tensors.json", "tensors_0.json")}
-    for name, own in whole.items():
-        for content in (b"[]", b"{", b'{"tensors": {"model.weight": {"dtype": "load"}}}', own.replace(b"[3]", b"[[]]")):
-            forge(made, name, content)
-            with pytest.raises(RuntimeError, match=rf"{re.escape(name)} is no index of a checkpoint"):
-                load(root, Keeps())
-        forge(made, name, own)
-    forge(made, "tensors_0.json", whole["tensors_0.json"].replace(b"[[0], [3]", b"[[0], [2]"))
-    with pytest.raises(RuntimeError, match=r"has 2 of 3 elements of 'model\.weight' for this rank"):
-        load(root, Keeps())
+        listing["files"][place] = [0, ""]
+        forge(made, "index.json", (made / "index.json").read_bytes(), listing)
+        with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
+            load(root, Keeps())
+        del listing["files"][place]
+        forge(made, "index.json", (made / "index.json").read_bytes(), listing)
+    own = (made / "index.json").read_bytes()
+    for content in (b"[]", b"{", b'{"model.weight": ["load", [3], [0], []]}', own.replace(b"[3]", b"[[]]")):
+        forge(made, "index.json", content, manifest_of(made) | {"files": listing["files"]})
+        with pytest.raises(RuntimeError, match=r"index\.json was not written by this package"):
+            load(root, Keeps())
 
 
-FORGED: list[tuple[str, str, str]] = [  # the file, what it has, and what somebody wrote instead
-    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1000000,0,3,3,3]]"),
-    ("tensors.json", "[[0,1,0,3,0,3]]", "[[5,1,0,3,0,3]]"),
-    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1,0,1e400,0,3]]"),
-    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1,0,3]]"),
-    ("tensors.json", "[3]", "[1180591620717411303424]"),
-    ("tensors.json", "[3]", "[-3]"),
-    ("tensors_0.json", '"shape":[3]', '"shape":[1180591620717411303424]'),
-    ("tensors_0.json", "[[0],[3],", "[[-1],[3],"),
-    ("tensors_0.json", "[[0],[3],", "[[1],[3],"),
-    ("tensors_0.json", "[[0],[3],", "[[0],[3,3],"),
-    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",-1,'),
-    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",99999999,'),
-    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",7,'),
-    ("tensors_0.json", '"blocks":{', '"blocks":{},"others":{'),
-    ("tensors_0.json", '"blocks":{"__0_0.distcp":["', '"blocks":{"__0_0.distcp":[7,"'),
+RANK = "rank_0.safetensors"
+FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged one
+    ("index.json", "[[0,1,0,3,0,3]]", "[[0,1000000,0,3,3,3]]"),
+    ("index.json", "[[0,1,0,3,0,3]]", "[[5,1,0,3,0,3]]"),
+    ("index.json", "[[0,1,0,3,0,3]]", "[[0,1,0,1e400,0,3]]"),
+    ("index.json", "[[0,1,0,3,0,3]]", "[[0,1,0,3]]"),
+    ("index.json", "[3]", "[1180591620717411303424]"),
+    ("index.json", "[3]", "[-3]"),
+    (RANK, '"shape":[3]', '"shape":[1180591620717411303424]'),
+    (RANK, '"shape":[3]', '"shape":[-3]'),
+    (RANK, '"shape":[3]', '"shape":[3,3]'),
+    (RANK, '"F32"', '"F99"'),
+    (RANK, "[0,12]", "[-12,0]"),
+    (RANK, "[0,12]", "[4,16]"),
+    (RANK, "[0,12]", "[0,99999999]"),
+    (RANK, '"fsdp.block":"1048576"', '"fsdp.block":"0"'),
+    (RANK, '"fsdp.block":"1048576"', '"fsdp.block":"99999999999999"'),
+    (RANK, '"fsdp.checksums":"', '"fsdp.checksums":"00'),
+    (RANK, '"fsdp.boxes":"{}"', '"fsdp.boxes":"[]"'),
+    (RANK, '"fsdp.boxes":"{}"', r'"fsdp.boxes":"{\"model.weight\":[\"model.weight\",[7]]}"'),
+    (RANK, '"fsdp.dtypes":"{}"', r'"fsdp.dtypes":"{\"model.weight\":\"load\"}"'),
+    (RANK, '"fsdp.dtypes":"{}"', r'"fsdp.dtypes":"{\"model.weight\":\"complex64\"}"'),
 ]
 
 
@@ -385,34 +364,38 @@ FORGED: list[tuple[str, str, str]] = [  # the file, what it has, and what somebo
 def test_forged_numbers_are_refused_at_once(tmp_path: Path, name: str, there: str, forged: str) -> None:
     """Checksums are anybody's: whatever numbers the files have, the error is a RuntimeError that names one of them."""
     made = save(tmp_path, Keeps(1.0))
-    content = (made / name).read_text()
-    assert there in content, content
-    forge(made, name, content.replace(there, forged).encode())
+    content = (made / name).read_bytes()
+    changed = with_header(content, there, forged) if name == RANK else content.replace(there.encode(), forged.encode())
+    assert changed != content
+    forge(made, name, changed)
+    words = rf"{re.escape(str(made))}.* (was not written by this package|has 0 of 3 elements of 'model\.weight')"
     for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
-        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}.* (is no index|do not have what)|holds more"):
+        with pytest.raises(RuntimeError, match=words):
             read()
 
 
 @pytest.mark.parametrize("ranks", [-1, 0, 10**7, float("inf"), "many"])
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any) -> None:
     made = save(tmp_path, Keeps(1.0), extra=1)
-    forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), manifest_of(made) | {"ranks": ranks})
+    forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"ranks": ranks})
     for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
-        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest is no manifest of this package"):
+        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json is no manifest of this package"):
             read()
 
 
 def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
     made = save(tmp_path, Keeps(1.0), extra=1)
-    for version in (1, 2, 4, "3"):
-        forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), manifest_of(made) | {"version": version})
+    for version in (0, 2, "1"):
+        forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"version": version})
         for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path, trusted=True)):
-            with pytest.raises(RuntimeError, match=rf"manifest has version {version}, and this package reads version"):
+            with pytest.raises(
+                RuntimeError, match=rf"manifest.json has version {version}, and this package reads version"
+            ):
                 read()
-    listing = manifest_of(made) | {"version": 3}
-    del listing["files"]["tensors.json"]
-    forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), listing)
-    with pytest.raises(RuntimeError, match=r"manifest lists no tensors\.json"):
+    listing = manifest_of(made) | {"version": 1}
+    del listing["files"]["index.json"]
+    forge(made, RANK, (made / RANK).read_bytes(), listing)
+    with pytest.raises(RuntimeError, match=r"manifest\.json lists no index\.json"):
         load(tmp_path, Keeps())
 
 
@@ -423,6 +406,8 @@ MAKERS: dict[str, Any] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
 }
 
 
@@ -438,12 +423,12 @@ def loads_into_other_optimizers(root: str) -> None:
             other = wrap(nn.Sequential(nn.Linear(3, 4)))
             into = make_other(other.parameters())
             before = everything(other, into)
-            if name == saved:
+            if {name, saved} in ({name}, {"Adam", "AdamW"}):  # the states of these two are alike
                 load(path, other, into)
                 other(torch.ones(2, 3)).sum().backward()
                 into.step()
                 continue
-            words = rf"another optimizer than {name}, which needs the options '.*Nothing was loaded\. Load with the"
+            words = rf"another optimizer than {name}: .* was trained by \w+\. Nothing was loaded\. Load with the"
             with pytest.raises(RuntimeError, match=words):
                 load(path, other, into)
             assert everything(other, into) == before
@@ -516,8 +501,8 @@ def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
     assert type(rate) is numpy.float64
     save(tmp_path, module, optimizer, extra={"loss": numpy.float64(0.1), "epoch": numpy.int64(3)})
     other, fresh = Keeps(), torch.optim.SGD(module.parameters(), lr=0.1)
-    extras = load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.3))
-    assert extras == [{"loss": 0.1, "epoch": 3}] and other.extra == {"scale": 0.5}
+    extra = load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.3))
+    assert extra == {"loss": 0.1, "epoch": 3} and other.extra == {"scale": 0.5}
     load(tmp_path, module, fresh)
     assert fresh.param_groups[0]["lr"] == rate
     assert load_plain(tmp_path).optimizer["param_groups"][0]["lr"] == rate  # type: ignore[index]
@@ -583,7 +568,7 @@ def test_fd46_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> 
     made = save(tmp_path, Keeps(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
     assert sum(path.stat().st_size for path in made.iterdir()) < 30_000
     module = Keeps()
-    (extra,) = load(tmp_path, module)
+    extra = load(tmp_path, module)
     assert (extra["x"].tolist(), extra["y"][0][0].tolist()) == ([0, 1], [5, 6])
     assert module.extra["deep"][0].tolist() == [2, 3]
 
@@ -592,29 +577,16 @@ def test_fd47_errors_say_what_and_where(tmp_path: Path) -> None:
     """FD47: a full disk names the file, and what is no model is told so."""
 
     class Full(Disk):
-        def write(self, stream: Any, data: Any) -> int:
+        def write(self, stream: Any, data: Any, offset: int) -> None:
             raise OSError(28, "No space left on device")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"No space left .*__0_0\.distcp"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"No space left .*rank_0\.safetensors"):
         patch.setattr(files, "disk", Full())
         save(tmp_path, Keeps())
     with pytest.raises(TypeError, match=r"expected a model to save, a torch.nn.Module, but got str"):
         save(tmp_path, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
         load(tmp_path, "x")  # type: ignore[arg-type]
-
-
-SHOWS = """
-import torch
-import fsdp.checkpoint.torch_storage
-torch.storage._warn_typed_storage_removal()
-"""
-
-
-def test_torchs_writer_does_not_warn_of_its_own_storages() -> None:
-    """Older versions of torch did, with three lines for each file and rank."""
-    shown = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", SHOWS], capture_output=True, text=True)
-    assert shown.returncode == 0 and "TypedStorage" not in shown.stderr, shown.stderr
 
 
 def test_a_file_system_without_syncs_of_directories_is_saved_to(
@@ -637,26 +609,25 @@ def test_a_file_system_without_syncs_of_directories_is_saved_to(
         save(tmp_path / "never", Keeps(1.0))
 
 
-class Unreadable(io.FileIO):
-    def readinto(self, *args: Any) -> int:
+class Unreadable(Disk):
+    def read(self, number: int, memory: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    readall = read = readinto  # type: ignore[assignment]
 
-
-@pytest.mark.parametrize("name", ["manifest", "tensors.json", "tensors_0.json", "__0_0.distcp", "extra_0.pt"])
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "rank_0.safetensors"])
 def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """And the model stays as it was."""
     made, module = save(tmp_path, Keeps(1.0), extra=1), Keeps(2.0)
-    real = io.open
+    real = Path.read_bytes
 
-    def opens(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if str(path) == str(made / name) and "r" in mode:
-            return Unreadable(path)
-        return real(path, mode, *args, **kwargs)
+    def reads(path: Path) -> bytes:
+        if path == made / name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
 
-    monkeypatch.setattr(io, "open", opens)  # that of Path
-    monkeypatch.setattr(builtins, "open", opens)
+    monkeypatch.setattr(Path, "read_bytes", reads)
+    if name == "rank_0.safetensors":
+        monkeypatch.setattr(files, "disk", Unreadable())
     for read in (lambda: load(tmp_path, module), lambda: load_plain(tmp_path)):
         with pytest.raises((OSError, RuntimeError), match=rf"Input/output error: '?{re.escape(str(made / name))}"):
             read()

@@ -1,7 +1,9 @@
-"""How state leaves a model and its optimizer, and how it comes back."""
+"""State dicts and checkpoints of models and optimizers."""
 
 from typing import TYPE_CHECKING, Any
 
+from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
+from fsdp.checkpoint.save_checkpoint import async_save, save
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,8 +15,7 @@ from fsdp.checkpoint.torch_state_dict import (
 )
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
-    from fsdp.checkpoint.save_checkpoint import async_save, save
+    from fsdp.checkpoint.convert import to_dcp, to_safetensors
 
 __all__ = [
     "Plain",
@@ -29,16 +30,18 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
+    "to_dcp",
+    "to_safetensors",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """What loads ``torch.distributed.checkpoint``, which loads torch's own FSDP: when it is first asked for."""
-    if name not in __all__:
+    """Import the converters, which load ``torch.distributed.checkpoint`` and torch's own FSDP, at first use."""
+    if name not in ("to_dcp", "to_safetensors"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint import load_checkpoint, save_checkpoint
+    from fsdp.checkpoint import convert
 
-    globals()[name] = getattr(load_checkpoint if name in ("Plain", "load", "load_plain") else save_checkpoint, name)
+    globals()[name] = getattr(convert, name)
     return globals()[name]
 
 

@@ -1,84 +1,102 @@
-"""Checkpoints as directories: written whole or not at all, and verified before they are read.
+"""Checkpoints as directories: published whole or not at all.
 
 ::
 
     checkpoints/
       checkpoint_00000003/        one checkpoint
-        __0_0.distcp                tensors, as torch.distributed.checkpoint writes them: one file per rank
-        tensors_0.json              where which tensor is in it
-        tensors.json                on which ranks which tensor is, in a few lines for however many ranks
-        extra_0.pt                  what a rank added
-        manifest                    size and checksum of each of these files
-      .checkpoint_00000004.tmp/   one that is being written, or was when its writer died
-      latest                      the name of the newest whole checkpoint, and its manifest's checksum
+        rank_0.safetensors          tensors and values of one rank, with checksums; see fsdp.checkpoint.rank_file
+        index.json                  which ranks hold which tensor
+        manifest.json               size and checksum of each of these files
+      .checkpoint_00000004.tmp/   an unfinished save, under way or dead
+      latest                      the name of the newest checkpoint, and the checksum of its manifest
 
-[Note: What is ours]
-A checkpoint is a directory that has such a name and a valid manifest; an unfinished one is a directory that has such a
-name and holds files that a save writes. Links with these names are read, but never removed or entered by a removal.
-Removing a checkpoint begins by renaming its manifest to ``retired``, so that no half of a checkpoint looks like one.
-Then the files with names that a save uses are removed, and the directory if it is empty. Other files stay in it, under
-the same name. An empty directory with the name of a checkpoint is what a removal left that died. A removal that failed
-is repeated by the next save that removes checkpoints.
+[Note: Ownership of files]
+A checkpoint is a directory with such a name and a valid manifest. An unfinished save is a directory with such a name
+that holds files with names that a save uses. Links with these names are read, but a removal never removes or enters
+them. The removal of a checkpoint first renames its manifest to ``retired``, so that half a checkpoint is never taken
+for one. Then it removes the files with names that a save uses, and the directory if that is empty. Other files stay,
+under the same path. An empty directory with the name of a checkpoint is left from an interrupted removal. The next save
+that removes checkpoints repeats a failed removal.
 
-[Note: Never torn]
-A checkpoint is written under a temporary name. When every file and the directory itself are on the disk, one rename
-gives it its own name; then ``latest`` is replaced, by a rename as well. Wherever a writer dies, ``latest`` names a
-whole checkpoint: the one before, or the new one. Nothing that it names is written to again.
-
-[Note: No pickle]
-Where which tensor lies is in files of JSON. ``torch.distributed.checkpoint`` keeps it in a pickle, which runs whatever
-code its author chose.
+[Note: Atomic publishing]
+A checkpoint is written under a temporary name. When every file and the directory are on the disk, one rename gives it
+the final name, and another rename replaces ``latest``. Wherever a writer dies, ``latest`` names a whole checkpoint: the
+one before or the new one. Published files are never written to again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress, with_path
+from fsdp.checkpoint.checksums import sha256
 
-MANIFEST, LATEST, INDEX, RETIRED = "manifest", "latest", "tensors.json", "retired"
-VERSION = 3
+MANIFEST, LATEST, INDEX, RETIRED = "manifest.json", "latest", "index.json", "retired"
+FORMAT, VERSION = "fsdp checkpoint", 1
 _NAME = re.compile(r"checkpoint_(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
-_PARTS = re.compile(rf"__\d+_\d+\.distcp|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
-_TRIES = 20  # to read what is replaced meanwhile
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems on which directories are not synced
-_MOST_RANKS = 1 << 20  # that a manifest is believed
-BLOCK = 1 << 22  # bytes of files that are hashed together
+_LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
+_PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
+_TRIES = 20  # to read a checkpoint while another job replaces it
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
+_MOST_RANKS = 1 << 20  # the largest number of ranks that a manifest may have
+
+Advance = Callable[[int], object]  # called with the number of bytes that were written or read
+FORGED = AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
+"""Errors of a reader on content that this package has not written."""
+
+
+class FileRecord(NamedTuple):
+    """The size of a file in bytes, and a SHA-256: of the header of a rank's file, of all of any other file."""
+
+    size: int
+    checksum: str
+
+
+def no_progress(nbytes: int) -> None:
+    """Do nothing; the default ``Advance``."""
 
 
 class Disk:
-    """All that a save does to a file system. What a method did may be lost with the power until it is synced."""
+    """The operations of saves and loads on a file system. A power failure may undo an operation that is not synced."""
 
     def make_directory(self, path: Path) -> None:
-        """
+        """Make a directory.
+
         Raises:
-            FileExistsError: it is there.
+            FileExistsError: it exists.
         """
         path.mkdir()
 
     def create(self, path: Path) -> BinaryIO:
-        return open(path, "wb")
+        """Open an empty file for writing, without a buffer."""
+        return open(path, "wb", buffering=0)
 
-    def write(self, stream: BinaryIO, data: Any) -> int:
-        return stream.write(data)
+    def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
+        """Write all of ``data`` (bytes) at ``offset``."""
+        data = memoryview(data)
+        while data:
+            nbytes = os.pwrite(stream.fileno(), data, offset)
+            data, offset = data[nbytes:], offset + nbytes
+
+    def read(self, number: int, memory: memoryview, offset: int) -> int:
+        """Read from the open file ``number`` at ``offset``; return the number of bytes, 0 at the end of the file."""
+        return os.preadv(number, [memory], offset)
 
     def sync(self, stream: BinaryIO) -> None:
-        stream.flush()
+        """Bring the content of a file to the disk."""
         os.fsync(stream.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Sync the names in a directory, where the file system can."""
+        """Bring the names in a directory to the disk, where the file system supports it."""
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -90,10 +108,11 @@ class Disk:
             os.close(number)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Give a file or directory another name, and replace a file that has it."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """A directory with all that is in it."""
+        """Remove a directory and everything in it."""
         shutil.rmtree(path)
 
     def remove_file(self, path: Path) -> None:
@@ -111,7 +130,7 @@ class Disk:
             raise
 
     def remove_empty(self, path: Path) -> None:
-        """A directory, unless there is still something in it, or it is gone already."""
+        """Remove a directory, unless it holds files, or is gone already."""
         try:
             path.rmdir()
         except FileNotFoundError:
@@ -124,100 +143,57 @@ class Disk:
 disk = Disk()
 
 
-def data_name(rank: int) -> str:
-    """The file of a rank's tensors."""
-    return f"__{rank}_0.distcp"
-
-
-def is_data(name: str) -> bool:
-    """Whether it is such a file."""
-    return name.endswith(".distcp")
-
-
-def part_name(rank: int) -> str:
-    """The file that tells what is in it."""
-    return f"tensors_{rank}.json"
-
-
-def extra_name(rank: int) -> str:
-    """The file of what a rank added."""
-    return f"extra_{rank}.pt"
-
-
-class _Checked(io.RawIOBase):
-    """A file that is being written; counts and hashes what it is given.
-
-    Attributes:
-        error: what went wrong first. ``torch.save`` tells of something else then.
-    """
-
-    error: BaseException | None = None
-
-    def __init__(self, stream: BinaryIO, advance: Advance) -> None:
-        self._stream, self._advance, self.hash = stream, advance, Hash(BLOCK)
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        if self.error is not None:
-            raise self.error
-        try:
-            disk.write(self._stream, data)
-        except BaseException as error:
-            self.error = error
-            raise
-        self.hash.update(data)
-        self._advance(len(data))
-        return len(data)
-
-    def tell(self) -> int:
-        return self.hash.size
+def rank_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank}.safetensors"
 
 
 @contextlib.contextmanager
-def durable(
-    path: Path, entries: dict[str, Entry], advance: Advance = no_progress, blocks: dict[str, list[str]] | None = None
-) -> Iterator[io.RawIOBase]:
-    """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be, and
-    ``blocks`` the checksums of its blocks."""
+def with_path(path: Path) -> Iterator[None]:
+    """Put ``path`` into file system errors that name no file, such as those of reads and writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
+def of_ours(path: Path) -> Iterator[None]:
+    """Turn errors about the content of ``path`` into a ``RuntimeError`` with the path."""
+    try:
+        yield
+    except FORGED as error:
+        raise RuntimeError(f"{path} was not written by this package: {error}") from error
+
+
+def write_durably(path: Path, content: bytes) -> FileRecord:
+    """Write a new file; afterwards the content is on the disk."""
     with with_path(path), disk.create(path) as stream:
-        checked = _Checked(stream, advance)
-        try:
-            yield checked
-        except Exception:
-            if checked.error is not None:
-                raise checked.error from None
-            raise
+        disk.write(stream, content, 0)
         disk.sync(stream)
-    entries[path.name] = checked.hash.entry()
-    if blocks is not None:
-        blocks[path.name] = checked.hash.blocks()
-
-
-def write_durably(path: Path, content: bytes, entries: dict[str, Entry], advance: Advance = no_progress) -> None:
-    with durable(path, entries, advance) as stream:
-        stream.write(content)
+    return FileRecord(len(content), sha256(content))
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def begin(root: Path) -> Path:
-    """Make an empty directory for the next checkpoint in ``root``, which is made too; no two savers get the same.
+    """Make an empty directory for the next checkpoint in ``root``, and ``root``. No two savers get the same.
 
     Raises:
-        IsADirectoryError: ``latest`` is somebody else's.
+        FileExistsError: ``latest`` exists, and is no file of this package.
     """
     for missing in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
-        with contextlib.suppress(FileExistsError):  # another saver was faster, or it is a file, as is seen below
+        with contextlib.suppress(FileExistsError):  # another saver was faster; if it is a file, the next step fails
             disk.make_directory(missing)
             disk.sync_directory(missing.parent)
-    if (root / LATEST).is_dir():
-        raise IsADirectoryError(errno.EISDIR, "expected a file that names the latest checkpoint", str(root / LATEST))
     whole = sorted(_numbered(root, _NAME).items(), key=lambda item: -item[1])
     newest = next((number for name, number in whole if _is_checkpoint(root / name)), 0)
+    if (root / LATEST).is_dir() or (newest == 0 and not _may_replace(root / LATEST)):
+        text = "expected a file that names the latest checkpoint; move it, or save into another directory"
+        raise FileExistsError(errno.EEXIST, text, str(root / LATEST))
     number = 1 + max([newest, *_unfinished(root).values()])
     while True:
         final = root / f"checkpoint_{number:08d}"
@@ -234,26 +210,36 @@ def begin(root: Path) -> Path:
         disk.remove(temporary)  # another saver was faster, and is through
 
 
-def seal(temporary: Path, entries: dict[str, Entry], ranks: int) -> None:
-    """Write what makes a checkpoint of the files in ``temporary``, which are on the disk."""
-    content = {"version": VERSION, "ranks": ranks, "files": {name: entries[name] for name in sorted(entries)}}
-    text = json.dumps(content, indent=1)
-    checksum = checksum_of(text)
-    own: dict[str, Entry] = {}
-    write_durably(temporary / MANIFEST, f"{checksum}\n{text}\n".encode(), own)
-    write_durably(temporary / LATEST, f"{_final(temporary).name} {checksum}\n".encode(), own)
+def _may_replace(latest: Path) -> bool:
+    """True if ``latest`` is absent, or may be a file of this package although there is no checkpoint beside it."""
+    try:
+        start = latest.read_bytes()[: len("checkpoint_")]
+    except FileNotFoundError:
+        return True
+    return start == b"checkpoint_"
+
+
+def seal(temporary: Path, records: dict[str, FileRecord], ranks: int) -> None:
+    """Write the manifest of the files in ``temporary``, which are on the disk, and the next ``latest``."""
+    content = {"format": FORMAT, "version": VERSION, "ranks": ranks, "files": dict(sorted(records.items()))}
+    checksum = sha256(_dumped(content))
+    write_durably(temporary / MANIFEST, _dumped({"checksum": checksum, **content}))
+    write_durably(temporary / LATEST, f"{_final(temporary).name} {checksum}\n".encode())
     disk.sync_directory(temporary)
 
 
-def publish(temporary: Path) -> Path:
-    """Make the sealed checkpoint in ``temporary`` the latest.
+def _dumped(content: Mapping[str, Any]) -> bytes:
+    """Return JSON with each file of a manifest on a line."""
+    files = ",\n".join(f"{json.dumps(name)}:{json.dumps(record)}" for name, record in content["files"].items())
+    rest = json.dumps({key: value for key, value in content.items() if key != "files"})
+    return f'{rest[:-1]}, "files": {{\n{files}\n}}}}\n'.encode()
 
-    Returns:
-        where it is.
-    """
+
+def publish(temporary: Path) -> Path:
+    """Make the sealed checkpoint in ``temporary`` the latest, and return the new path."""
     root, final = temporary.parent, _final(temporary)
     if os.path.lexists(final):
-        raise FileExistsError(errno.EEXIST, "somebody else has made it meanwhile", str(final))
+        raise FileExistsError(errno.EEXIST, "another job has made it meanwhile", str(final))
     disk.rename(temporary, final)
     disk.sync_directory(root)
     disk.rename(final / LATEST, root / LATEST)
@@ -262,9 +248,9 @@ def publish(temporary: Path) -> Path:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what a save that failed left, unless it is the latest already.
+    """Remove the files of a failed save, unless they are the latest checkpoint already.
 
-    As far as it can be removed: that would not be the error to tell of, and nothing refers to it.
+    An error is ignored: the save raises the first error, and nothing refers to these files.
     """
     root, final = temporary.parent, _final(temporary)
     with contextlib.suppress(OSError):
@@ -280,19 +266,19 @@ Share = list[tuple[Path, list[str]]]  # directories, and names of files in each
 
 
 def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
-    """Turn all but the last ``keep`` checkpoints up to ``newest`` into retired ones. See [Note: What is ours].
+    """Retire all but the last ``keep`` checkpoints up to ``newest``; see [Note: Ownership of files].
 
-    Warns of checkpoints that cannot be retired.
+    Warn of checkpoints that cannot be retired.
 
     Returns:
-        by rank, the files that it is to remove: of checkpoints that are or were retired, and of saves that died.
+        for each rank, the files to remove: of retired checkpoints, and of dead saves.
     """
     shares: list[Share] = [[] for _ in range(ranks)]
     root, number = newest.parent, _numbered(newest.parent, _NAME)[newest.name]
-    older = [name for name, its in _directories(root, _NAME) if its < number]
+    older = [name for name, at in _directories(root, _NAME) if at < number]
     whole = [root / name for name in older if _is_checkpoint(root / name)]
     leaving = [root / name for name in older if _is_retired(root / name)]
-    leaving += [root / name for name, its in _unfinished(root).items() if its < number]
+    leaving += [root / name for name, at in _unfinished(root).items() if at < number]
     for directory in whole[: max(len(whole) + 1 - keep, 0)]:
         try:
             disk.rename(directory / MANIFEST, directory / RETIRED)
@@ -313,8 +299,10 @@ def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
 
 
 def remove_older(newest: Path, share: Share) -> None:
-    """Remove a rank's share of what was retired; the last rank removes the directories. Warns of what it cannot remove,
-    after it has tried to remove everything else."""
+    """Remove a rank's share of the retired files; the last rank to finish removes the directories.
+
+    Warn of files that cannot be removed, after all others.
+    """
     for directory, names in share:
         errors = []
         for name in names:
@@ -343,8 +331,7 @@ def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:
 
 
 def _directories(root: Path, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
-    """The names that match the pattern, and their numbers, in the order of the numbers. Links to directories are left
-    out."""
+    """List the directories with names that match, and their numbers, in the order of the numbers; without links."""
     with os.scandir(root) as found:
         names = {entry.name for entry in found if entry.is_dir(follow_symlinks=False)}
     numbered = [(name, number) for name, number in _numbered(root, pattern).items() if name in names]
@@ -352,14 +339,13 @@ def _directories(root: Path, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
 
 
 def _own_files(directory: Path) -> list[str]:
-    """The names of files in ``directory`` that a save writes."""
+    """List the files in ``directory`` with names that a save uses."""
     with os.scandir(directory) as found:
         return [each.name for each in found if _PARTS.fullmatch(each.name) and not each.is_dir(follow_symlinks=False)]
 
 
 def _unfinished(root: Path) -> dict[str, int]:
-    """The directories of saves that are under way or died, and their numbers. Those that this user may not read are
-    left out."""
+    """List the directories of unfinished saves, and their numbers, without those that this user may not read."""
     found = {}
     for name, number in _directories(root, _UNFINISHED):
         with contextlib.suppress(PermissionError, FileNotFoundError):
@@ -373,7 +359,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_retired(path: Path) -> bool:
-    """Whether a removal of this checkpoint has begun; the last file that it removes is the retired manifest."""
+    """True if a removal of this checkpoint has begun; the last file that it removes is the retired manifest."""
     try:
         empty = not os.listdir(path)
     except OSError:  # this user may not read it, or another saver was faster
@@ -395,24 +381,56 @@ def _final(temporary: Path) -> Path:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+def damage(problems: list[str]) -> RuntimeError:
+    """Return the error for files that differ from what was saved."""
+    return RuntimeError("the checkpoint is damaged: " + "; ".join(problems))
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    """Check that a file exists and has the size in the manifest.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        raise damage([f"{path} is missing"]) from None
+    if size != record.size:
+        raise damage([f"{path} has {size} bytes instead of {record.size}"])
+
+
+def read_verified(path: Path, record: FileRecord) -> bytes:
+    """Read a file once, and compare it with the manifest.
+
+    Raises:
+        RuntimeError: it is missing or damaged.
+        OSError: it cannot be read; with its path.
+    """
+    check_size(path, record)
+    with with_path(path):
+        content = path.read_bytes()
+    if sha256(content) != record.checksum:
+        raise damage([f"{path} has another checksum than when it was written"])
+    return content
+
+
 class Manifest(NamedTuple):
     """The content of a checkpoint's manifest.
 
     Attributes:
         ranks: the number of ranks that saved.
-        writers: the number of ranks that wrote tensors.
-        files: sizes and checksums by name; on a rank that loads, only of the files that it needs.
-        checksum: of the manifest itself. It tells checkpoints apart.
+        files: sizes and checksums by name; on a rank that loads, only of the files that it reads.
+        checksum: the SHA-256 of the manifest itself, which tells checkpoints apart.
     """
 
     ranks: int
-    writers: int
-    files: dict[str, Entry]
+    files: dict[str, FileRecord]
     checksum: str
 
 
 def find(path: Path) -> tuple[Path, Manifest]:
-    """The directory and manifest of the checkpoint ``path``, or of the latest in ``path``.
+    """Return the directory and manifest of the checkpoint ``path``, or of the latest one in ``path``.
 
     Raises:
         FileNotFoundError: there is none.
@@ -437,7 +455,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
 
 
 def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
-    match = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
+    match = _LATEST.fullmatch(text)
     if match is None or not (root / match[1]).is_dir():
         raise RuntimeError(
             f"{root / LATEST} is damaged: it holds {text!r}. The checkpoints beside it can be loaded by their own paths"
@@ -453,45 +471,50 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """
+    """Read and verify a manifest.
+
     Raises:
-        RuntimeError: the file is missing or damaged, with its path.
+        RuntimeError: it is missing or damaged, or of another version; with its path.
     """
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     with with_path(path):
-        checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
-    if not text.endswith("\n") or checksum != checksum_of(text[:-1]):
-        raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
+        text = path.read_bytes()
     try:
         content = json.loads(text)
+        checksum = str(content.pop("checksum"))
+        dumped = _dumped({"checksum": checksum, **content})
+    except FORGED as error:
+        raise RuntimeError(f"{path} is damaged, or no manifest: {error}") from error
+    if text != dumped or checksum != sha256(_dumped(content)):
+        raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
+    try:
         version, ranks = content["version"], int(content["ranks"])
-        files = {name: Entry(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-        if any(entry.block < 1 or entry.size < 0 for entry in files.values()):
-            raise ValueError("a file or a block of a file has no bytes")
+        files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
+        if any(record.size < 0 for record in files.values()):
+            raise ValueError("a file has less than no bytes")
         if not 0 < ranks <= _MOST_RANKS:
             raise ValueError(f"{ranks} ranks cannot have saved it")
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except FORGED as error:
         raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
-    if version != VERSION:
+    if version != VERSION or content.get("format") != FORMAT:
         raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
         raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
-    if INDEX not in files:
-        raise RuntimeError(f"{path} lists no {INDEX}, which every save writes")
-    writers = sum(is_data(name) for name in files)
-    return Manifest(ranks, writers, files, checksum)
+    if missing := [name for name in (INDEX, *map(rank_name, range(ranks))) if name not in files]:
+        raise RuntimeError(f"{path} lists no {missing[0]}, which every save writes")
+    return Manifest(ranks, files, checksum)
 
 
 _T = TypeVar("_T")
 
 
 def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable[[Path], tuple[Path, Manifest]]) -> _T:
-    """``read`` of what ``find`` finds in ``path``; again if another job has replaced it meanwhile, and removed it.
+    """Call ``read`` with the checkpoint that ``find`` finds, and again if another job has removed it meanwhile.
 
     Raises:
-        FileNotFoundError: there is none, and was none when this was called.
-        RuntimeError, OSError: what ``find`` and ``read`` raise; a file that is gone is a RuntimeError.
+        FileNotFoundError: there is no checkpoint, and was none at the call.
+        RuntimeError, OSError: errors of ``find`` and ``read``; a removed file is a RuntimeError.
     """
     directory, manifest = find(path)
     for _ in range(_TRIES):

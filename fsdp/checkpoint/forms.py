@@ -333,6 +333,47 @@ class Local(Form):
 FORMS: tuple[type[Form], ...] = (Full, Ragged, Rows, Local)  # configs of Ragged derive from those of Rows
 
 
+def is_distributed(value: Any) -> bool:
+    """True if ``value`` is a tensor of which each rank may hold other elements."""
+    return isinstance(value, (RaggedTensor, DTensor))
+
+
+def parts_of(value: torch.Tensor) -> list[Part]:
+    """Return the elements of ``value`` that this rank holds, in the tensor's own memory.
+
+    Raises:
+        NotImplementedError: they are not one box of a ``DTensor``.
+    """
+    if isinstance(value, RaggedTensor):
+        return value.parts
+    if not isinstance(value, DTensor):
+        return [(Box.whole(value.shape), value.detach())]
+    local = value.to_local().detach()
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+    if local.numel() == 0:
+        return []
+    if len(boxes) != 1 or boxes[0].sizes != tuple(local.shape):
+        raise NotImplementedError(f"a DTensor placed as {tuple(value.placements)}: a rank has to hold one box of it")
+    return [(boxes[0], local)]
+
+
+def is_saved_elsewhere(value: torch.Tensor) -> bool:
+    """True if another rank of tensor parallelism saves the elements that this rank holds."""
+    return isinstance(value, RaggedTensor) and value.saved_elsewhere
+
+
+def replicas_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the global ranks that hold the same elements of a distributed tensor; () if only this rank does."""
+    if isinstance(value, RaggedTensor):
+        return value.replicas
+    assert isinstance(value, DTensor)
+    mesh, here = value.device_mesh, value.device_mesh.get_coordinate() or ()
+    place = tuple(
+        slice(None) if placement.is_replicate() else at for placement, at in zip(value.placements, here, strict=True)
+    )
+    return tuple(mesh.mesh[place].flatten().tolist())
+
+
 def form_of(value: torch.Tensor) -> type[Form]:
     """Return the form of a value in a state dict."""
     return Ragged if isinstance(value, RaggedTensor) else Rows if is_sharded(value) else Full

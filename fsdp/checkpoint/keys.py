@@ -1,8 +1,9 @@
-"""Keys of a checkpoint: those of the model's state dict, and those of optimizer states by parameter name.
+"""Keys of a checkpoint: the model's state under names of parameters, the optimizer's under those and names of states.
 
-``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, and ``optim.others`` for entries of no
-parameter. Names of states may be any strings and integers. Integers are written ``%i<number>``, and dots and percent
-signs in strings ``%2E`` and ``%25``, so that the part behind the last dot is the whole name of the state.
+``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, ``optim.classes`` (for each group the
+names of torch's classes that the optimizer had), ``optim.others`` for entries that belong to no parameter, and
+``extra``. Names of states may be strings and integers. Integers are written ``%i<number>``, and dots and percent signs
+in strings ``%2E`` and ``%25``, so the part after the last dot is always the whole name of the state.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from typing import Any
 
 MODEL, STATE, GROUPS, OTHERS = "model.", "optim.state.", "optim.param_groups", "optim.others"
+CLASSES, EXTRA = "optim.classes", "extra"
 _NUMBER = re.compile(r"%i(-?\d+)")
 
 

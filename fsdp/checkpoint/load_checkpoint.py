@@ -1,38 +1,40 @@
-"""Loading checkpoints: at any number of ranks, whatever the number that saved them, or whole and without a model.
+"""Loading checkpoints: at any number of ranks, or whole and without a model.
 
-Files are verified before they are read, each rank reads what it needs into memory of its own, and the model is given
+Each rank reads the elements that it needs, in blocks that are verified as they arrive. The model and the optimizer get
 all of it or nothing: an error on one rank is an error on all.
+
+[Note: Memory of a load]
+Optimizer states are read into the tensors that become the optimizer's, and values of the model into memory of the size
+of this rank's shards, which are copied at the end. So a load takes the bytes of the shards. With ``in_place`` the
+blocks are first verified through one small buffer. Then they are read again, into the parameters and states themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import checksums, files, index
-from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.files import Manifest
-from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
+from fsdp.checkpoint import files, index
+from fsdp.checkpoint.files import FileRecord, Manifest
+from fsdp.checkpoint.forms import is_distributed, parts_of
+from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.load_state_dict import Loading
+from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.save_checkpoint import held_nbytes
+from fsdp.checkpoint.rank_file import RankFile, opened
+from fsdp.checkpoint.save_checkpoint import classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
@@ -41,32 +43,28 @@ from fsdp.checkpoint.torch_state_dict import (
     prepare_model_state_dict,
     trained_parts,
 )
-from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles
+from fsdp.checkpoint.values import torch_dtype
+from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
-from fsdp.placement.boxes import Box
+from fsdp.placement.boxes import Box, Part
 
 
 class Plain(NamedTuple):
     """A checkpoint as whole values.
 
     Attributes:
-        model: whole tensors in CPU memory, and what else the model's state dict had, by name.
+        model: whole tensors in CPU memory, and the other entries of the model's state dict, by name.
         optimizer: ``{"state": {name: ...}, "param_groups": [...]}`` by name of parameter; None if none was saved.
-        extra: what each rank that saved passed as ``extra``, by rank.
+        extra: the ``extra`` of each rank that saved, by rank.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
     extra: list[Any]
 
-
-class _Like(NamedTuple):
-    """What is to be loaded into: on this rank, the model's state by its keys, and the parameters that the optimizers
-    train by their names, if there are any. Sharded values are ``RaggedTensor`` or ``DTensor``; None stands for whatever
-    there is."""
-
-    model: dict[str, Any]
-    trained: dict[str, Any] | None
+    def __repr__(self) -> str:
+        states = "no optimizer state" if self.optimizer is None else f"states of {len(self.optimizer['state'])}"
+        return f"Plain({len(self.model)} entries of the model, {states}, the extra of {len(self.extra)} ranks)"
 
 
 def load(
@@ -76,35 +74,36 @@ def load(
     *,
     strict: bool = True,
     trusted: bool = False,
+    in_place: bool = False,
     process_group: Any = None,
     progress: bool = True,
-) -> Extras:
-    """Load a checkpoint into ``model``, at whatever number of ranks it was saved. All ranks have to call.
+) -> Any:
+    """Load a checkpoint into ``model``, at any number of ranks. All ranks have to call.
 
-    The ranks compare every file of the checkpoint with the manifest, each some of them, and each reads the parts of
-    tensors that it needs, into memory of its own, on CPU and of the size of its shards; what is read is verified while
-    it is read, so that where all of a checkpoint is loaded no file is read twice for it. Then the model is given all of
-    it. The model's values get the dtypes that the model has; where the parameters have the dtypes that they had,
-    the optimizer's states are bit for bit those that were saved. Where another job saves into the directory meanwhile
-    and removes what is being read, the newest is read instead.
+    Each rank reads the parts of tensors that it needs, and verifies every block that it reads; sizes of all files are
+    compared with the manifest. If anything fails on a rank, nothing is loaded on any. Values of the model get the
+    dtypes of the model. Where the parameters have the dtypes that they had, optimizer states are bit for bit those that
+    were saved. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
 
     Args:
-        path: a directory of checkpoints, of which the latest is loaded, or one checkpoint.
-        model: as for :func:`save`, wrapped in whatever way, or plain.
-        optimizer: as for :func:`save`; None leaves the optimizer state that was saved alone.
-        strict: names that only the model or only the checkpoint has are errors; else these are left alone.
-        trusted: whoever made the files may run code here, as a pickle does: what was saved with ``trusted=True`` can be
-            loaded. Without it no code in the files is run.
+        path: a directory of checkpoints, whose latest is loaded, or one checkpoint.
+        model: as for :func:`save`, wrapped in any way, or plain.
+        optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
+        strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
+        trusted: load pickled objects that were saved with ``trusted=True``. Whoever made the files may run code here.
+        in_place: read into the parameters and optimizer states themselves, which takes about 16 MB of memory, and not
+            that of the shards. All blocks are verified first, but every file is read twice. Only if a file changes or
+            cannot be read any more between the two passes, the model and optimizer are left partly loaded, with an
+            error on all ranks that says so.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
     Returns:
-        what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU. A rank has read its
-        own; what was another rank's is read from the checkpoint when it is asked for. Where more ranks load than saved,
-        the new ones have none: ``extras[rank % len(extras)]`` is right at any number of ranks.
+        the ``extra`` that this rank has saved, with tensors on CPU; None if it has saved none. If more ranks load than
+        saved, rank ``r`` gets that of rank ``r % saved``. (States of random generators repeat then.)
 
     Raises, on every rank if on one, with the model as it was:
-        FileNotFoundError: there is no checkpoint, and none was there when this was called.
+        FileNotFoundError: there is no checkpoint, and none was there at the call.
         RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
             them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
             ``optimizer`` takes, or that of an optimizer of another class; or a forward or backward is under way; or
@@ -113,14 +112,15 @@ def load(
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
-    reading = _Reading(strict, trusted, progress and ranks.rank == 0)
+    reading = Reading(strict, trusted, in_place, progress and ranks.rank == 0)
     with ranks.call("fsdp.checkpoint.load()"):
         return _load(ranks, Path(path), model, optimizer, reading)
 
 
 def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True) -> Plain:
-    """A checkpoint, or the latest in a directory of them, as whole tensors in this process, which needs no model and no
-    process group. Every file is verified first.
+    """Return a checkpoint, or the latest in a directory of them, as whole tensors in this process.
+
+    It needs no model and no process group. Everything is verified.
 
     Args: as for :func:`load`.
 
@@ -128,57 +128,101 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
         FileNotFoundError: there is no checkpoint.
         RuntimeError: a file is damaged or missing, with its path; or a value can only be loaded with ``trusted``.
     """
-    reading = _Reading(True, trusted, progress)
+    reading = Reading(True, trusted, False, progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
-        contents = _Contents(directory, manifest, None, reading)
-        _verify(directory, contents.unread(manifest.files), progress)
-        return Plain(*contents.read(manifest.files), [*Extras(directory, manifest)])
+        with Contents(directory, manifest, manifest.files, reading) as contents:
+            tensors = {key: contents.empty(key) for key in contents.tensors}
+            contents.read(tensors)
+            found = {**tensors, **contents.values(contents.others)}
+            model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
+            extras = [contents.extra(rank) for rank in range(manifest.ranks)]
+            if GROUPS not in found:
+                return Plain(model, None, extras)
+            states: dict[str, Any] = {}
+            for key in contents.table:
+                if key.startswith(STATE):
+                    name, state = param_and_state(key)
+                    states.setdefault(name, {})[state] = found[key]
+            optimizer = {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
+            return Plain(model, optimizer, extras)
 
     return files.read_latest(Path(path), read, files.find)
 
 
-class _Reading(NamedTuple):
-    """How to read; see :func:`load`."""
+class Reading(NamedTuple):
+    """The options of a load; see :func:`load`."""
 
     strict: bool
     trusted: bool
+    in_place: bool
     progress: bool
 
 
+class Needed(NamedTuple):
+    """The tensors to load into on this rank: the model's state, and the parameters that optimizers hold, by name."""
+
+    model: dict[str, Any]
+    trained: dict[str, torch.Tensor] | None
+
+
+class Found(NamedTuple):
+    """The result of reading on one rank.
+
+    Attributes:
+        model: the model's state; distributed tensors are the model's own with ``in_place``.
+        optimizers: the optimizers, and the states to load into them.
+        again: with ``in_place``, reads the distributed tensors and the optimizer's states; else does nothing.
+        extra: the value to return.
+    """
+
+    model: dict[str, Any]
+    optimizers: list[tuple[Optimizer, dict[str, Any]]]
+    again: Callable[[], None]
+    extra: Any
+
+
 def _load(
-    ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: _Reading
-) -> Extras:
-    def check() -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
-
-    def like() -> _Like:
-        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        return _Like(values, None if optimizer is None else trained_parts(model, optimizer))
-
-    ranks.together("check what is to be loaded", check)
-    (values, optimizer_state), extras = _fetched(ranks, path, like, reading)
+    ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading
+) -> Any:
+    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     options = StateDictOptions(ragged=True, strict=reading.strict)
 
-    def plan() -> list[tuple[Optimizer, dict[str, Any]]]:
-        if optimizer is None or optimizer_state is None:
+    def check() -> Needed:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
+        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
+        return Needed(values, None if optimizer is None else trained_parts(model, several))
+
+    def plan(contents: Contents, fetch: Fetch) -> list[tuple[Optimizer, dict[str, Any]]]:
+        if optimizer is None:
             return []
-        return optimizers_to_load(model, optimizer, optimizer_state, options=options)
+        state = contents.optimizer_state(needed.trained or {})
+        _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed, model)
+        return optimizers_to_load(model, several, state, options=options, fetch=fetch, reuse=reading.in_place)
 
-    def attempt() -> Loading:
-        loading = prepare_model_state_dict(model, values, options=options)
-        undo.callback(loading.undo)
-        for one, loadable in planned:
-            _load_optimizer(one, loadable)
-        return loading
+    with ExitStack() as stack:
+        needed = ranks.together("check what is to be loaded", check)
+        found = fetched(ranks, path, needed, plan, reading, stack)
 
-    planned = ranks.together("take the optimizer's state", plan)
-    with Snapshot(optimizers=[one for one, _ in planned]), contextlib.ExitStack() as undo:
-        loading = ranks.together("load what was read", attempt)
-        undo.pop_all()
-    loading.write()
-    return extras
+        def attempt() -> Loading:
+            loading = prepare_model_state_dict(model, found.model, options=options)
+            undo.callback(loading.undo)
+            load_optimizers()
+            return loading
+
+        def load_optimizers() -> None:
+            for one, loadable in found.optimizers:
+                _load_optimizer(one, loadable)
+
+        with Snapshot(optimizers=[one for one, _ in found.optimizers]), ExitStack() as undo:
+            loading = ranks.together("load what was read", attempt)
+            undo.pop_all()
+        if reading.in_place:
+            ranks.together("load what was verified", found.again)
+            load_optimizers()  # again: states of another dtype are copies
+        loading.write()
+        return found.extra
 
 
 def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
@@ -213,277 +257,294 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
         ) from failure
 
 
-def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Reading) -> tuple[_Read, Extras]:
-    """What this rank needs of a checkpoint. All files are verified, by some rank each."""
-    whole: dict[str, Entry] = {}  # the files of the checkpoint, on rank 0
+def _check_classes(
+    optimizers: Iterable[Optimizer],
+    groups: list[dict[str, Any]],
+    saved: list[list[str]],
+    needed: Needed,
+    model: nn.Module,
+) -> None:
+    """Check that no optimizer gets the state of another of torch's classes, which may have options of the same names.
+
+    Raises:
+        RuntimeError: one would.
+    """
+    by_name = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
+    for optimizer in optimizers:
+        own = classes_of(optimizer)
+        for name in trained_parts(model, optimizer):
+            classes = by_name.get(name, [])
+            if own and classes and not {*own} & {*classes}:
+                raise RuntimeError(
+                    f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}: {name!r} was "
+                    f"trained by {classes[-1]}. Nothing was loaded. Load with the optimizer that saved, or without one "
+                    "to begin with new optimizer state"
+                )
+
+
+# -- finding and reading -----------------------------------------------------------------------------------------------
+
+
+def fetched(
+    ranks: Ranks,
+    path: Path,
+    needed: Needed,
+    plan: Callable[[Contents, Fetch], list[tuple[Optimizer, dict[str, Any]]]],
+    reading: Reading,
+    stack: ExitStack,
+) -> Found:
+    """Find the checkpoint, and read and verify everything that this rank needs. ``stack`` keeps the files open."""
+    whole: dict[str, FileRecord] = {}  # the files of the checkpoint, on rank 0
 
     def find(path: Path) -> tuple[Path, Manifest]:
         def found(_: Any) -> list[tuple[Path, Manifest]]:
             directory, manifest = files.find(path.absolute())
             whole.clear()
             whole.update(manifest.files)
-            first = [_share(manifest, rank, ranks.size) for rank in range(ranks.size)]
-            for mine in first:
-                mine[files.INDEX] = whole[files.INDEX]
-            return [(directory, manifest._replace(files=mine)) for mine in first]
+            names = sorted(name for name in whole if name != files.INDEX)
+            shares = [[files.INDEX, *names[rank :: ranks.size]] for rank in range(ranks.size)]
+            return [(directory, manifest._replace(files={name: whole[name] for name in share})) for share in shares]
 
         return ranks.round("find a checkpoint", lambda: None, found)
 
-    def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
+    def read(directory: Path, manifest: Manifest) -> Found:
         contents: Any = None
-        extras = Extras(directory, manifest)
+        own = ranks.rank % manifest.ranks
 
         def look() -> list[str]:
             nonlocal contents
-            own = like()
-            contents = _Contents(directory, manifest, own, reading)
-            if own.trained is not None and not contents.has_optimizer:
-                raise RuntimeError(
-                    f"the checkpoint {directory} has no optimizer state, and nothing was loaded. Load without an "
-                    "optimizer to begin with new optimizer state"
-                )
-            return [*contents.files, files.extra_name(ranks.rank)]
+            for name, record in manifest.files.items():  # this rank's share
+                files.check_size(directory / name, record)
+            contents = stack.enter_context(Contents(directory, manifest, {}, reading))
+            contents.check_fits(needed)
+            return [files.rank_name(rank) for rank in {0, own, *contents.holders(needed)}]
 
-        def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
-            return [{name: whole[name] for name in its if name in whole} for its in names]
+        def records(names: list[list[str]]) -> list[dict[str, FileRecord]]:
+            return [{name: whole[name] for name in each} for each in names]
 
-        def read_parts() -> _Read:
-            if ranks.rank < manifest.ranks:
-                extras.read(ranks.rank, needed)
-            return contents.read(needed)
+        def read_parts() -> Found:
+            contents.records.update(entries)
+            return _read_parts(contents, needed, plan, own)
 
-        needed = ranks.round("look for what to read", look, entries)
-        ranks.together(
-            "verify a checkpoint", lambda: _verify(directory, contents.unread(manifest.files), reading.progress)
-        )
-        return ranks.together("read a checkpoint", read_parts), extras
+        entries = ranks.round("look for what to read", look, records)
+        return ranks.together("read a checkpoint", read_parts)
 
     return files.read_latest(path, read, find)
 
 
-# -- what is in a checkpoint -------------------------------------------------------------------------------------------
+def _read_parts(
+    contents: Contents,
+    needed: Needed,
+    plan: Callable[[Contents, Fetch], list[tuple[Optimizer, dict[str, Any]]]],
+    own: int,
+) -> Found:
+    in_place = contents.reading.in_place
+    live: dict[str, Any] = {}  # targets that exist already
+    new: dict[str, Any] = {}  # targets in new memory
+    model = {key.removeprefix(MODEL): key for key in contents.tensors if key.startswith(MODEL)}
+    for name, key in model.items():
+        if name in needed.model:
+            like = needed.model[name]
+            reused = in_place and is_distributed(like) and like.shape == contents.table[key].shape
+            (live if reused else new)[key] = like if reused else contents.empty(key, like)
+    states: dict[str, Any] = {}
 
+    def fetch(name: str, state: Any, target: torch.Tensor) -> None:
+        states[state_key(name, state)] = target
 
-def _verify(directory: Path, entries: dict[str, Entry], progress: bool) -> None:
-    with bar("verifying", sum(entry.size for entry in entries.values()), progress) as advance:
-        checksums.verify(directory, entries, advance)
+    optimizers = plan(contents, fetch)
+    if in_place:
+        contents.read({**live, **states}, verify_only=True)
+        contents.read(new)
+    else:
+        contents.read({**new, **states})
+    values = contents.values(
+        key for key in contents.others if key.startswith(MODEL) and key.removeprefix(MODEL) in needed.model
+    )
+    found = {name: (live | new)[key] for name, key in model.items() if name in needed.model}
+    found |= {key.removeprefix(MODEL): value for key, value in values.items()}
 
-
-def _share(manifest: Manifest, rank: int, size: int) -> dict[str, Entry]:
-    """The files that a rank verifies."""
-    return {name: manifest.files[name] for name in sorted(manifest.files)[rank::size]}
-
-
-class Extras(Sequence[Any]):
-    """The values that the ranks passed to a save as ``extra``, by rank. One is read when it is first asked for."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._directory, self._ranks, self._checksum = directory, manifest.ranks, manifest.checksum
-        self._values: dict[int, Any] = {}
-        self._entries: dict[str, Entry] | None = None  # of all ranks; read when the first of another rank is asked for
-
-    def __len__(self) -> int:
-        return self._ranks
-
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        """
-        Raises:
-            IndexError: fewer ranks saved.
-            RuntimeError: its file is damaged, or the checkpoint was removed or replaced since it was loaded.
-        """
-        if isinstance(rank, slice):
-            return [self[number] for number in range(self._ranks)[rank]]
-        if not -self._ranks <= rank < self._ranks:
-            raise IndexError(
-                f"{self._ranks} ranks saved {self._directory}, and rank {rank} has no extra in it: use "
-                "extras[rank % len(extras)], or decide what a new rank begins with"
-            )
-        number = range(self._ranks)[rank]
-        if number not in self._values:
-            if self._entries is None:
-                self._entries = self._all_entries()
-            self.read(number, self._entries)
-        return self._values[number]
-
-    def __eq__(self, other: object) -> bool:
-        return [*self] == [*other] if isinstance(other, Sequence) else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"<the extra of {self._ranks} ranks in {self._directory}>"
-
-    def read(self, rank: int, entries: Mapping[str, Entry]) -> None:
-        """Read the extra of one rank; None if it has no file among ``entries``."""
-        name, value = files.extra_name(rank), None
-        if name in entries:
-            content = checksums.read_verified(self._directory / name, entries[name])
-            value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-        self._values[rank] = value
-
-    def _all_entries(self) -> dict[str, Entry]:
-        """The files of the checkpoint, if it is still the one that was loaded."""
-        remedy = "ask for the extra of other ranks before later saves remove the checkpoint"
+    def again() -> None:
         try:
-            manifest = files.find(self._directory)[1]
-        except FileNotFoundError as error:
-            raise RuntimeError(f"{self._directory} was removed since it was loaded: {remedy}") from error
-        if manifest.checksum != self._checksum:
-            raise RuntimeError(f"{self._directory} was replaced by another checkpoint since it was loaded: {remedy}")
-        return manifest.files
+            contents.read({**live, **states})
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"the files have changed since they were verified; the model and the optimizer are partly loaded, and "
+                f"have to be loaded again: {error}"
+            ) from error
+
+    return Found(found, optimizers, again, contents.extra(own))
 
 
-_Read = tuple[dict[str, Any], dict[str, Any] | None]  # the model's state, and the optimizer's if it is to be read
-
-
-class _Contents:
-    """What a checkpoint holds of what is ``like`` this, for new memory on CPU: of ragged tensors, and of the
-    optimizer's states for them, this rank's part. None for whatever there is, whole.
+class Contents:
+    """A checkpoint that is being read.
 
     Attributes:
-        has_optimizer: whether optimizer state was asked for, and there is any.
-        files: what has to be read, if not everything.
+        table: the index.
+        tensors, others: the keys of tensors, and of other values.
+        records: the files that may be opened, by name.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading) -> None:
-        """
+    def __init__(
+        self, directory: Path, manifest: Manifest, records: Mapping[str, FileRecord], reading: Reading
+    ) -> None:
+        """Read the index.
+
         Raises:
-            RuntimeError: names or shapes do not fit, or there is more than is trained, or the index is damaged.
+            RuntimeError: it is missing or damaged.
         """
-        self._directory, self._reading, self._reader = directory, reading, FileSystemReader(directory)
-        table = self._look_up(manifest)
-        self._metadata = index.metadata_of(table)
-        in_file = self._metadata.state_dict_metadata
-        self._of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
-        self.has_optimizer = GROUPS in in_file and (like is None or like.trained is not None)
-        self._of_state = {key: param_and_state(key) for key in in_file if self.has_optimizer and key.startswith(STATE)}
-        if like is None:
-            like = _Like(dict.fromkeys(self._of_model), {name: None for name, _ in self._of_state.values()})
-        else:
-            saved = {name: in_file[key] for name, key in self._of_model.items()}
-            if problems := "; ".join(_misfits(saved, like.model, strict=reading.strict)):
-                raise RuntimeError(
-                    f"the checkpoint {directory} does not fit the model, and nothing was loaded: {problems}"
-                )
-        likes = [(key, like.model[name]) for name, key in self._of_model.items() if name in like.model]
-        trained = like.trained or {}
-        likes += [(key, trained[name]) for key, (name, _) in self._of_state.items() if name in trained]
-        self._wanted = {key: _empty(in_file[key], its) for key, its in likes}
-        self._wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if self.has_optimizer and key in in_file)
-        left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in trained))
-        if left and reading.strict:
+        self.directory, self.records, self.reading = directory, dict(records), reading
+        path = directory / files.INDEX
+        content = files.read_verified(path, manifest.files[files.INDEX])
+        with files.of_ours(path):
+            self.table = index.unpacked(content, manifest.ranks)
+        self.tensors = [key for key, saved in self.table.items() if saved.dtype]
+        self.others = [key for key, saved in self.table.items() if not saved.dtype]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Contents:
+        self._file: Callable[[int], RankFile] = self._stack.enter_context(opened(self.directory, self.records))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def check_fits(self, needed: Needed) -> None:
+        """Check names and shapes.
+
+        Raises:
+            RuntimeError: they do not fit the model or the optimizers, with all of them; or there is no optimizer state.
+        """
+        saved = {key.removeprefix(MODEL): of for key, of in self.table.items() if key.startswith(MODEL)}
+        strict = self.reading.strict
+        if problems := "; ".join(_misfits(saved, needed.model, strict=strict)):
             raise RuntimeError(
-                f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "
-                "given holds: pass those that were saved, or strict=False to leave the others out"
+                f"the checkpoint {self.directory} does not fit the model, and nothing was loaded: {problems}"
             )
-        holders = {rank for key, its in self._wanted.items() for rank in table[key].holders(_boxes(its))}
-        self._parts = [files.part_name(rank) for rank in sorted(holders)]
-        self.files = [*self._parts, *(files.data_name(rank) for rank in sorted(holders))]
+        if needed.trained is None:
+            return
+        if GROUPS not in self.table:
+            raise RuntimeError(
+                f"the checkpoint {self.directory} has no optimizer state, and nothing was loaded. Load without an "
+                "optimizer to begin with new optimizer state"
+            )
+        names = [param_and_state(key)[0] for key in self.table if key.startswith(STATE)]
+        left = list(dict.fromkeys(name for name in names if name not in needed.trained))
+        if left and strict:
+            raise RuntimeError(
+                f"the checkpoint {self.directory} has optimizer state of {', '.join(map(repr, left))}, which no "
+                "optimizer given holds: pass those that were saved, or strict=False to leave the others out"
+            )
 
-    def unread(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Those of the files that are not verified when they are read, by this rank or others. See [Note: Blocks] in
-        ``fsdp.checkpoint.checksums``."""
-        if self._wanted.keys() != self._metadata.state_dict_metadata.keys():
-            return entries  # nobody reads all of them
-        return {name: entry for name, entry in entries.items() if not files.is_data(name)}
+    def holders(self, needed: Needed) -> set[int]:
+        """Return the ranks whose files may have elements that this rank needs."""
+        likes = [(key, needed.model.get(key.removeprefix(MODEL))) for key in self.tensors if key.startswith(MODEL)]
+        trained = needed.trained or {}
+        likes += [(key, trained.get(param_and_state(key)[0])) for key in self.tensors if key.startswith(STATE)]
+        found: set[int] = set()
+        for key, like in likes:
+            if isinstance(like, torch.Tensor) or (like is None and key.startswith(MODEL)):
+                found |= self.table[key].holders(self._boxes(key, like))
+        return found
 
-    def _look_up(self, manifest: Manifest) -> index.Table:
-        """Read which tensors there are, and on which ranks."""
-        path = self._directory / files.INDEX
-        with _index_of_ours(path):
-            content = checksums.read_verified(path, manifest.files[path.name])
-            return index.unpacked_table(content, manifest.ranks, manifest.writers)
+    def _boxes(self, key: str, like: Any) -> list[Box]:
+        """List the boxes of a tensor that are read for ``like``: whole, where a state has another shape."""
+        shape = self.table[key].shape
+        if is_distributed(like) and tuple(like.shape) == shape:
+            return [box for box, _ in parts_of(like)]
+        return [Box.whole(shape)]
 
-    def read(self, entries: Mapping[str, Entry]) -> _Read:
-        """Read it, from files that are among ``entries``.
+    def empty(self, key: str, like: Any = None) -> torch.Tensor:
+        """Make CPU memory for a tensor: for this rank's part, where ``like`` is distributed and of the same shape."""
+        saved = self.table[key]
+        dtype, cpu = torch_dtype(saved.dtype), torch.device("cpu")
+        if isinstance(like, RaggedTensor) and tuple(like.shape) == saved.shape:
+            return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
+        if isinstance(like, DTensor) and tuple(like.shape) == saved.shape:
+            return torch.empty_like(like, dtype=dtype, device="cpu")
+        return host_memory.empty(math.prod(saved.shape), dtype=dtype, device=cpu).view(saved.shape)
+
+    def read(self, targets: Mapping[str, torch.Tensor], *, verify_only: bool = False) -> None:
+        """Read tensors into ``targets``, or with ``verify_only`` compare the checksums of their blocks.
 
         Raises:
-            RuntimeError: they are damaged, or a value could run code and nobody said that it may.
+            RuntimeError: a file is damaged, or does not hold every element.
         """
-        wanted, metadata = self._wanted, self._metadata
-        blocks: dict[str, list[str]] = {}
-        for path in (self._directory / name for name in self._parts):
-            with _index_of_ours(path):
-                blocks |= index.unpack_part(checksums.read_verified(path, entries[path.name]), metadata, entries)
-        self._reader.fs = VerifiedFiles(entries, blocks)
-        with bar("loading", sum(map(held_nbytes, wanted.values())), self._reading.progress) as advance:
-            planner = LoadPlanner(advance, trusted=self._reading.trusted)
-            planner.set_up_planner(wanted, metadata, is_coordinator=True)
-            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-            plan = planner.create_local_plan()
-            self._check_all_is_there(plan.items)
-            place = attrgetter("relative_path", "offset")
-            plan.items.sort(key=lambda item: place(metadata.storage_data[item.storage_index]))
-            try:
-                self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
-            except (*_FORGED, AssertionError, EOFError, IndexError, pickle.UnpicklingError) as error:
-                raise RuntimeError(
-                    f"the files of tensors in {self._directory} do not have what the indices beside them say: {error}"
-                ) from error
-        read = planner.state_dict
-        values = {name: read[key] for name, key in self._of_model.items() if key in read}
-        if not self.has_optimizer:
-            return values, None
-        states: dict[str, Any] = {}
-        for key, (name, state) in self._of_state.items():
-            if key in read:
-                states.setdefault(name, {})[state] = read[key]
-        return values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}
-
-    def _check_all_is_there(self, items: Iterable[ReadItem]) -> None:
-        """``torch.distributed.checkpoint`` leaves memory as it is for which it finds nothing."""
+        parts = {key: parts_of(target) for key, target in targets.items()}
+        by_rank: dict[int, dict[str, list[Part]]] = {}
+        for key, several in parts.items():
+            for rank in self.table[key].holders(box for box, _ in several):
+                by_rank.setdefault(rank, {})[key] = several
         found: Counter[str] = Counter()
-        for item in items:
-            found[item.dest_index.fqn] += math.prod(item.lengths)
-        for key, value in self._wanted.items():
-            needed = sum(box.numel for box in _boxes(value))
-            if isinstance(value, torch.Tensor) and found[key] != needed:
-                raise RuntimeError(f"{self._directory} has {found[key]} of {needed} elements of {key!r} for this rank")
+        nbytes = sum(memory.nbytes for several in parts.values() for _, memory in several)
+        with bar("verifying" if verify_only else "loading", nbytes, self.reading.progress) as advance, torch.no_grad():
+            for rank, wanted in sorted(by_rank.items()):
+                file = self._file(rank)
+                with files.of_ours(file.path):
+                    found += file.read(wanted, advance, verify_only=verify_only)
+        for key, several in parts.items():
+            needed = sum(box.numel for box, _ in several)
+            if found[key] != needed:
+                raise RuntimeError(
+                    f"the checkpoint is damaged: {self.directory} has {found[key]} of {needed} elements of {key!r} "
+                    "for this rank"
+                )
+
+    def values(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has.
+
+        Raises:
+            RuntimeError: one can only be loaded with ``trusted``.
+        """
+        file = self._file(0)
+        return {key: self._value(file, key) for key in keys if key in file.keys}
+
+    def extra(self, rank: int) -> Any:
+        """Read the ``extra`` of a rank; None if there is none."""
+        file = self._file(rank)
+        return self._value(file, EXTRA) if EXTRA in file.keys else None
+
+    def _value(self, file: RankFile, key: str) -> Any:
+        try:
+            return file.value(key, trusted=self.reading.trusted)
+        except pickle.UnpicklingError as error:
+            raise RuntimeError(
+                f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
+                "whoever saved it, load it with trusted=True"
+            ) from error
+
+    def optimizer_state(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be fetched."""
+        states: dict[str, dict[str, Any]] = {}
+        scalars: dict[str, torch.Tensor] = {}
+        for key in self.tensors:
+            if not key.startswith(STATE):
+                continue
+            name, state = param_and_state(key)
+            saved = self.table[key]
+            if name not in trained:
+                continue
+            if not saved.shape:
+                scalars[key] = self.empty(key)
+            states.setdefault(name, {})[state] = scalars.get(key, Whole(torch_dtype(saved.dtype), saved.shape))
+        self.read(scalars)
+        keys = [key for key in self.others if key.startswith(STATE) and param_and_state(key)[0] in trained]
+        found = self.values([*keys, GROUPS, OTHERS])
+        for key in keys:
+            name, state = param_and_state(key)
+            states.setdefault(name, {})[state] = found[key]
+        return {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
 
 
-_FORGED = AttributeError, KeyError, OverflowError, TypeError, ValueError  # raised for numbers that do not fit
-
-
-@contextlib.contextmanager
-def _index_of_ours(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except _FORGED as error:
-        raise RuntimeError(f"{path} is no index of a checkpoint of this package: {error}") from error
-
-
-def _boxes(value: Any) -> list[Box]:
-    """Of a tensor, those that are here; of anything else one."""
-    if isinstance(value, (RaggedTensor, DTensor)):
-        return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
-    return [Box.whole(value.shape if isinstance(value, torch.Tensor) else ())]
-
-
-def _misfits(
-    saved: dict[str, TensorStorageMetadata | BytesStorageMetadata], template: dict[str, Any], *, strict: bool
-) -> Iterator[str]:
-    for where, names, others in (("checkpoint", template, saved), ("model", saved, template)) if strict else ():
+def _misfits(saved: dict[str, index.Saved], needed: dict[str, Any], *, strict: bool) -> Iterator[str]:
+    for where, names, others in (("checkpoint", needed, saved), ("model", saved, needed)) if strict else ():
         if missing := [repr(name) for name in names if name not in others]:
             yield f"missing in the {where}: {', '.join(missing)}"
-    for name, value in template.items():
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    for name, value in needed.items():
         found = saved.get(name)
-        if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:  # whatever it is, the module's own method takes it
+        if found is None or name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:  # a module takes any extra state
             continue
-        in_file = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
-        if found is not None and shape != in_file:
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        in_file = found.shape if found.dtype else None
+        if shape != in_file:
             yield f"{name!r} has shape {in_file} in the checkpoint and {shape} in the model"
-
-
-def _empty(what: TensorStorageMetadata | BytesStorageMetadata, like: Any) -> Any:
-    """Memory for a tensor of a checkpoint, or for this rank's part of it where ``like`` is sharded and of its shape."""
-    if not isinstance(what, TensorStorageMetadata):
-        return None
-    if isinstance(like, RaggedTensor) and like.shape == what.size and like.dim() > 0:
-        local = torch.empty(like.local.numel(), dtype=what.properties.dtype, device="cpu")
-        return like.with_local(local)
-    if isinstance(like, DTensor) and like.shape == what.size:
-        return torch.empty_like(like, dtype=what.properties.dtype, device="cpu")
-    return torch.empty(what.size, dtype=what.properties.dtype, device="cpu")

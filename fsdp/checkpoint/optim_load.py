@@ -40,6 +40,8 @@ from fsdp.flat.names import bare
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
+Fetch = Callable[[str, Any, torch.Tensor], None]  # called with the names of a parameter and a state, and the target
+
 
 class Whole(NamedTuple):
     """Dtype and shape of a whole tensor with dimensions."""
@@ -133,11 +135,18 @@ class _Plan:
     """The state of each parameter on this rank after the load, with memory for it, and the transfers into that
     memory."""
 
-    def __init__(self, params: ModelParams, contents: Contents, kept: Mapping[Any, Mapping[Any, Any]]) -> None:
+    def __init__(
+        self,
+        params: ModelParams,
+        contents: Contents,
+        kept: Mapping[Any, Mapping[Any, Any]],
+        reused: Mapping[Any, Mapping[Any, Any]],
+    ) -> None:
         """Plan the load of ``contents``.
 
         Args:
             kept: the optimizer's present state, if parameters that are not in the dict keep theirs.
+            reused: the present state whose memory is to be the new state's.
 
         Raises:
             ValueError: a state does not fit the parameter, or the states of a flat parameter's members differ.
@@ -146,7 +155,7 @@ class _Plan:
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
-        self._kept, self.contents = kept, contents
+        self._kept, self._reused, self.contents = kept, reused, contents
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -209,7 +218,7 @@ class _Plan:
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        memory = holder.empty(values[0].dtype)
+        memory = self._reusable(holder, state, holder.empty(values[0].dtype))
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -222,6 +231,13 @@ class _Plan:
             arrival = _Arrival(member.name, state, value, holder.held(member, memory))
             self.arrivals.setdefault(holder.unit, []).append(arrival)
         return memory
+
+    def _reusable(self, holder: Holder, state: Any, new: torch.Tensor) -> torch.Tensor:
+        """Return the optimizer's present state if it may be overwritten and is like ``new``, else ``new``."""
+        present = self._reused.get(holder.param, {}).get(state)
+        if type(present) is not torch.Tensor or kind_of(present) != kind_of(new):
+            return new
+        return present if (present.stride(), present.device) == (new.stride(), new.device) else new
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
@@ -280,6 +296,13 @@ def _of_first(value: torch.Tensor | None, whole: Whole, group: Any, device: torc
     return tensor
 
 
+def _target(param: nn.Parameter, whole: Whole) -> torch.Tensor:
+    """Make memory for a state of a parameter that no unit shards, as ``DTensor`` if the parameter is one."""
+    if is_sharded(param) and tuple(param.shape) == whole.shape:
+        return torch.empty_like(param.detach(), dtype=whole.dtype)
+    return torch.empty(whole.shape, dtype=whole.dtype, device=param.device)
+
+
 # -- the load ---------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +317,8 @@ def optim_state_dict_to_load(
     from_rank0: bool = False,
     group: Any = None,
     strict: bool = True,
+    fetch: Fetch | None = None,
+    reuse: bool = False,
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
     modified.
@@ -308,6 +333,9 @@ def optim_state_dict_to_load(
             state is kept.
         from_rank0: ``given`` is called only on rank 0 of ``group``; errors are raised on all ranks.
         strict: leave out parameters that no group of the dict contains. Without it they stay as ``optim`` has them.
+        fetch: the dict has a ``Whole`` for each tensor with dimensions. This is called with the memory of each state,
+            which has to be filled before ``optim`` steps.
+        reuse: use the memory of the states of ``optim``.
 
     Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
     different ones.
@@ -337,10 +365,10 @@ def optim_state_dict_to_load(
         groups = contents.groups
         if groups is not None:
             groups = lay_out(own, groups, params, keys, strict=strict)
-        plan = _Plan(params, contents, kept)
+        plan = _Plan(params, contents, kept, optim.state if reuse and optim is not None else {})
         states = {} if saved is None else saved["state"]
         sources: dict[Unit, list[Source]] = {}
-        for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
+        for unit, arrivals in plan.arrivals.items() if not from_rank0 and fetch is None else ():
             sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
             exchanged[unit] = [
                 f"state {one.state!r} of {one.name!r} ({one.whole.dtype}, {source.placement})"
@@ -355,7 +383,10 @@ def optim_state_dict_to_load(
     channels = Channels()
     for unit, arrivals in plan.arrivals.items():
         held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
-        if from_rank0:
+        if fetch is not None:
+            for arrival in arrivals:
+                fetch(arrival.name, arrival.state, arrival.held.part)
+        elif from_rank0:
             values = [states[one.name][one.state].detach() if states else None for one in arrivals]
             fill_from_first(zip(held, values), unit, channels, label, group=group)
         else:
@@ -363,7 +394,10 @@ def optim_state_dict_to_load(
     channels.flush()
     for param, name, state, whole in plan.as_they_are:
         value: Any = states[name][state] if states else None
-        if from_rank0:
+        if fetch is not None:
+            value = _target(param, whole)
+            fetch(name, state, value)
+        elif from_rank0:
             value = _of_first(value, whole, group, params.device)
         elif not is_sharded(value):
             value = value.detach().clone()

@@ -19,6 +19,7 @@ from torch import nn
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.state_dict import held_param
+from fsdp.comm import host_memory
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
@@ -93,8 +94,9 @@ class Holder:
         """Allocate an element-wise state on this rank. Only the elements of padding are initialized, to zero."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
-            return torch.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
-        memory = torch.empty(self.local_shape, dtype=dtype, device=self.param.device)
+            return host_memory.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
+        memory = host_memory.empty(math.prod(self.local_shape), dtype=dtype, device=self.param.device)
+        memory = memory.view(self.local_shape)
         for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
             memory[start:end].zero_()
         return memory

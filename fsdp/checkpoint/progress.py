@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from fsdp.checkpoint.checksums import Advance, no_progress
+from fsdp.checkpoint.files import Advance, no_progress
 
 DELAY = 3.0  # seconds before a bar appears
 

@@ -34,6 +34,7 @@ class RaggedTensor(torch.Tensor):
 
     With tensor parallelism the interval counts the elements of the box ``within``, a part of the whole tensor.
     ``saved_elsewhere`` is true on all but the first of the ranks of tensor parallelism that hold equal values.
+    ``replicas`` are the global ranks that hold the same interval.
     """
 
     local: torch.Tensor
@@ -42,6 +43,7 @@ class RaggedTensor(torch.Tensor):
     origin: Any
     within: Box
     saved_elsewhere: bool
+    replicas: tuple[int, ...]
 
     @staticmethod
     def __new__(
@@ -54,6 +56,7 @@ class RaggedTensor(torch.Tensor):
         *,
         within: Box | None = None,
         saved_elsewhere: bool = False,
+        replicas: tuple[int, ...] = (),
     ) -> RaggedTensor:
         """Wrap ``local``, which is kept, not copied.
 
@@ -76,14 +79,20 @@ class RaggedTensor(torch.Tensor):
             cls, shape, strides, 0, dtype=local.dtype, device=local.device
         )
         self.local, self.start, self.boxes, self.origin = local.detach(), start, boxes, origin
-        self.within, self.saved_elsewhere = within, saved_elsewhere
+        self.within, self.saved_elsewhere, self.replicas = within, saved_elsewhere, replicas
         return self
 
     def with_local(self, local: torch.Tensor, origin: Any = None) -> RaggedTensor:
         """Return a tensor of the same interval whose elements on this rank are ``local``."""
-        within, elsewhere = self.within, self.saved_elsewhere
         return RaggedTensor(
-            local, self.shape, self.start, self.stride(), origin, within=within, saved_elsewhere=elsewhere
+            local,
+            self.shape,
+            self.start,
+            self.stride(),
+            origin,
+            within=self.within,
+            saved_elsewhere=self.saved_elsewhere,
+            replicas=self.replicas,
         )
 
     @property

@@ -1,57 +1,43 @@
-"""Saving checkpoints: at any number of ranks, waited for or in the background.
+"""Saving checkpoints: at any number of ranks, in the foreground or in the background.
 
-Every rank writes what its shards hold, without any communication of tensor data, through the storage of
-``torch.distributed.checkpoint``. Each rank plans for itself; the ranks agree on who has what, in as few words as
-[Note: Runs of ranks] tells and only where it has changed since their last save, and on whether it went well: an error
-on one is an error on all.
-:mod:`fsdp.checkpoint.files` tells how directories are written and verified.
+Each rank writes the elements of its shards to a file of its own, without communication of tensors. A hash of the key
+chooses the replica that writes a tensor, so ranks do not negotiate. They agree only on the directory and on success: an
+error on one rank is an error on all. :mod:`fsdp.checkpoint.files` describes directories and publishing, and
+:mod:`fsdp.checkpoint.rank_file` the files.
 
 [Note: Staging]
-A save in the background writes copies, in CPU memory, which are made before the call returns: whatever the training
-does next, an optimizer's step or the deletion of the model, it finds nothing of the checkpoint to change. A save that
-is waited for writes from the shards' own memory.
+A save in the background writes copies in CPU memory, which are made before the call returns. So an optimizer's step or
+the deletion of the model cannot change the checkpoint. A save in the foreground writes from the shards' own memory.
 """
 
 from __future__ import annotations
 
 import atexit
-import copy
-import io
-import itertools
-import threading
 import traceback
 import warnings
-import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import files, index
-from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
-from fsdp.checkpoint.plain_values import check_loadable, without_numpy_scalars
+from fsdp.checkpoint import files, index, rank_file, values
+from fsdp.checkpoint.files import FileRecord
+from fsdp.checkpoint.forms import is_distributed, is_saved_elsewhere, parts_of, replicas_of
+from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.progress import bar
-from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.rank_file import Piece
 from fsdp.checkpoint.torch_state_dict import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
-from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
-from fsdp.flat.tensor_parallel import local_of
+from fsdp.placement.boxes import Box, Part, memory_order
 from fsdp.runtime.unit import units_of
-
-_SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
 
 def save(
@@ -65,45 +51,51 @@ def save(
     process_group: Any = None,
     progress: bool = True,
 ) -> Path:
-    """Add a checkpoint to the directory ``path``, which is made if need be. All ranks have to call.
+    """Add a checkpoint to the directory ``path``, which is made if it does not exist. All ranks have to call.
 
-    Each call makes a new directory in ``path``, and then has the file ``latest`` in ``path`` name it. Until the very
-    end, and after any error, ``latest`` names the checkpoint before, whole; so also after a crash or a loss of power at
-    any moment. The directory has to be one that all ranks see.
+    Each call makes a new directory in ``path``, and then the file ``latest`` in ``path`` names it. Until the very end,
+    after any error, and after a crash or a loss of power at any moment, ``latest`` names the checkpoint before, whole.
+    All ranks have to see the same directory. ``fsdp/checkpoint/README.md`` describes the files: tensors are in
+    safetensors files, and there is no pickle unless ``trusted``.
 
     Args:
-        path: rank 0's counts; if relative, then to what is rank 0's working directory at the call.
+        path: the path on rank 0 counts, relative to the working directory of rank 0 at the call.
         model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
-            (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
-            parameters, extra state) is written as rank 0 has it.
-        optimizer: one of the model's parameters, or several of different ones. Its states come back bit for bit.
-            Entries of its state that belong to no parameter are written as rank 0 has them.
-        extra: what this rank wants to have back, like the step, the state of random generators, the position in the
-            data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
-            None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. NumPy
-            scalars become Python numbers, here and in the optimizer's groups. May differ from rank to rank.
-        keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
-            that died have left, are removed after this one is published, each rank its part, with a warning where that
-            fails; the next save with ``keep`` tries again. Other files stay, those in the directory of a checkpoint as
-            well, and links are neither followed nor removed. Two jobs that save into one directory at the same time may
-            do so only without it.
-        trusted: extra state of modules, and what the optimizer holds beside tensors, may be objects of any class. Then
-            only ``load(..., trusted=True)`` takes the checkpoint; without it such objects are refused here.
+            (``fully_shard`` makes such models). Each rank writes its shards. Values that are not sharded (buffers,
+            ignored parameters, extra state) are written as on rank 0.
+        optimizer: an optimizer of the model's parameters, or several of different ones. States come back bit for bit.
+            Entries of the state that belong to no parameter are written as on rank 0.
+        extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
+            the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
+            but no NumPy arrays and no objects of other classes. NumPy scalars become Python numbers, here and in the
+            optimizer's groups. May differ from rank to rank.
+        keep: the number of checkpoints to keep in ``path``, with this one; None for all. Older ones, and files of saves
+            that died, are removed after this one is published, each rank a part, with a warning where that fails; the
+            next save with ``keep`` tries again. Other files stay, in the directory of a checkpoint too, and links are
+            neither followed nor removed. Two jobs may save into one directory at the same time only without it.
+        trusted: extra state of modules, and entries of the optimizer, may hold objects of any class, which are pickled.
+            Then only ``load(..., trusted=True)`` takes the checkpoint. Without it such objects are refused here.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
-        progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
+        progress: show a bar on rank 0, if it has a terminal, when the save takes longer than some seconds.
 
     Returns:
-        the directory of the new checkpoint, as an absolute path; its name is ``checkpoint_`` and a number.
+        the directory of the new checkpoint, as an absolute path; the name is ``checkpoint_`` and a number.
 
     Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
-        OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
-        TypeError: ``extra``, the optimizer or extra state holds an object that is not loaded safely, with its path; or
-            ``model`` is no module.
+        OSError: a file could not be written (``PermissionError``, ``FileNotFoundError`` and so on); or a file named
+            ``latest`` in ``path`` is not of this package.
+        TypeError: ``extra``, the optimizer or extra state holds an object that is not loaded safely, with the path to
+            it; or ``model`` is no module.
         ValueError: ``keep`` is no positive number.
-        RuntimeError: a forward or backward is under way; or another process has removed or changed what was written; or
+        RuntimeError: a forward or backward is under way; or another process has removed or changed written files; or
             another rank is gone or was interrupted. The next save works.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter; or a tensor is sparse,
-            quantized or nested, with its name.
+            quantized, nested or of a subclass, with its name.
+
+    Example::
+
+        save("checkpoints", model, optimizer, extra={"step": step}, keep=3)
+        extra = load("checkpoints", model, optimizer)
     """
     ranks = Ranks.of(process_group)
     saving = Save(ranks, path, keep, trusted=trusted)
@@ -122,32 +114,32 @@ def async_save(
     trusted: bool = False,
     process_group: Any = None,
 ) -> Future[Path]:
-    """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
+    """Save as :func:`save` does, but return as soon as everything is copied to CPU memory; a thread does the rest.
 
-    The checkpoint is what model and optimizer are when this is called, whatever is done with them afterwards. It is
-    published, and ``latest`` names it, when the future is done. One at a time: this, :func:`save` and :func:`load` wait
-    first for a save that is still under way on the same ranks. A process does not end before its saves have.
+    The checkpoint is the model and optimizer at the call. It is published, and ``latest`` names it, when the future is
+    done. One save at a time: this function, :func:`save` and :func:`load` first wait for a save in the background on
+    the same ranks. A process does not end before its saves.
 
     Returns:
-        the future of what ``save`` returns; ``result()`` waits and raises what ``save`` raises. An error that nobody
-        asked for is raised by the next save on these ranks, which does nothing else, or told in a warning at the
-        process's exit.
+        the future of the path that ``save`` returns. ``result()`` waits, and raises the errors of ``save``. The next
+        save on these ranks raises an error that no call of ``result()`` or ``exception()`` has returned, and does
+        nothing else; at the process's exit such an error is a warning.
 
-    Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
+    Raises: at once, and on every rank if on one, the errors of ``save`` before it writes.
     """
     ranks = Ranks.of(process_group)
     saving = Save(ranks, path, keep, trusted=trusted)
     begun: Future[Outcome | None] = Future()
     streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
 
-    def rest() -> None:
+    def write() -> None:
         outcome = begun.result()
-        if outcome is None:  # a rank has no thread
+        if outcome is None:  # another rank could not begin
             return
         try:
             with streams.on_device(), ranks.call("fsdp.checkpoint.async_save()", resumed=True):
                 path = saving.write(progress=False)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt as well: the caller of result() gets it
             outcome.set_exception(_without_variables(error))
         else:
             outcome.set_result(path)
@@ -155,17 +147,18 @@ def async_save(
     outcome: Outcome | None = None
     with ranks.call("fsdp.checkpoint.async_save()"):
         saving.take(model, optimizer, extra, stage=True)
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"saving to {path}")
         try:
-            thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
-            ranks.together("begin to save in the background", thread.start)
+            ranks.together("begin to save in the background", lambda: executor.submit(write))
             outcome = ranks.underway = Outcome()
         finally:
             begun.set_result(outcome)
+            executor.shutdown(wait=False)
     return outcome
 
 
 def _device_of(model: Any) -> torch.device:
-    """The accelerator device that ``model`` computes on, or the CPU where it uses none."""
+    """Return the accelerator that ``model`` computes on, or the CPU if it uses none."""
     if not isinstance(model, nn.Module):
         return torch.device("cpu")  # the save refuses it
     devices = [unit.device for unit in units_of(model)] or [param.device for param in model.parameters()]
@@ -173,7 +166,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _without_variables(error: BaseException) -> BaseException:
-    """The copies of what was to be saved are in them, and who asks for the error may keep it."""
+    """Clear the frames of an error, which would keep the copies of the tensors as long as somebody keeps the error."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -182,17 +175,16 @@ def _without_variables(error: BaseException) -> BaseException:
 
 
 class Outcome(Future[Path]):
-    """The new checkpoint's directory, or an error that somebody will be told of: whoever asks, or else the next save,
-    or else whoever reads what the process says at its exit."""
+    """The future of a save in the background, which knows whether a caller has seen the error."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked = False
+        self._seen = False
         self.set_running_or_notify_cancel()
 
     def set_exception(self, exception: BaseException | None) -> None:
         super().set_exception(exception)
-        atexit.register(self._tell)
+        atexit.register(self._warn)
 
     def result(self, timeout: float | None = None) -> Path:
         self.exception(timeout)
@@ -200,46 +192,46 @@ class Outcome(Future[Path]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self._asked = True
-        atexit.unregister(self._tell)
+        self._seen = True
+        atexit.unregister(self._warn)
         return error
 
-    def unasked(self) -> BaseException | None:
-        """The error that nobody has asked for, if there is one. Waits until the save has ended."""
+    def unseen(self) -> BaseException | None:
+        """Wait until the save has ended, and return the error that no caller has seen."""
         error = super().exception()
-        return None if self._asked else error
+        return None if self._seen else error
 
-    def _tell(self) -> None:
-        if (error := self.unasked()) is not None:
+    def _warn(self) -> None:
+        if (error := self.unseen()) is not None:
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=1)
 
 
 # -- one rank's share --------------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
-    """How a rank writes what it has, for as long as that does not change; ``number`` is the same on all ranks."""
+class _Written(NamedTuple):
+    """The files of some ranks, and the tensors in them."""
 
-    number: int
-    what: list[Any]
-    mine: SavePlan
-    table: index.Table  # on rank 0: of all ranks together
+    records: dict[str, FileRecord]
+    table: index.Table
 
-
-_plans: weakref.WeakKeyDictionary[Ranks, _Plan] = weakref.WeakKeyDictionary()  # of their last saves
-_numbers = itertools.count(1)
+    @staticmethod
+    def joined(several: Sequence[_Written]) -> _Written:
+        records = {name: record for one in several for name, record in one.records.items()}
+        return _Written(records, index.joined([one.table for one in several]))
 
 
 class Save:
-    """One checkpoint on its way to the disk. All ranks go through the same steps, and an error on one is one on all."""
+    """One checkpoint on its way to the disk. All ranks take the same steps, and an error on one is an error on all."""
 
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
         self._ranks, self._path, self._keep, self._trusted = ranks, path, keep, trusted
-        self._state: dict[str, Any] = {}
-        self._extra = b""
+        self._pieces: list[Piece] = []  # the parts of tensors that this rank writes
+        self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the other values
+        self.table: index.Table = {}  # a description of both
         self._directory: Path | None = None  # on rank 0
 
-    # -- what is to be saved -------------------------------------------------------------------------------------------
+    # -- taking the state ----------------------------------------------------------------------------------------------
 
     def take(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any, *, stage: bool
@@ -250,9 +242,10 @@ class Save:
         """
         options = StateDictOptions(ragged=True)
         before, self._ranks.underway = self._ranks.underway, None
+        state: dict[str, Any] = {}
 
         def of_model() -> None:
-            if isinstance(before, Outcome) and (error := before.unasked()) is not None:
+            if isinstance(before, Outcome) and (error := before.unseen()) is not None:
                 raise RuntimeError(
                     "the save in the background before this one has failed, and nobody had asked for its result; this "
                     f"one was not begun, and can be tried again: {error}"
@@ -262,208 +255,205 @@ class Save:
             if self._keep is not None and (not isinstance(self._keep, int) or self._keep < 1):
                 raise ValueError(f"keep must be a positive number of checkpoints or None, but got {self._keep!r}")
             if self._ranks.rank == 0:
-                self._path = Path(self._path).absolute()  # wherever the process goes meanwhile, or other ranks are
-            self._extra = _packed(extra)
-            values = get_model_state_dict(model, options=options)
-            self._state.update((MODEL + name, value) for name, value in values.items())
+                self._path = Path(self._path).absolute()  # the working directory may change meanwhile
+            if extra is not None:
+                self.pack(EXTRA, extra)
+            state.update((MODEL + name, value) for name, value in get_model_state_dict(model, options=options).items())
 
         def of_optimizer() -> None:
             if optimizer is not None:
-                given = optimizer_state_as_it_is(model, optimizer, options)
-                trained = {name for group in given["param_groups"] for name in group["params"]}
-                for name in [name for name in given["state"] if name in trained]:
-                    states = given["state"].pop(name)
-                    self._state.update((state_key(name, state), value) for state, value in states.items())
-                self._state[GROUPS] = given["param_groups"]
-                if given["state"]:
-                    self._state[OTHERS] = given["state"]
-            if self._ranks.rank != 0:  # what is not sharded is written once
-                self._state = {key: value for key, value in self._state.items() if isinstance(value, _SHARDED)}
-            self._check_loadable()
+                state.update(_optimizer_state(model, optimizer, options))
+            self.share(state)
             if stage:
-                self._state = _staged(self._state)
+                self._stage()
 
         self._ranks.together("check what is to be saved", of_model)
         self._ranks.together("take what is to be saved", of_optimizer)
 
-    def _check_loadable(self) -> None:
-        """Turn NumPy scalars into numbers, and refuse what the default load could not take.
+    def share(self, state: dict[str, Any]) -> None:
+        """Choose the tensors and values of ``state`` that this rank writes.
 
         Raises:
-            NotImplementedError: a tensor is sparse, quantized or nested.
+            NotImplementedError: a tensor is sparse, quantized, nested or of a subclass.
             TypeError: another value holds an object of a class that is not loaded safely.
         """
-        others = {}
-        for key, value in self._state.items():
+        rank, members = self._ranks.rank, self._ranks.members
+        owners: dict[tuple[int, ...], list[int]] = {}  # the replicas that save, by all replicas
+        for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                others[key] = self._state[key] = without_numpy_scalars(value)
-            elif value.layout != torch.strided or value.is_quantized or value.is_nested:
-                raise NotImplementedError(
-                    f"{_words_for(key)} is a tensor of dtype {value.dtype} and layout {value.layout}, and a checkpoint "
-                    "holds dense tensors alone: register it with persistent=False if it is a buffer that can be made "
-                    "again, or keep it as a dense tensor"
-                )
-        if not self._trusted:
-            remedy = "; or save(..., trusted=True), and then load(..., trusted=True)"
-            check_loadable({_words_for(key): value for key, value in others.items()}, remedy)
+                if rank == 0:
+                    self.pack(key, value)
+                    self.table[key] = index.of_value(rank)
+                continue
+            if not is_distributed(value) or value.numel() == 0:
+                if rank == 0:
+                    _check_dense(key, value)
+                    whole = (
+                        torch.empty(value.shape, dtype=value.dtype, device="cpu") if is_distributed(value) else value
+                    )
+                    self._add(key, value, [(Box.whole(value.shape), whole)])
+                continue
+            if is_saved_elsewhere(value):
+                continue
+            replicas = replicas_of(value)
+            if replicas not in owners:
+                owners[replicas] = [each for each in replicas if each in members]
+            several = owners[replicas]
+            if not several or several[zlib.crc32(key.encode()) % len(several)] == members[rank]:
+                self._add(key, value, parts_of(value))
 
-    # -- into files ----------------------------------------------------------------------------------------------------
+    def _add(self, key: str, value: torch.Tensor, parts: Sequence[Part]) -> None:
+        shape = tuple(value.shape)
+        pieces = [Piece(key, shape, box, values.detach()) for box, values in parts]
+        for piece in pieces:
+            _check_dense(key, piece.values)
+        if pieces:
+            self._pieces += pieces
+            order = memory_order(shape, value.stride())
+            self.table[key] = index.of_tensor(value.dtype, shape, order, [box for box, _ in parts], self._ranks.rank)
+
+    def pack(self, key: str, value: Any) -> None:
+        """Add a value that is no tensor.
+
+        Raises:
+            TypeError: it holds an object of a class that is not loaded safely.
+        """
+        remedy = "; or save(..., trusted=True), and then load(..., trusted=True)" if key != EXTRA else ""
+        trusted = self._trusted and key != EXTRA
+        self._packed[key] = values.pack(value, _name_of(key), remedy, trusted=trusted)
+
+    def _stage(self) -> None:
+        """Replace tensors by copies in CPU memory, and wait until they are complete.
+
+        Copies from an accelerator share one piece of page-locked memory.
+        """
+        nbytes: Counter[torch.device] = Counter()
+        inner = [tensor for _, tensors in self._packed.values() for tensor in tensors]
+        for tensor in [*inner, *(piece.values for piece in self._pieces)]:
+            if tensor.device.type != "cpu":
+                nbytes[tensor.device] += _aligned(tensor.nbytes)
+        room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
+        events: list[tuple[torch.device, StreamEvent]] = []
+
+        def staged(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu":
+                return tensor.clone()
+            device, size = tensor.device, _aligned(tensor.nbytes)
+            memory, room[device] = room[device][:size], room[device][size:]
+            copied, event = streams_for(device).fetch(tensor, memory)
+            events.append((device, event))
+            return copied
+
+        self._pieces = [piece._replace(values=staged(piece.values)) for piece in self._pieces]
+        self._packed = {key: (value, [*map(staged, tensors)]) for key, (value, tensors) in self._packed.items()}
+        for device, event in events:
+            with streams_for(device).on_host(event):
+                pass
+
+    # -- writing files -------------------------------------------------------------------------------------------------
 
     def write(self, *, progress: bool) -> Path:
-        """Write it as a new checkpoint in rank 0's ``path``, and publish that. Nothing of what was taken is kept.
+        """Write and publish the checkpoint, and drop everything that was taken.
 
         Returns:
-            where it is.
+            the directory of the new checkpoint.
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
+        size = self._ranks.size
         try:
-            plan, directory = self._planned(planner)
+            directory = self._ranks.first("begin a checkpoint", self._begun)
             path, older = self._ranks.round(
                 "write a checkpoint",
-                lambda: self._written(plan, directory, planner, progress=progress),
-                lambda entries: self._published(plan, entries),
+                lambda: self._written(directory, progress=progress),
+                lambda written: self._published(written, size),
+                _Written.joined,
             )
         except BaseException:
             if self._directory is not None:
                 files.discard(self._directory)
             raise
         finally:
-            self._state.clear()
-        files.remove_older(path, older)  # nobody waits for others
+            self._pieces, self._packed = [], {}
+        files.remove_older(path, older)  # without waiting for other ranks
         return path
 
-    def _planned(self, planner: DefaultSavePlanner) -> tuple[_Plan, Path]:
-        """What this rank is to write, and where: as for the last save, if that had the same on every rank."""
-        rank, size, what = self._ranks.rank, self._ranks.size, [_kind(*item) for item in self._state.items()]
-        known = _plans.get(self._ranks)
+    def _begun(self) -> Path:
+        self._directory = files.begin(Path(self._path))
+        return self._directory
 
-        def unchanged() -> int:
-            return known.number if known is not None and known.what == what else 0
-
-        def begin(number: int) -> list[tuple[Path, int]]:
-            self._directory = files.begin(Path(self._path))
-            return [(self._directory, number)] * size
-
-        def same(numbers: list[int]) -> int:
-            return numbers[0] if len({*numbers}) == 1 else 0
-
-        directory, number = self._ranks.round("begin a checkpoint", unchanged, begin, same)
-        if known is not None and number == known.number:
-            return known, directory
-        local, table = SavePlan([]), index.Table()
-
-        def describe() -> index.Table:
-            nonlocal local
-            local = planner.create_local_plan()
-            return index.described(local.items, self._state, rank)
-
-        def settle(whole: index.Table) -> list[tuple[int, dict[str, tuple[index.Run, ...]]]]:
-            nonlocal table
-            table, kept = index.settled(whole)
-            return [(next(_numbers), kept)] * size
-
-        number, kept = self._ranks.round("plan a checkpoint", describe, settle, index.joined)
-        of_others = {key for key, runs in kept.items() if not index.has(runs, rank)}
-        items = [item for item in local.items if item.index.fqn not in of_others]
-        mine = SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"))
-        plan = _plans[self._ranks] = _Plan(number, what, mine, table)
-        return plan, directory
-
-    def _written(
-        self, plan: _Plan, directory: Path, planner: DefaultSavePlanner, *, progress: bool
-    ) -> dict[str, Entry]:
-        """This rank's files: of tensors and what is in it, if it has any, and its ``extra``."""
-        nbytes, rank = len(self._extra) + sum(held_nbytes(value) for value in self._state.values()), self._ranks.rank
+    def _written(self, directory: Path, *, progress: bool) -> _Written:
+        rank = self._ranks.rank
+        nbytes = sum(piece.nbytes for piece in self._pieces)
+        name = files.rank_name(rank)
         with bar("saving", nbytes, progress and rank == 0) as advance:
-            tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
-            # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
-            ahead = Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
-            writer = Writer(directory, rank == 0, advance, ahead)
-            if plan.mine.items:
-                results = writer.write_data(planner.finish_plan(plan.mine), planner).wait()
-                part = index.packed_part(plan.mine.items, results, writer.blocks)
-                files.write_durably(directory / files.part_name(rank), part, writer.entries)
-            if self._extra:
-                files.write_durably(directory / files.extra_name(rank), self._extra, writer.entries, advance)
-            files.disk.sync_directory(directory)
-        return writer.entries
+            record = rank_file.write(directory / name, self._pieces, self._packed, advance)
+        files.disk.sync_directory(directory)
+        return _Written({name: record}, self.table)
 
-    def _published(self, plan: _Plan, written: list[dict[str, Entry]]) -> Sequence[tuple[Path, files.Share]]:
+    def _published(self, written: _Written, ranks: int) -> Sequence[tuple[Path, files.Share]]:
+        """Publish the checkpoint on rank 0; return the path, and the files that each rank has to remove."""
         assert self._directory is not None
-        entries = {name: entry for theirs in written for name, entry in theirs.items()}
-        files.write_durably(self._directory / files.INDEX, index.packed_table(plan.table), entries)
-        files.seal(self._directory, entries, len(written))
+        index.check_complete(written.table)
+        records = {**written.records}
+        records[files.INDEX] = files.write_durably(self._directory / files.INDEX, index.packed(written.table))
+        files.seal(self._directory, records, ranks)
         path = files.publish(self._directory)
-        older = [[]] * len(written) if self._keep is None else files.retire(path, self._keep, len(written))
+        older = [[]] * ranks if self._keep is None else files.retire(path, self._keep, ranks)
         return [(path, share) for share in older]
 
 
-def _kind(key: str, value: Any) -> tuple[Any, ...]:
-    """What a plan depends on of a value."""
-    if not isinstance(value, torch.Tensor):
-        return key, None
-    kind = key, type(value), value.dtype, value.shape, value.stride()
-    if isinstance(value, RaggedTensor):
-        return *kind, value.interval, value.saved_elsewhere
-    return (*kind, value.device_mesh, value.placements) if isinstance(value, DTensor) else kind
+def _optimizer_state(
+    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], options: StateDictOptions
+) -> dict[str, Any]:
+    """Return the state of optimizers by keys of the checkpoint."""
+    several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    given = optimizer_state_as_it_is(model, several, options)
+    trained = {name for group in given["param_groups"] for name in group["params"]}
+    state = {
+        state_key(name, part): value
+        for name, states in given["state"].items()
+        if name in trained
+        for part, value in states.items()
+    }
+    if others := {name: value for name, value in given["state"].items() if name not in trained}:
+        state[OTHERS] = others
+    state[CLASSES] = [classes_of(one) for one in several for _ in one.param_groups]
+    return {**state, GROUPS: given["param_groups"]}
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
+def classes_of(optimizer: Optimizer) -> list[str]:
+    """List the names of torch's optimizer classes that ``optimizer`` is an instance of."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim.")]
+    names = {kind.__name__ for kind in kinds} - {"Optimizer"}
+    return sorted(names | {"Adam"} if "AdamW" in names else names)  # their states are alike
 
 
-def _staged(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in CPU memory that shares nothing with ``state``. The host waits until it is complete.
+def _check_dense(key: str, value: torch.Tensor) -> None:
+    """Check that a tensor of the checkpoint has rows of bytes to write.
 
-    What comes from an accelerator gets one piece of page-locked memory, which goes with the copy.
+    Raises:
+        NotImplementedError: it has none.
     """
-    nbytes: Counter[torch.device] = Counter()
-    for value in tree_leaves(list(state.values())):
-        local = value.local if isinstance(value, RaggedTensor) else value
-        if _is_on_accelerator(local):
-            nbytes[local.device] += _aligned(local.nbytes)
-    room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
-    events: list[tuple[torch.device, StreamEvent]] = []
-
-    def staged(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
-        if isinstance(value, RaggedTensor):
-            return value.with_local(staged(value.local))
-        if not _is_on_accelerator(value):
-            return value.detach().to("cpu", copy=True)
-        device, size = value.device, _aligned(value.nbytes)
-        memory, room[device] = room[device][:size], room[device][size:]
-        copied, event = streams_for(device).fetch(value.detach(), memory)
-        events.append((device, event))
-        return copied
-
-    result = {key: tree_map(staged, value) for key, value in state.items()}
-    for device, event in events:
-        with streams_for(device).on_host(event):
-            pass
-    return result
-
-
-def _is_on_accelerator(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type != "cpu"
+    subclass = hasattr(value, "__tensor_flatten__") and not is_distributed(value)
+    if value.layout != torch.strided or value.is_quantized or value.is_nested or subclass:
+        kind = type(value).__name__ if subclass else "tensor"
+        raise NotImplementedError(
+            f"{_name_of(key)} is a {kind} of dtype {value.dtype} and layout {value.layout}, and a checkpoint holds "
+            "dense tensors alone: register it with persistent=False if it is a buffer that can be made again, or keep "
+            "it as a dense tensor"
+        )
 
 
 def _aligned(nbytes: int) -> int:
-    """So many bytes, and the gap after which the next tensor of any dtype may begin."""
+    """Round up to where the next tensor of any dtype may begin."""
     return -(-nbytes // 64) * 64
 
 
-def held_nbytes(value: Any) -> int:
-    """The bytes of a tensor in a state dict that this process holds."""
-    local = value.local if isinstance(value, RaggedTensor) else local_of(value)
-    return local.nbytes if isinstance(local, torch.Tensor) else 0
-
-
-def _words_for(key: str) -> str:
-    """The name of a value of the checkpoint in an error message."""
+def _name_of(key: str) -> str:
+    """Return the name of a value of the checkpoint in an error message."""
+    if key in (EXTRA, CLASSES):
+        return key
     if key in (GROUPS, OTHERS):
         return "optimizer.param_groups" if key == GROUPS else "optimizer.state"
     if key.startswith(STATE):
@@ -472,18 +462,3 @@ def _words_for(key: str) -> str:
     name = key.removeprefix(MODEL)
     module, _, last = name.rpartition(".")
     return f"the extra state of {module or 'the model'}" if last == _EXTRA_STATE_KEY_SUFFIX else repr(name)
-
-
-def _packed(extra: Any) -> bytes:
-    """Pack ``extra`` into the bytes of a file; none for None.
-
-    Raises:
-        TypeError: a part of it could not be loaded safely, with its path.
-    """
-    if extra is None:
-        return b""
-    extra = without_numpy_scalars(extra)
-    check_loadable({"extra": extra})
-    buffer = io.BytesIO()
-    torch.save(compact(extra), buffer)
-    return buffer.getvalue()

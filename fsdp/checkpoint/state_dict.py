@@ -275,7 +275,9 @@ def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None 
         rank = tp.group.rank()
         shape, within = tp.shape, Box(tp.offsets(rank), tp.local_shape(rank))
         stride = dense_stride(shape, memory_order(record.shape, record.stride))
-    part = RaggedTensor(values, shape, start, stride, within=within, saved_elsewhere=elsewhere)
+    part = RaggedTensor(
+        values, shape, start, stride, within=within, saved_elsewhere=elsewhere, replicas=groups.replica_ranks
+    )
     return Held(part, spans, tp)
 
 

@@ -33,7 +33,7 @@ from fsdp.api import (
 )
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
-from fsdp.checkpoint.optim_load import optim_state_dict_to_load
+from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
@@ -342,9 +342,17 @@ def set_optimizer_state_dict(
 
 
 def optimizers_to_load(
-    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], optim_state_dict: dict[str, Any], *, options: Any
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    optim_state_dict: dict[str, Any],
+    *,
+    options: Any,
+    fetch: Fetch | None = None,
+    reuse: bool = False,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it.
+
+    Args: ``fetch`` and ``reuse`` as for :func:`fsdp.checkpoint.optim_load.optim_state_dict_to_load`.
 
     Raises: as ``set_optimizer_state_dict``.
     """
@@ -352,12 +360,24 @@ def optimizers_to_load(
     model = entered(model, options)
     several = _several(optimizers)
     params, alone = ModelParams(model), len(several) == 1
+    plain = PlainNames(model).plain
+
+    def fetched(name: str, state: Any, target: torch.Tensor) -> None:
+        assert fetch is not None
+        fetch(plain(name), state, target)
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
         part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
         from_rank0, strict = options.broadcast_from_rank0, options.strict
         return optim_state_dict_to_load(
-            model, part, optimizer.param_groups, optim=optimizer, from_rank0=from_rank0, strict=strict
+            model,
+            part,
+            optimizer.param_groups,
+            optim=optimizer,
+            from_rank0=from_rank0,
+            strict=strict,
+            fetch=None if fetch is None else fetched,
+            reuse=reuse,
         )
 
     return [(optimizer, loadable(optimizer)) for optimizer in several]

@@ -343,6 +343,13 @@ class Ranks:
         self._in_foreground = True  # whether the caller waits; else a thread of a save in the background
         self._agreed: list[Exception] = []  # errors of this call that all ranks have raised
 
+    @property
+    def members(self) -> list[int]:
+        """The global ranks, in order."""
+        if self._side is None:
+            return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+        return self._side.global_ranks
+
     @staticmethod
     def of(process_group: Any) -> Ranks:
         """Return the ranks of ``process_group``; None: of the default group, or this process if there is none."""
@@ -495,7 +502,7 @@ class _SideGroup:
         if store is None:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
-        self._global_ranks, self._processes = group_ranks(group), processes()
+        self.global_ranks, self._processes = group_ranks(group), processes()
         self._groups: dict[int, tuple[Any, int]] = {}  # by connected rank: the group, and the place of the rank in it
         self._number = 0  # of the first group that is not spoiled
         self._count = 0  # of calls of this rank with this group
@@ -568,7 +575,7 @@ class _SideGroup:
 
     def _raise_if_dead(self) -> None:
         dead = self._processes.dead() if self._processes is not None else []
-        if ended := [rank for rank in self._global_ranks if rank in dead]:
+        if ended := [rank for rank in self.global_ranks if rank in dead]:
             raise RuntimeError(
                 f"{self._doing}: the process of {ranks_in_words(ended)} has ended: it failed, or left out this call, "
                 f"which takes all ranks. {UNEVEN}"

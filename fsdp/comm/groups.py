@@ -50,6 +50,11 @@ class Groups:
         return self.shard_size * self.replica_size
 
     @cached_property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks that hold the same shard as this one; none if there is no replica group."""
+        return tuple(group_ranks(self.replica)) if is_registered(self.replica) else ()
+
+    @cached_property
     def reduces(self) -> bool:
         """Whether gradients are communicated."""
         return self.sharded or self.replica_size > 1

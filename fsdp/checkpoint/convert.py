@@ -1,0 +1,93 @@
+"""Conversion of checkpoints: to one safetensors file, and to a checkpoint of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fsdp.checkpoint import files, safetensors
+from fsdp.checkpoint.files import Manifest
+from fsdp.checkpoint.keys import MODEL
+from fsdp.checkpoint.load_checkpoint import Contents, Reading, load_plain
+from fsdp.checkpoint.values import torch_dtype
+
+
+def to_safetensors(path: str | Path, file: str | Path) -> Path:
+    """Write the model's tensors of a checkpoint to one safetensors file, under the names of the plain model.
+
+    Elements are read straight into the mapped file, so the memory of this process does not grow with the model. The
+    file appears under its name when it is complete. Other values of the model's state (extra state), the optimizer and
+    ``extra`` are left out.
+
+    Args:
+        path: a directory of checkpoints, whose latest is taken, or one checkpoint.
+        file: the file to write, usually ``model.safetensors``. A file of this name is replaced.
+
+    Returns:
+        ``file``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        RuntimeError: a file is damaged or missing, with its path.
+    """
+    file = Path(file)
+
+    def convert(directory: Path, manifest: Manifest) -> Path:
+        number, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        os.close(number)
+        temporary = Path(name)
+        with Contents(directory, manifest, manifest.files, Reading(True, False, False, False)) as contents:
+            entries, position = [], 0
+            keys = [key for key in contents.tensors if key.startswith(MODEL)]
+            keys.sort(key=lambda key: -torch_dtype(contents.table[key].dtype).itemsize)  # so that all are aligned
+            for key in keys:
+                dtype, shape = torch_dtype(contents.table[key].dtype), contents.table[key].shape
+                end = position + torch.Size(shape).numel() * dtype.itemsize
+                entries.append(safetensors.Entry(key.removeprefix(MODEL), dtype, shape, position, end))
+                position = end
+            header = safetensors.pack_header(entries, {"format": "pt"})
+            try:
+                temporary.write_bytes(header)
+                os.truncate(temporary, len(header) + position)
+                mapped = torch.from_file(str(temporary), shared=True, size=len(header) + position, dtype=torch.uint8)
+                data = mapped[len(header) :]
+                contents.read({k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)})
+                del mapped, data
+                with open(temporary, "rb") as stream:
+                    os.fsync(stream.fileno())
+                os.replace(temporary, file)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return file
+
+    return files.read_latest(Path(path), convert, files.find)
+
+
+def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) -> Path:
+    """Write a checkpoint as one of ``torch.distributed.checkpoint``, in this process.
+
+    The result has ``{"model": ..., "optim": ...}`` with the keys of ``get_state_dict`` of torch and of this package, so
+    ``torch.distributed.checkpoint.load`` loads it into the state dicts of any sharded or plain model. ``extra`` is left
+    out. The whole state is in memory.
+
+    Args:
+        path: a directory of checkpoints, whose latest is taken, or one checkpoint.
+        directory: the directory to write, which is made.
+        trusted: as for :func:`load`.
+
+    Returns:
+        ``directory``.
+
+    Raises: as :func:`load_plain`.
+    """
+    plain = load_plain(path, trusted=trusted, progress=False)
+    state: dict[str, Any] = {"model": plain.model}
+    if plain.optimizer is not None:
+        state["optim"] = plain.optimizer
+    dcp.save(state, checkpoint_id=Path(directory), no_dist=True)
+    return Path(directory)

@@ -1,0 +1,381 @@
+"""The file of one rank: tensors and values, written in one pass, and read by blocks straight to their destinations.
+
+A file is a safetensors file (:mod:`fsdp.checkpoint.safetensors`). A tensor of the checkpoint lies in it as one or more
+boxes. ``__metadata__`` has these strings:
+
+* ``fsdp.version``, and ``fsdp.block``, the bytes of a block;
+* ``fsdp.checksums``: the checksums of the blocks of the data, one after the other;
+* ``fsdp.boxes``: JSON ``{name: [key, offsets]}`` for each tensor that is a part of another, ``key``;
+* ``fsdp.dtypes``: JSON ``{name: dtype}`` for each tensor that is stored as bytes, because the format lacks its dtype;
+* ``fsdp.values``: JSON ``{key: value}``; see :mod:`fsdp.checkpoint.values`. The tensors of a value are ``key#0``, ...
+
+The manifest has the SHA-256 of the header. The header has the checksums of the data, so both are verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp.checkpoint import files, safetensors, values
+from fsdp.checkpoint.checksums import BLOCK, DIGITS, block_checksum, sha256
+from fsdp.checkpoint.files import Advance, FileRecord, no_progress
+from fsdp.checkpoint.safetensors import LENGTH
+from fsdp.placement.boxes import Box, Part, rectangles
+
+_WIDEST = 16  # bytes of the largest element
+_MOST_BLOCK = 1 << 26  # bytes of a block that is read
+_STAGED = 1 << 25  # bytes that are copied from an accelerator at a time
+
+
+class Piece(NamedTuple):
+    """A box of the tensor ``key``, of which ``values`` are the elements. ``shape`` is that of the tensor."""
+
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+Values = Mapping[str, tuple[Any, values.Tensors]]  # packed, by key
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance = no_progress) -> FileRecord:
+    """Write the file of this rank; afterwards it is on the disk.
+
+    Each block is checked and written from the tensors' own memory. Blocks that hold several tensors are copied together
+    first.
+    """
+    inner = [Piece(f"{key}#{n}", tuple(t.shape), Box.whole(t.shape), t) for key in packed for n, t in _of(packed, key)]
+    # every element begins at a multiple of its size, because sizes that are no multiple of the widest come last
+    ordered = sorted([*pieces, *inner], key=lambda piece: -_alignment(piece))
+    entries, boxes, dtypes = _laid_out(ordered)
+    nbytes = entries[-1].end if entries else 0
+
+    def header(checksums: str) -> bytes:
+        metadata = {"format": "pt", "fsdp.version": str(files.VERSION), "fsdp.block": str(BLOCK)}
+        several = {"boxes": boxes, "dtypes": dtypes, "values": {key: value for key, (value, _) in packed.items()}}
+        for name, content in several.items():
+            metadata[f"fsdp.{name}"] = json.dumps(content, separators=(",", ":"))
+        return safetensors.pack_header(entries, {**metadata, "fsdp.checksums": checksums})
+
+    start = len(header("0" * DIGITS * -(-nbytes // BLOCK)))
+    with files.with_path(path), files.disk.create(path) as stream:
+        checksums = []
+        position = start
+        for block in _blocks(ordered):
+            checksums.append(block_checksum(block))
+            files.disk.write(stream, block, position)
+            position += len(block)
+            advance(len(block))
+        content = header("".join(checksums))
+        files.disk.write(stream, content, 0)
+        files.disk.sync(stream)
+    return FileRecord(position, sha256(content))
+
+
+def _of(packed: Values, key: str) -> Iterator[tuple[int, torch.Tensor]]:
+    return enumerate(packed[key][1])
+
+
+def _alignment(piece: Piece) -> int:
+    return _WIDEST if piece.nbytes % _WIDEST == 0 else piece.values.dtype.itemsize
+
+
+def _laid_out(pieces: Iterable[Piece]) -> tuple[list[safetensors.Entry], dict[str, Any], dict[str, str]]:
+    """Return the tensors of the file, the boxes of those that are parts, and the dtypes of those stored as bytes."""
+    entries: list[safetensors.Entry] = []
+    boxes: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    used: set[str] = set()
+    position = 0
+    for key, shape, box, tensor in pieces:
+        name = key
+        if box != Box.whole(shape):
+            name = f"{key}[{','.join(f'{start}:{start + size}' for start, size in zip(*box))}]"
+        while name in used or name == "__metadata__":
+            name += "'"
+        used.add(name)
+        if name != key:
+            boxes[name] = [key, box.offsets]
+        if not safetensors.is_supported(tensor.dtype):
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        entries.append(safetensors.Entry(name, tensor.dtype, box.sizes, position, position + tensor.nbytes))
+        position += tensor.nbytes
+    return entries, boxes, dtypes
+
+
+def _blocks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    """Cut the bytes of the pieces into blocks; a block is valid until the next one."""
+    buffer, filled = memoryview(bytearray(BLOCK)), 0
+    for piece in pieces:
+        for chunk in _chunks(piece.values):
+            while chunk:
+                if filled == 0 and len(chunk) >= BLOCK:
+                    yield chunk[:BLOCK]
+                    chunk = chunk[BLOCK:]
+                    continue
+                size = min(BLOCK - filled, len(chunk))
+                buffer[filled : filled + size] = chunk[:size]
+                chunk, filled = chunk[size:], filled + size
+                if filled == BLOCK:
+                    yield buffer
+                    filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Return the bytes of a tensor in row-major order: from its own memory, or copied from an accelerator in parts."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield memory_of(flat)
+        return
+    for part in flat.split(_STAGED):
+        yield memory_of(part.cpu())
+
+
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """View the memory of a dense 1-D tensor on the CPU as bytes."""
+    return flat.view(torch.uint8).numpy().data
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """A box of a tensor, at the bytes ``begin`` to ``end`` of the data."""
+
+    box: Box
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+class _Copy:
+    """The way of elements from a stored box to a destination.
+
+    Attributes:
+        begin, end: the range of the data's bytes that holds all of the elements.
+    """
+
+    def __init__(self, stored: _Stored, box: Box, target: torch.Tensor) -> None:
+        """``box`` is a box in the stored one, and ``target`` the destination of its elements, in its shape."""
+        self._stored, self._box, self._target = stored, box, target
+        first = last = 0
+        for outer, size, offset, inner in zip(stored.box.offsets, stored.box.sizes, *box):
+            first = first * size + offset - outer
+            last = last * size + offset - outer + inner - 1
+        self._itemsize = stored.dtype.itemsize
+        self.begin = stored.begin + first * self._itemsize
+        self.end = stored.begin + (last + 1) * self._itemsize
+        in_order = last + 1 - first == box.numel and target.is_contiguous()
+        self._flat = target.view(-1) if in_order else None
+
+    @cached_property
+    def memory(self) -> memoryview | None:
+        """The destination as bytes, if the file has the same bytes; else None."""
+        flat = self._flat
+        if flat is None or flat.dtype != self._stored.dtype or flat.device.type != "cpu":
+            return None
+        return memory_of(flat)
+
+    def put(self, block: torch.Tensor, begin: int) -> None:
+        """Copy the elements that are in ``block``, bytes of the data from ``begin`` on."""
+        first, last = max(self.begin, begin), min(self.end, begin + block.numel())
+        elements = block[first - begin : last - begin].view(self._stored.dtype)
+        if self._flat is not None:
+            at = (first - self.begin) // self._itemsize
+            self._flat[at : at + elements.numel()].copy_(elements)
+            return
+        at, position = (first - self._stored.begin) // self._itemsize, 0
+        for inner in rectangles(self._stored.box.sizes, at, at + elements.numel()):
+            box = inner.shifted(self._stored.box.offsets)
+            values, position = elements[position : position + box.numel].view(box.sizes), position + box.numel
+            if (both := box.overlap(self._box)) is not None:
+                self._box.cut(both, self._target).copy_(box.cut(both, values))
+
+
+class RankFile:
+    """A rank's file that is being read. Each block is compared with its checksum before a read returns."""
+
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        """Open the file, and verify its header.
+
+        Raises:
+            RuntimeError: it is missing or damaged, or no file of this package.
+            OSError: it cannot be read; with its path.
+        """
+        self.path = path
+        files.check_size(path, record)
+        with files.with_path(path):
+            self._number = os.open(path, os.O_RDONLY)
+        try:
+            self._read_header(record)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self, record: FileRecord) -> None:
+        try:
+            self._start = safetensors.header_size(self._bytes(0, LENGTH), record.size)
+            content = self._bytes(0, self._start)
+        except ValueError as error:
+            raise files.damage([f"{self.path} has another header than when it was written: {error}"]) from error
+        if sha256(content) != record.checksum:
+            raise files.damage([f"{self.path} has another header than when it was written"])
+        with files.of_ours(self.path):
+            entries, metadata = safetensors.parse_header(content, record.size)
+            boxes, dtypes = json.loads(metadata["fsdp.boxes"]), json.loads(metadata["fsdp.dtypes"])
+            self._values: dict[str, Any] = json.loads(metadata["fsdp.values"])
+            self._checksums, self._block = metadata["fsdp.checksums"], int(metadata["fsdp.block"])
+            self._size = record.size - self._start
+            if not 0 < self._block <= _MOST_BLOCK or self._block % _WIDEST:
+                raise ValueError(f"its blocks have {self._block} bytes")
+            if len(self._checksums) != DIGITS * -(-self._size // self._block):
+                raise ValueError("it does not have a checksum for each block")
+            self._stored: dict[str, list[_Stored]] = defaultdict(list)
+            for name, dtype, shape, begin, end in entries:
+                if name in dtypes:
+                    dtype, shape = values.torch_dtype(dtypes[name]), shape[:-1]
+                key, offsets = boxes.get(name, (name, (0,) * len(shape)))
+                box = Box(tuple(map(int, offsets)), shape)
+                if (
+                    begin % dtype.itemsize
+                    or box.numel * dtype.itemsize != end - begin
+                    or len(box.offsets) != len(shape)
+                ):
+                    raise ValueError(f"{name!r} has the bytes {begin} to {end}, and is {dtype} of shape {shape}")
+                self._stored[key].append(_Stored(box, dtype, begin, end))
+
+    def close(self) -> None:
+        os.close(self._number)
+
+    def __enter__(self) -> RankFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of the values."""
+        return self._values.keys()
+
+    def value(self, key: str, *, trusted: bool) -> Any:
+        """Read a value.
+
+        Raises:
+            RuntimeError: it is damaged, or holds objects, and is not ``trusted``.
+        """
+        with files.of_ours(self.path):
+            return values.unpack(self._values[key], lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
+
+    def _tensor(self, key: str) -> torch.Tensor:
+        (stored,) = self._stored[key]
+        tensor = torch.empty(stored.box.sizes, dtype=stored.dtype, device="cpu")
+        self.read({key: [(stored.box, tensor)]})
+        return tensor
+
+    def read(
+        self, targets: Mapping[str, Sequence[Part]], advance: Advance = no_progress, *, verify_only: bool = False
+    ) -> Counter[str]:
+        """Read the elements of ``targets`` that are in this file.
+
+        Args:
+            targets: by key, destinations and the boxes that they are: of any device and dtype, in any memory order.
+            verify_only: compare the checksums of the blocks with these elements, and write nothing.
+
+        Returns:
+            the number of elements read, by key.
+
+        Raises:
+            RuntimeError: a block is damaged.
+        """
+        copies, found = [], Counter[str]()
+        for key, parts in targets.items():
+            for stored in self._stored.get(key, ()):
+                for box, memory in parts:
+                    if (both := stored.box.overlap(box)) is not None:
+                        copies.append(_Copy(stored, both, box.cut(both, memory)))
+                        found[key] += both.numel
+        waiting = deque(sorted(copies, key=lambda copy: copy.begin))
+        scratch = torch.empty(min(self._block, self._size), dtype=torch.uint8, device="cpu")
+        open_copies: list[_Copy] = []
+        number = 0
+        while waiting or open_copies:
+            if not open_copies:
+                number = waiting[0].begin // self._block
+            begin = number * self._block
+            end = min(begin + self._block, self._size)
+            while waiting and waiting[0].begin < end:
+                open_copies.append(waiting.popleft())
+            self._read_block(number, begin, end, [] if verify_only else open_copies, scratch)
+            advance(end - begin)
+            open_copies = [copy for copy in open_copies if copy.end > end]
+            number += 1
+        return found
+
+    def _read_block(self, number: int, begin: int, end: int, copies: list[_Copy], scratch: torch.Tensor) -> None:
+        """Read one block: into a destination that takes all of it, or into ``scratch``, and from there."""
+        direct = next((copy for copy in copies if copy.begin <= begin and copy.end >= end and copy.memory), None)
+        if direct is not None and direct.memory is not None:
+            block = direct.memory[begin - direct.begin : end - direct.begin]
+        else:
+            block = memory_of(scratch)[: end - begin]
+        self._fill(block, self._start + begin)
+        if block_checksum(block) != self._checksums[number * DIGITS : (number + 1) * DIGITS]:
+            raise files.damage([f"{self.path} has another checksum than when it was written"])
+        others = [copy for copy in copies if copy is not direct]
+        if others:
+            source = scratch[: end - begin] if direct is None else torch.frombuffer(block, dtype=torch.uint8)
+            for copy in others:
+                copy.put(source, begin)
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        content = bytearray(end - begin)
+        self._fill(memoryview(content), begin)
+        return bytes(content)
+
+    def _fill(self, memory: memoryview, offset: int) -> None:
+        with files.with_path(self.path):
+            while memory:
+                nbytes = files.disk.read(self._number, memory, offset)
+                if nbytes == 0:
+                    raise files.damage([f"{self.path} ends before its {offset} bytes"])
+                memory, offset = memory[nbytes:], offset + nbytes
+
+
+@contextlib.contextmanager
+def opened(directory: Path, records: Mapping[str, FileRecord]) -> Iterator[Callable[[int], RankFile]]:
+    """Inside, a function that opens the file of a rank once."""
+    with contextlib.ExitStack() as stack:
+        known: dict[int, RankFile] = {}
+
+        def file_of(rank: int) -> RankFile:
+            if rank not in known:
+                name = files.rank_name(rank)
+                if name not in records:
+                    raise files.damage([f"{directory} lists no {name}"])
+                known[rank] = stack.enter_context(RankFile(directory / name, records[name]))
+            return known[rank]
+
+        yield file_of

@@ -1,0 +1,106 @@
+"""The safetensors format: a file of tensors that many programs can open.
+
+A file holds 8 bytes with the length of the header (little-endian), the header, and the tensors' bytes. The header is
+JSON: for each tensor ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}``, and ``"__metadata__"``, which
+maps strings to strings. Tensors are row-major and fill the rest of the file without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+LENGTH = 8  # bytes in front of the header
+_MOST_BYTES = 1 << 31  # of a header that is read
+_ALIGNMENT = 64  # bytes; where the tensors begin
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor of a file: ``begin`` and ``end`` are bytes after the header.
+
+    A dtype that the format lacks is written as bytes, with one more dimension for the bytes of an element.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def is_supported(dtype: torch.dtype) -> bool:
+    """True if the format has a name for ``dtype``."""
+    return dtype in _NAMES
+
+
+def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Return the start of a file: the length, and the header, padded with spaces."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in _NAMES:
+            dtype, shape = torch.uint8, (*shape, dtype.itemsize)
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    size = -(-(LENGTH + len(text)) // _ALIGNMENT) * _ALIGNMENT - LENGTH
+    return size.to_bytes(LENGTH, "little") + text.ljust(size)
+
+
+def header_size(start: bytes, file_size: int) -> int:
+    """Return the bytes before the tensors of a file that begins with ``start``.
+
+    Raises:
+        ValueError: no safetensors file begins so.
+    """
+    size = int.from_bytes(start[:LENGTH], "little")
+    if len(start) < LENGTH or size > _MOST_BYTES or LENGTH + size > file_size:
+        raise ValueError("it does not begin with the length of a header")
+    return LENGTH + size
+
+
+def parse_header(content: bytes, file_size: int) -> tuple[list[Entry], dict[str, str]]:
+    """Read what :func:`pack_header` or another program has written; tensors of bytes stay such.
+
+    Raises:
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: it is no such header, or does not fit the file.
+    """
+    header = json.loads(content[LENGTH:])
+    metadata = header.pop("__metadata__", {})
+    entries = []
+    for name, found in header.items():
+        dtype, shape = _DTYPES[found["dtype"]], tuple(map(int, found["shape"]))
+        begin, end = map(int, found["data_offsets"])
+        if min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name!r} of shape {shape} and {dtype} does not have the bytes {begin} to {end}")
+        entries.append(Entry(name, dtype, shape, begin, end))
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    position = 0
+    for entry in entries:
+        if entry.begin != position:
+            raise ValueError(f"{entry.name!r} does not begin where the tensor before it ends")
+        position = entry.end
+    if len(content) + position != file_size:
+        raise ValueError(f"its tensors have {position} bytes, and it has {file_size - len(content)} for them")
+    return entries, metadata

@@ -1,0 +1,182 @@
+"""Values beside tensors in a checkpoint, as JSON: options of optimizers, extra state, and a user's ``extra``.
+
+Numbers, strings, None, lists and dicts with string keys are plain JSON. Other types are a dict with one key: the type
+after a ``$``. Tensors and bytes go to the file's tensors, and a number refers to them. NumPy scalars become Python
+numbers, because a learning rate is one as soon as a schedule uses NumPy. An object of another class is refused with the
+path to it, or pickled if the user trusts the files.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import io
+import pathlib
+import pickle
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensors = list[torch.Tensor]  # those of a value, by number
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "size": torch.Size}
+_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
+_NAMES = {kind: name for name, kind in (*_SEQUENCES.items(), *_MAPPINGS.items())}
+
+
+def pack(value: Any, path: str, remedy: str = "", *, trusted: bool = False) -> tuple[Any, Tensors]:
+    """Return ``value`` as something that JSON can hold, and the tensors in it.
+
+    Args:
+        path: the name of the value in errors.
+        remedy: the end of the error's message.
+        trusted: pickle objects of other classes.
+
+    Raises:
+        TypeError: the value holds an object of another class; with its path, its type and a remedy.
+    """
+    tensors: Tensors = []
+    return _packed(value, path, tensors, remedy, trusted), tensors
+
+
+def _packed(value: Any, path: str, tensors: Tensors, remedy: str, trusted: bool) -> Any:
+    def inner(value: Any, path: str) -> Any:
+        return _packed(value, path, tensors, remedy, trusted)
+
+    def refer(tensor: torch.Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]
+    if kind in (tuple, torch.Size):
+        return {f"${_NAMES[kind]}": [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]}
+    if kind is set:
+        return {"$set": [inner(each, f"an element of {path}") for each in value]}
+    if kind in (dict, collections.OrderedDict, collections.Counter):
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: inner(each, f"{path}[{key!r}]") for key, each in value.items()}
+        pairs = [(inner(k, f"the key {k!r} of {path}"), inner(v, f"{path}[{k!r}]")) for k, v in value.items()]
+        return {f"${_NAMES[kind]}": pairs}
+    if kind in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+        return {"$tensor": refer(value.detach())}
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": refer(_tensor_of(value))}
+    if kind is complex:
+        return {"$complex": [value.real, value.imag]}
+    if kind is torch.dtype:
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$device": str(value)}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic):
+        return inner(value.item(), path)
+    if trusted:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return {"$pickle": refer(_tensor_of(buffer.getvalue()))}
+    raise TypeError(
+        f"{path} is {_type_of(value)}, which a checkpoint cannot hold safely: {_advice(path, value)}{remedy}"
+    )
+
+
+def _tensor_of(content: bytes | bytearray) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) -> Any:
+    """Return the value that :func:`pack` was given, from what it returned.
+
+    Args:
+        tensor: reads the tensor of a number, into CPU memory.
+        trusted: load pickled objects, which can run any code.
+
+    Raises:
+        pickle.UnpicklingError: there is a pickled object, and the file is not trusted.
+        AttributeError, KeyError, IndexError, TypeError, ValueError: :func:`pack` has not written it.
+    """
+
+    def inner(value: Any) -> Any:
+        return unpack(value, tensor, trusted=trusted)
+
+    if isinstance(value, list):
+        return [inner(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    name = next(iter(value), "")
+    if not name.startswith("$"):
+        return {key: inner(each) for key, each in value.items()}
+    (content,) = value.values()
+    name = name[1:]
+    if name in _SEQUENCES:
+        return _SEQUENCES[name](inner(content))
+    if name in _MAPPINGS:
+        return _MAPPINGS[name]({inner(key): inner(each) for key, each in content})
+    if name == "tensor":
+        return tensor(content)
+    if name in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[name](tensor(content).numpy().tobytes())
+    if name == "complex":
+        return complex(*content)
+    if name == "dtype":
+        return torch_dtype(content)
+    if name == "device":
+        return torch.device(content)
+    if name != "pickle":
+        raise ValueError(f"no value is written as {name!r}")
+    if not trusted:
+        raise pickle.UnpicklingError("it holds a pickled object")
+    return torch.load(io.BytesIO(tensor(content).numpy().tobytes()), map_location="cpu", weights_only=False)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name.
+
+    Raises:
+        TypeError: there is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+def _type_of(value: Any) -> str:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+_ADVICE: list[tuple[Callable[[Any], bool], str]] = [
+    (lambda value: isinstance(value, enum.Enum), "pass {path}.name"),
+    (lambda value: isinstance(value, pathlib.PurePath), "pass str({path})"),
+    (lambda value: isinstance(value, slice), "pass its start, stop and step as a tuple"),
+    (lambda value: isinstance(value, Mapping), "pass dict({path})"),
+    (lambda value: isinstance(value, (range, collections.deque, frozenset, set, list, tuple)), "pass list({path})"),
+    (
+        lambda value: isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)),
+        "pass its name",
+    ),
+    (lambda value: type(value).__module__ == "numpy" and hasattr(value, "dtype"), "pass torch.as_tensor({path})"),
+    (lambda value: isinstance(value, torch.Tensor), "pass a dense torch.Tensor"),
+    (lambda value: dataclasses.is_dataclass(value), "pass dataclasses.asdict({path})"),
+    (lambda value: hasattr(value, "__dict__") and bool(vars(value)), "pass vars({path})"),
+]
+
+
+def _advice(path: str, value: Any) -> str:
+    found = next((text.format(path=path) for holds, text in _ADVICE if holds(value)), "leave it out")
+    return f"{found}, or numbers, strings, lists, dicts and tensors"

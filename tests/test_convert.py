@@ -1,0 +1,97 @@
+"""Conversion of checkpoints to files of other programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp.checkpoint import get_state_dict, save, set_state_dict, to_dcp, to_safetensors
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import wrap
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes and memory orders, a buffer, and extra state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(5, 7)
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.low = nn.Parameter(torch.randn(9).to(torch.bfloat16))
+        self.register_buffer("table", torch.arange(3, dtype=torch.uint8))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def trained(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = Mixed(seed)
+    model = wrap(model, use_orig_params=True) if sharded else model
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def saves(root: str) -> None:
+    save(root, *trained(1, sharded=True))
+
+
+def test_a_checkpoint_becomes_one_safetensors_file(tmp_path: Path) -> None:
+    """With the plain model's names, dtypes, shapes and values, row-major and without gaps."""
+    run_ranks(3, saves, str(tmp_path / "run"))
+    path = to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    expected = {k: v for k, v in trained(1, sharded=False)[0].state_dict().items() if isinstance(v, torch.Tensor)}
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+    found = {}
+    for key, entry in header.items():
+        begin, stop = entry["data_offsets"]
+        data = torch.frombuffer(bytearray(content[end + begin : end + stop]), dtype=names[entry["dtype"]])
+        found[key] = data.view(entry["shape"])
+    assert_bit_equal(found, expected)
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "run"]
+
+
+def test_a_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
+    made = save(tmp_path / "run", Mixed())
+    content = (made / "rank_0.safetensors").read_bytes()
+    (made / "rank_0.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(RuntimeError, match=r"rank_0\.safetensors has another checksum"):
+        to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_checkpoint_becomes_one_of_torchs(tmp_path: Path) -> None:
+    """``torch.distributed.checkpoint`` loads it into another model and optimizer, bit for bit."""
+    run_ranks(2, saves, str(tmp_path / "run"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: there is one process
+        to_dcp(tmp_path / "run", tmp_path / "dcp")
+        model, optimizer = trained(2, sharded=False)
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    other, its = trained(1, sharded=False)
+    expected = dict(zip(("model", "optim"), get_state_dict(other, its)))
+    assert_bit_equal(dict(model.named_parameters()), dict(other.named_parameters()))
+    for name, states in expected["optim"]["state"].items():
+        assert_bit_equal(state["optim"]["state"][name], states)
