@@ -82,8 +82,8 @@ class MixedPrecision:
         output_dtype: dtype of the floating point tensors in the unit's output. It applies to the module being wrapped
             and not to units that a policy makes inside it.
 
-    Two objects are equal if their fields are. The constructor checks nothing; :meth:`validate` does. A unit reads the
-    object when it is built; later changes have no effect.
+    Two objects are equal if their fields are. :meth:`validate` checks the fields; the constructor does not. A unit
+    reads the object when it is built; later changes have no effect.
     """
 
     param_dtype: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""The environment variables of the package, with their values. No other file reads them."""
+"""The environment variables of the package, with their values. Only this file reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 PREFIX = "FSDP_"
-# Variables of other programs: accelerate's launcher sets the first ones, and torch's FSDP1 reads the last.
+# Variables of foreign programs: accelerate's launcher sets the first ones, and torch's FSDP1 reads the last.
 FOREIGN = {
     "FSDP_ACTIVATION_CHECKPOINTING",
     "FSDP_AUTO_WRAP_POLICY",

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: thin methods over the engine, and the other names of torch's module."""
+"""``FullyShardedDataParallel``: thin methods over the engine, and the further names of torch's module."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         sharding_strategy: see :class:`fsdp.api.ShardingStrategy`; None is ``FULL_SHARD``.
         cpu_offload: keep shards and gradients in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
-        backward_prefetch: see :class:`fsdp.api.BackwardPrefetch`; None gathers nothing ahead.
+        backward_prefetch: see :class:`fsdp.api.BackwardPrefetch`; None: no prefetch.
         mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with their whole subtrees.
         param_init_fn: called on each module of a unit with meta parameters or buffers, to allocate and initialize the
@@ -351,7 +351,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """Apply ``.to()``, ``.half()``, ``.cuda()`` and the like to the shards, their gradients and the buffers.
+        """Apply ``.to()``, ``.half()``, ``.cuda()`` and so on to the shards, their gradients and the buffers.
 
         Parameters that an optimizer holds stay the same objects. Summoned parameters change as in a plain module."""
         unit = self._fsdp_unit
@@ -533,7 +533,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """Copy the model: equal values, no gradients, the same ranks. Nothing is communicated.
+        """Copy the model: equal values, no gradients, the same ranks. There is no communication.
 
         Raises:
             RuntimeError: an instance in it runs, or is inside ``summon_full_params``.

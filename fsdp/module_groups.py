@@ -30,7 +30,7 @@ def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> No
     """Declare ``modules`` as one unit with ``arguments``; see ``FullyShardedDataParallel.group``.
 
     Raises:
-        TypeError, ValueError: the modules cannot be one unit. Nothing was changed.
+        TypeError, ValueError: the modules cannot be one unit. The modules are unchanged.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(f"group() expects a list of modules, [model.embed, model.head], got {_kinds([modules])}")

@@ -283,7 +283,7 @@ def auto_wrap(
 
     Each chosen module is replaced, in all parents, by one ``wrapper_cls(module, **kwargs)``. The arguments are
     ``root_kwargs`` as changed by the policy, and for a policy object ``auto_wrap_policy=None`` besides. A policy that
-    chooses nothing is warned of, since the whole model is then one unit. Modules of the classes that
+    matches no module is warned of, since the whole model is then one unit. Modules of the classes that
     ``mixed_precision`` excludes become units in full precision, with a warning. ``coalesce_nbytes`` among the arguments
     merges neighbours (see ``coalesced``) and is not passed on.
 
@@ -297,7 +297,7 @@ def auto_wrap(
 
     Raises:
         ValueError: the tree contains a ``wrapper_cls`` already, ``policy`` is no policy, or a group cannot be one unit.
-            Nothing was changed.
+            The model is unchanged.
         TypeError: ``policy`` has further required arguments.
     """
     if policy is None and root_kwargs.get("coalesce_nbytes"):
@@ -543,7 +543,7 @@ def _construct_wrap_fn(
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` once for each module of the tree, children first. A result other than None replaces the module in
+    """Call ``fn`` once for each module of the tree, children first. A module as the result replaces the module in
     all parents.
 
     Raises:

@@ -66,7 +66,7 @@ def patch(*, imported: bool = True) -> list[str]:
       ``.sharded_grad_scaler`` become those of this package: the class, enums, configurations, policies,
       ``FlatParameter``, ``ShardedGradScaler``. FSDP2's names stay; ``register_fsdp_forward_method`` serves both.
     * Private functions that tools call (``_lazy_init``, ``_root_pre_forward``, ``_unshard``, ``_reshard``,
-      ``_unshard_params_for_summon``, ``_get_module_fsdp_state`` and others) take wrapped modules of this package.
+      ``_unshard_params_for_summon``, ``_get_module_fsdp_state`` and more) take wrapped modules of this package.
     * :func:`enable_dcp` is included.
     * accelerate loads a sharded optimizer state into the state of an optimizer without steps, which is created here.
       peft finds the adapters of a model with nested wrappers, to save and to load them.
@@ -81,7 +81,7 @@ def patch(*, imported: bool = True) -> list[str]:
         the changed names, as ``module.name``.
 
     Raises:
-        RuntimeError: this version of torch lacks some of the names. Nothing was changed.
+        RuntimeError: this version of torch lacks some of the names; no name was changed.
     """
     if _patched:
         return []
@@ -116,7 +116,7 @@ def unpatch() -> None:
     """Undo :func:`patch`; a no-op without it.
 
     Raises:
-        RuntimeError: a name was replaced by another object since. Nothing was changed.
+        RuntimeError: a name was replaced by a third object since; no name was changed.
     """
     if not _patched:
         return
@@ -134,7 +134,7 @@ def enable_dcp() -> None:
     ``StateDictOptions``. All ranks have to call it, since the functions communicate. A second call is a no-op.
 
     Raises:
-        RuntimeError: this version of torch lacks some of the names. Nothing was changed.
+        RuntimeError: this version of torch lacks some of the names; no name was changed.
     """
     if _enabled or _patched:
         return
@@ -154,7 +154,7 @@ def disable_dcp() -> None:
     """Undo :func:`enable_dcp`; a no-op without it.
 
     Raises:
-        RuntimeError: a name was replaced by another object since. Nothing was changed.
+        RuntimeError: a name was replaced by a third object since; no name was changed.
     """
     _check_kept("disable_dcp", _enabled)
     _take_back(_enabled)

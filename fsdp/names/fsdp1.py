@@ -56,7 +56,7 @@ class FSDP1Names(nn.Module):
 
     @property
     def _gradient_predivide_factor(self) -> float:
-        """The divisor that FSDP1 applies to gradients before the sum; the other one follows the sum."""
+        """The divisor that FSDP1 applies to gradients before the sum; the post-divide factor follows the sum."""
         return predivisor(self._fsdp_unit.groups.data_parallel_size)
 
     @property
@@ -88,8 +88,8 @@ class FSDP1Names(nn.Module):
     def _is_root(self, value: bool | None) -> None:
         """Make this instance a root (True), or dissolve the tree of a root (False, None).
 
-        Tools assign this around ``summon_full_params()`` of an inner instance, which FSDP1 would make a root. For an
-        instance inside another one nothing changes.
+        Tools assign this around ``summon_full_params()`` of an inner instance, which FSDP1 would make a root. Here
+        an instance inside another keeps its tree.
         """
         if value:
             self._membership.join()
@@ -248,10 +248,10 @@ class HandleNames:
         return False
 
     def post_unshard(self) -> None:
-        """Do nothing: ``unshard`` leaves no temporary memory."""
+        """Return at once: ``unshard`` leaves no temporary memory."""
 
     def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """Release the unit's full buffers. With False nothing happens, since modules show shards outside of forward.
+        """Release the unit's full buffers. False has no effect, since modules show shards outside of forward.
 
         Raises:
             RuntimeError: during a forward or backward of the unit, or inside ``summon_full_params``.

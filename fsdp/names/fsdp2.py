@@ -55,13 +55,13 @@ class FSDP2Names(nn.Module):
     def group(cls, modules: Iterable[nn.Module], **arguments: Any) -> None:
         """Declare that ``modules`` become one unit of the model that contains them. Call it before wrapping the model.
 
-        The wrapper around a module that contains all of them puts a wrapper in the place of each, whatever its
-        ``auto_wrap_policy`` says. Modules inside them become units as the policy says. Parameters that the modules
+        The wrapper around a module that contains all of them puts a wrapper in the place of each, even if no
+        ``auto_wrap_policy`` chooses them. The policy decides about modules inside them. Parameters that the modules
         share, such as the tied weights of an embedding and a head, are trained as one.
 
         In forward and in backward the unit is gathered when the first module runs. It is resharded after the
         last one, at the latest at the end of the pass. Its memory in between is in addition to the limit of the tree.
-        A backward knows only modules with trainable parameters; for others the unit is gathered again. ::
+        A backward knows only modules with trainable parameters; before frozen modules the unit is gathered again. ::
 
             FSDP.group([model.embed, model.head])
             model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -328,7 +328,7 @@ class FSDP2Names(nn.Module):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Choose whether gathers are asynchronous operations of the compute stream, FSDP2's way to avoid fragmentation.
 
-        On CPU gathers are asynchronous in any case, and nothing changes.
+        On CPU gathers are asynchronous in any case.
 
         Raises:
             NotImplementedError: True on an accelerator. Gathers have a stream of their own, and buffers a pool, so that
@@ -392,7 +392,7 @@ class _OnStream:
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.<method_name>()`` run like a forward: with the parameters of the unit gathered.
 
-    Nothing happens if ``module`` is not wrapped, so that model code need not know. ::
+    A no-op if ``module`` is not wrapped, so that model code need not check. ::
 
         fsdp.register_forward_method(model, "generate")
 

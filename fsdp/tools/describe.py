@@ -126,8 +126,8 @@ def _merged(units: tuple[UnitDescription, ...]) -> Iterator[tuple[str, UnitDescr
 def describe(model: nn.Module) -> Description:
     """Describe the units of ``model`` with their memory on this rank, and remark on probable mistakes.
 
-    Remarks: a policy that matched nothing, one unit with most of the parameters, tiny units, tied weights, parameters
-    trained in low precision. Nothing is communicated; any rank may call it at any time. ::
+    Remarks: a policy without a match, one unit with most of the parameters, tiny units, tied weights, parameters
+    trained in low precision. There is no communication; any rank may call it at any time. ::
 
         print(fsdp.describe(model))
 
@@ -186,7 +186,7 @@ def _remarks(
 ) -> Iterator[str]:
     numel = sum(unit.numel for unit in units)
     largest = max(units, key=lambda unit: unit.numel)
-    if any(unit.full_nbytes for unit in units):  # else nothing is ever gathered
+    if any(unit.full_nbytes for unit in units):  # else no unit is ever gathered
         if len(units) == 1:
             yield f"the whole model is one unit, gathered at once: no policy, or none that matched{_hint(model, found)}"
         elif largest.numel > _MOST * numel:
@@ -218,7 +218,7 @@ def _remarks(
 
 
 def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> str:
-    """Propose a class to wrap: among repeated classes that are not inside each other, the one with most parameters."""
+    """Propose a class to wrap: among repeated classes that are not nested, the one with most parameters."""
     numel_below: Counter[str] = Counter()
     for name, unit, _ in found:
         for record in (record for handle in unit.handles for record in handle.layout.params):

@@ -199,7 +199,7 @@ class Script:
         }
 
     def _is_inner(self, node: ast.AST) -> bool:
-        """Return True for ``model.module`` of a wrapped ``model``, and for its other names."""
+        """Return True for ``model.module`` of a wrapped ``model``, and for its aliases."""
         if isinstance(node, ast.Attribute) and node.attr == "module" and ast.unparse(node.value) in self._wrapped:
             return True
         return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in getattr(self, "_inner", ())
@@ -451,7 +451,7 @@ class Script:
             )
 
     def _only_device(self, value: ast.AST) -> str | None:
-        """Return the source of the only element of a list; "None" for None, and None for other expressions."""
+        """Return the source of the only element of a list; "None" for None, and None for the remaining expressions."""
         if isinstance(value, ast.List) and len(value.elts) == 1:
             return self._source(value.elts[0])
         if isinstance(value, ast.IfExp):

@@ -151,7 +151,7 @@ def plan(
 ) -> Plan:
     """Compute what each rank would hold, and receive in a step, if ``model`` were wrapped and trained.
 
-    Nothing is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
+    No memory is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
     peak is a closed form, see [Note: The peak of a step] in ``fsdp/tools/plan_memory.py``. ::
 
         print(fsdp.plan(Model, world_size=8, policy=ModuleWrapPolicy({Block}), batch_tokens=(8, 1024), memory="80GB"))
@@ -367,7 +367,7 @@ class _Tree:
         """Run the model; record the order of the units and the bytes that autograd saves in each."""
         order: list[tuple[int, bool]] = []
         running: list[_Wrapped] = []
-        kept: dict[int, torch.Tensor] = {}  # by storage; held, so that no other one gets its number
+        kept: dict[int, torch.Tensor] = {}  # by storage; held, so that the number is not reused
 
         def save(tensor: torch.Tensor) -> None:
             storage = tensor.untyped_storage()
@@ -482,7 +482,7 @@ class _Planner:
         def fits(count: int) -> bool:
             return self.plan(strategy, count * unit).peak_nbytes <= limit
 
-        if strategy is ShardingStrategy.NO_SHARD or unit > 1:  # more ranks, or replicas, change nothing
+        if strategy is ShardingStrategy.NO_SHARD or unit > 1:  # more ranks, or replicas, hold as much
             return unit if fits(1) else None
         low, high = 0, 1
         while not fits(high):

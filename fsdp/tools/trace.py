@@ -117,7 +117,7 @@ class Trace:
         self.events.sort(key=lambda event: (event.start, -event.end))
 
     def exposed(self, unit: str, of: str) -> float:
-        """Return the seconds of a unit's gathers (``of="gather"``) or reductions (``"reduce"``) that nothing hides."""
+        """Return the seconds that no compute hides of a unit's gathers (``of="gather"``) or reductions."""
         waits = [event for event in self.events if (event.unit, event.phase, event.of) == (unit, "wait", of)]
         return sum(event.end - event.start for event in waits)
 
@@ -155,7 +155,7 @@ class Trace:
         """Write the events of this rank to a file and return its path.
 
         ``.json`` is for Perfetto (https://ui.perfetto.dev), with lanes for compute, gathers, reductions and waits;
-        ``.svg`` is a picture. Ranks other than 0 write ``name.rank1.json`` and so on.
+        ``.svg`` is a picture. Ranks from 1 on write ``name.rank1.json`` and so on.
 
         Raises:
             ValueError: the name has another ending.
@@ -288,8 +288,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """Record what each unit of ``model`` does on this rank inside the context.
 
     Recorded are forwards, backwards, gathers and reductions, and the time that this rank waits for collectives. Any
-    number of ranks may trace; nothing is communicated. The context runs ``torch.profiler``, which slows a step down a
-    little. Outside of it nothing is recorded. ::
+    number of ranks may trace, without communication. The context runs ``torch.profiler``, which slows a step down a
+    little. ::
 
         with fsdp.trace(model) as t:
             model(batch).sum().backward()
