@@ -1,0 +1,307 @@
+"""Faults put into collectives, hooks, streams, ranks and files: the property that each of them endangers notices it.
+
+The properties are those that the other tests hold: training equals the plain model's, streams are in order, ranks that
+diverge get an error, a damaged checkpoint is refused. A fault that goes unnoticed would show that such a test cannot
+fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp import ShardingStrategy
+from fsdp.checkpoint import load, save
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.runtime import hooks
+from tests.harness import process_groups
+from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, assert_out_of_step, build, new_group, play
+from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.process_groups import delay_collectives
+from tests.harness.sharded import full_parameters
+from tests.harness.stream_tracer import StreamTracer, Sync, trace_streams
+
+FULL_SHARD, NO_SHARD, HYBRID_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+)
+
+# -- equality with the plain model -------------------------------------------------------------------------------------
+
+
+def first_difference(strategy: ShardingStrategy) -> str:
+    """Train two steps beside a plain model; return the difference of the third losses on this rank, or an error."""
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL)
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    group = (alone, dist.group.WORLD) if strategy is HYBRID_SHARD else new_group()
+    model = build(copy.deepcopy(plain), group, strategy, use_orig_params=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(3):
+        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(size)]
+        try:
+            loss = model(inputs[rank]).square().mean()
+            if step == 2:  # its forward shows the parameters after two steps
+                torch.testing.assert_close(loss, plain(inputs[rank]).square().mean())
+                return ""
+            loss.backward()
+        except (RuntimeError, AssertionError) as error:
+            return str(error)
+        for each in inputs:
+            (plain(each).square().mean() / size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    raise AssertionError("the last step returns")
+
+
+Change = Callable[[Tensor, Tensor, dict[int, Tensor]], None]
+
+
+class Done:
+    """A work that was waited for. Gloo's reduce-scatter would write its output again at each further wait."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def changed(name: str, change: Change) -> Iterator[None]:
+    """Call `change(before, output, kept)` after each call of a function of torch.distributed.
+
+    `before` is a copy of the output from before the call; of a reduce-scatter it is this rank's own contribution.
+    `kept` is the same dictionary at each call. The engine's control messages, which are integers, stay as they are.
+    """
+    real, kept = getattr(dist, name), dict[int, Tensor]()
+
+    @functools.wraps(real)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(real).bind(*args, **kwargs)
+        output, source = (*bound.arguments.values(), None)[:2]
+        if not output.is_floating_point():
+            return real(*args, **kwargs)
+        before = (source.chunk(dist.get_world_size())[dist.get_rank()] if name == REDUCE_SCATTER else output).clone()
+        bound.arguments["async_op"] = True
+        work = real(*bound.args, **bound.kwargs)
+        work.wait()
+        change(before, output.data, kept)
+        return Done(work)
+
+    with mock.patch.object(dist, name, replacement):
+        yield
+
+
+def is_not_made(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.copy_(before)
+
+
+def is_stale(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.copy_(kept.setdefault(output.numel(), output.clone()))
+
+
+def exchanges_shards(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.copy_(output.roll(output.numel() // 2))
+
+
+def lacks_the_other_shard(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.chunk(2)[1 - dist.get_rank()].zero_()
+
+
+def loses_the_last_element(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output[: output.numel() // 2][-1:].zero_()
+
+
+def adds_up_and_does_not_average(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.mul_(dist.get_world_size())
+
+
+def has_one_contribution(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.copy_(before)
+
+
+def is_rounded(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.copy_(output.to(torch.bfloat16))
+
+
+def has_the_wrong_sign(before: Tensor, output: Tensor, kept: dict[int, Tensor]) -> None:
+    output.neg_()
+
+
+GATHERS = [is_not_made, is_stale, exchanges_shards, lacks_the_other_shard, loses_the_last_element, is_rounded]
+REDUCTIONS = [has_one_contribution, is_stale, adds_up_and_does_not_average, exchanges_shards, has_the_wrong_sign]
+COLLECTIVES = [
+    *((FULL_SHARD, ALL_GATHER, change) for change in GATHERS),
+    *((FULL_SHARD, REDUCE_SCATTER, change) for change in REDUCTIONS),
+    *((NO_SHARD, "all_reduce", change) for change in REDUCTIONS[:2]),
+    (HYBRID_SHARD, "all_reduce", has_one_contribution),
+]
+
+
+@on_ranks(2)
+def test_training_without_a_fault_equals_the_plain_model() -> None:
+    for strategy in (FULL_SHARD, NO_SHARD, HYBRID_SHARD):
+        assert first_difference(strategy) == ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "change"),
+    COLLECTIVES,
+    ids=[f"{strategy.name} {name} {change.__name__}" for strategy, name, change in COLLECTIVES],
+)
+def test_parity_notices_a_collective_that_delivers_something_else(
+    strategy: ShardingStrategy, name: str, change: Change
+) -> None:
+    assert any(run_ranks(2, difference_of_collective, strategy, name, change))
+
+
+def difference_of_collective(strategy: ShardingStrategy, name: str, change: Change) -> str:
+    with changed(name, change):
+        return first_difference(strategy)
+
+
+@on_ranks(2)
+def test_parity_notices_a_wait_that_is_left_out() -> None:
+    """What a collective in flight has not delivered yet is NaN."""
+    left_out = mock.patch.object(process_groups._DelayedWork, "wait", lambda self, *timeout: True)
+    with pytest.raises(RuntimeError, match="never waited for"), delay_collectives(), left_out:
+        assert first_difference(FULL_SHARD)
+
+
+@on_ranks(2)
+def test_parity_notices_a_gradient_that_never_arrives() -> None:
+    """The hook of one leaf is never called."""
+    real = hooks.on_accumulated
+
+    def lose(leaf: Any, callback: Callable[[Tensor], None]) -> None:
+        real(leaf, (lambda grad: None) if leaf.shape == (3, WIDTH) else callback)
+
+    with mock.patch.object(hooks, "on_accumulated", lose):
+        assert first_difference(FULL_SHARD)
+
+
+@on_ranks(2)
+def test_parity_notices_an_optimizer_that_does_not_step_on_one_rank() -> None:
+    step = torch.optim.SGD.step
+    with mock.patch.object(torch.optim.SGD, "step", step if dist.get_rank() == 0 else lambda self: None):
+        assert first_difference(FULL_SHARD)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def trace(drop: tuple[Sync, ...]) -> StreamTracer:
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
+    torch.manual_seed(0)
+    with trace_streams(drop=drop, check=False) as tracer:
+        model = build(Chain(UNEQUAL), dist.group.WORLD, use_orig_params=True)
+        tracer.watch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return tracer
+
+
+@on_ranks(1)
+def test_the_stream_tracer_notices_waits_of_a_stream_that_are_left_out() -> None:
+    """Of each stream for each other one: all waits at once."""
+    whole = trace(())
+    assert not whole.races
+    pairs = {(sync.by, sync.on) for sync in whole.syncs}
+    assert len(pairs) >= 4, pairs
+    for pair in sorted(pairs):
+        dropped = tuple(sync for sync in whole.syncs if (sync.by, sync.on) == pair)
+        assert trace(dropped).races, f"{pair[0]} does not wait for {pair[1]}, and nothing is said"
+
+
+# -- ranks in step -----------------------------------------------------------------------------------------------------
+
+DIVERGENCES = {
+    "swap": ("unit 'blocks.0'", "unit 'blocks.1'"),
+    "skip a unit": ("unit 'blocks.1'",),
+    "cut the graph": ("in the backward",),
+    "one eval more": ("runs the forward of the root unit",),
+    "raise early": ("failed in the forward of the root unit",),
+}
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_every_rank_notices_a_rank_that_diverges(divergence: str) -> None:
+    assert_out_of_step(run_ranks(2, play, divergence, UNEQUAL, 1), 1, *DIVERGENCES[divergence])
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(path: Path, other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut_the_end(path: Path, other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path, other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def remove(path: Path, other: Path) -> None:
+    path.unlink()
+
+
+def put_an_older_one_there(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+DAMAGES = [flip_a_bit, cut_the_end, empty, remove, put_an_older_one_there]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@on_ranks(2)
+def test_a_load_notices_a_damaged_file_and_changes_nothing(
+    tmp_path: Path, damage: Callable[[Path, Path], None]
+) -> None:
+    """The largest file of the latest checkpoint, which holds tensors, is damaged after the save."""
+    group = new_group()
+    torch.manual_seed(0)
+    model = build(Chain(UNEQUAL), group, use_orig_params=True)
+    older = save(tmp_path, model, process_group=group)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    latest = save(tmp_path, model, process_group=group)
+    largest = max(latest.iterdir(), key=lambda path: (path.stat().st_size, path.name))
+    before = {name: value.clone() for name, value in full_parameters(model).items()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(largest, older / largest.name)
+    dist.barrier()
+    with pytest.raises(RuntimeError):
+        load(latest, model, process_group=group)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, before[name]), name
