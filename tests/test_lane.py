@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -243,6 +245,31 @@ def begin_after_a_tree_that_ranks_ran_differently() -> tuple[list[float], int]:
 
 def test_a_tree_begins_after_another_one_that_only_some_ranks_have_run() -> None:
     assert run_ranks(2, begin_after_a_tree_that_ranks_ran_differently) == [([3.0] * 3, 1)] * 2
+
+
+def replace_functions() -> list[tuple[float, int]]:
+    """The result of an all-reduce, and the calls of a replaced function, which begins in a pass or before it."""
+    lane, found = lane_of_new_group(), []
+    for replaced_before in (False, True):
+        for asynchronous in (True, False):
+            with contextlib.ExitStack() as stack:
+                if not replaced_before:
+                    lane.begin_pass()
+                replaced = stack.enter_context(mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce))
+                if replaced_before:
+                    lane.begin_pass()
+                values = torch.tensor([dist.get_rank() + 1.0])
+                options: dict[str, Any] = {"asynchronous": asynchronous, "op": dist.ReduceOp.MAX}
+                lane.collective("all_reduce", Event("reduce"), values, **options).wait()
+                lane.end_pass()
+                found.append((values.item(), replaced.call_count))
+    return found
+
+
+def test_functions_that_are_replaced_before_a_pass_see_all_collectives_of_it() -> None:
+    """Otherwise the methods of the group are called, with the same options."""
+    called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
+    assert run_ranks(2, replace_functions) == [[(2.0, called)] * 2 + [(2.0, 1)] * 2] * 2
 
 
 @impatient

@@ -107,6 +107,15 @@ class Question:
         return self._read()
 
 
+class _Route(NamedTuple):
+    """How one kind of collective is called: over a side group or the carrier, and by which method of the group."""
+
+    beside: Any
+    ends_alone: bool
+    method: str
+    options: Any
+
+
 class Issuer:
     """Issues the collectives of one process group, without a check of their order; a lane adds that.
 
@@ -129,7 +138,10 @@ class Issuer:
         self.epoch = 0
         self.broken: OutOfStep | None = None
         self.visible = False
-        self._routes: dict[tuple[str, str, bool], tuple[Any, bool]] = {}  # see ``_new_route``
+        self._routes: dict[tuple[str, str, bool, bool, Any], _Route] = {}  # see ``_new_route``
+        self._bypasses = (
+            False  # whether methods of the group are called in this pass, not torch.distributed's functions
+        )
         self._in_pass = self._way_is_chosen = False  # see ``_is_visible``
         self._messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)  # the latest exchanges
         self._held: list[HostWork] = []  # exchanges in flight when a pass failed
@@ -147,6 +159,7 @@ class Issuer:
         on_host: bool,
         ends_alone: bool = False,
         in_memory: bool = False,
+        asynchronous: bool = True,
     ) -> Work:
         """Number a collective, start it, and return the wait for it.
 
@@ -156,6 +169,7 @@ class Issuer:
             on_host: whether the host waits.
             ends_alone: see :class:`~fsdp.comm.work.Work`.
             in_memory: whether it goes through shared memory, not through the carrier.
+            asynchronous: whether there is a handle to wait for; else the current stream waits.
 
         Raises:
             OutOfStep: the ranks are out of sync since an earlier collective.
@@ -168,6 +182,9 @@ class Issuer:
         _label.text = event.label
         try:
             handle = start()
+            if handle is not None and not asynchronous:
+                handle.wait()
+                handle = None
         except OutOfStep:
             raise
         except RuntimeError as error:
@@ -188,19 +205,27 @@ class Issuer:
         :meth:`Carrier.serving`.
         """
         device = tensors[0].device
-        key = name, device.type, control
-        beside, ends_alone = self._routes.get(key) or self._new_route(key, device)
-        group = beside or self.carrier.replacement or self._group()
-        start = functools.partial(getattr(dist, name), *tensors, group=group, async_op=asynchronous, **options)
-        return self.issue(event, start, on_host=device.type == "cpu", ends_alone=ends_alone)
+        key = name, device.type, control, asynchronous, options.get("op")
+        route = self._routes.get(key) or self._new_route(key, device)
+        group = route.beside or self.carrier.replacement or self._group()
+        if route.method and self._bypasses:
+            method = getattr(group, route.method)
 
-    def _new_route(self, key: tuple[str, str, bool], device: torch.device) -> tuple[Any, bool]:
-        """Return the side group for a collective, if any, and whether the works end without being waited for."""
-        name, _, control = key
+            def start() -> Any:  # called with its arguments one by one, a method is visible to profilers
+                return method(tensors[0], tensors[1], route.options) if tensors[1:] else method(tensors, route.options)
+        else:
+            start = functools.partial(getattr(dist, name), *tensors, group=group, async_op=asynchronous, **options)
+        on_host = device.type == "cpu"
+        return self.issue(event, start, on_host=on_host, ends_alone=route.ends_alone, asynchronous=asynchronous)
+
+    def _new_route(self, key: tuple[str, str, bool, bool, Any], device: torch.device) -> _Route:
+        """Find how a kind of collective is called; the result serves until the carrier is replaced."""
+        name, _, control, asynchronous, op = key
         group = self.carrier.serving(device, control=control)
         backend = backend_of(group, device)
+        ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
         beside = None if group is self.carrier.group else group  # the user's group is not kept alive here
-        route = beside, backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
+        route = _Route(beside, ends_alone, *native.method_of(name, group, asynchronous=asynchronous, op=op))
         self._routes[key] = route
         return route
 
@@ -270,10 +295,11 @@ class Issuer:
     def begin_pass(self) -> None:
         """Choose the transport anew at the next collective, and keep it until :meth:`end_pass`."""
         self._in_pass, self._way_is_chosen = True, False
+        self._bypasses = not native.are_replaced()
 
     def end_pass(self) -> None:
         """Choose the transport at each collective."""
-        self._in_pass = False
+        self._in_pass = self._bypasses = False
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
