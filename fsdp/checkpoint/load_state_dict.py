@@ -147,7 +147,7 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
                 raise
             lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
             raise RuntimeError("\n".join(lines)) from error
-        if loading.error_messages is None:  # ``model`` is no part of a unit and has none of the hooks
+        if loading.error_messages is None:  # ``model`` is no part of a unit and has no hooks
             loading.clean_keys(loading.incompatible)
         if problems := loading.finish():
             raise RuntimeError("; ".join(problems))
@@ -294,7 +294,7 @@ def _groups_of(unit: Unit) -> list[Any]:
 
 
 def by_group(texts: Mapping[Unit, Iterable[str]]) -> dict[Any, list[str]]:
-    """Join the texts of each unit for each of its groups."""
+    """Join the texts of the units by group."""
     joined: dict[Any, list[str]] = {}
     for unit, of_unit in texts.items():
         for group in _groups_of(unit):
@@ -461,7 +461,7 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _scatter(unit: Unit, present: list[Key], values: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
-    """Send every rank its part of the parameters ``present``; ``values`` are those of the first rank."""
+    """Send every rank a part of the parameters ``present``; ``values`` are those of the first rank."""
     held, channels = held_tensors(unit), Channels()
     if unit.groups.replica_rank == 0:
         unit.announce()

@@ -46,7 +46,7 @@ class Scalar(NamedTuple):
         return torch.frombuffer(bytearray(self.bits), dtype=self.dtype).reshape(())
 
 
-States = dict[str, Any]  # one parameter's states by name: Elementwise, Scalar, or any other value
+States = dict[str, Any]  # one parameter's states by name: Elementwise, Scalar, or a plain value
 
 
 def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], known: dict[Any, States]) -> States:
@@ -119,7 +119,7 @@ def agree(
 
     Raises, on every rank:
         KeyError: ``unknown``.
-        NotImplementedError: a state is neither a scalar nor element-wise, or cannot be sent to other ranks.
+        NotImplementedError: a state is neither a scalar nor element-wise, or cannot be pickled.
         RuntimeError: some ranks lack states.
         AssertionError: states differ between ranks.
     """
@@ -239,7 +239,7 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
 
 
 def without_elements(value: Any, *, to_cpu: bool) -> Any:
-    """Copy a state that has no elements to collect from other ranks; a ``Scalar`` becomes a tensor."""
+    """Copy a state that has no elements on further ranks; a ``Scalar`` becomes a tensor."""
     if isinstance(value, Scalar):
         return value.tensor()
     if not isinstance(value, torch.Tensor):

@@ -153,7 +153,7 @@ class _Plan:
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[_Arrival]] = {}
-        self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
+        self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, name, state)
         self._problems: list[str] = []
         self._kept, self._reused, self.contents = kept, reused, contents
         # states without dimensions of parameters that have dimensions

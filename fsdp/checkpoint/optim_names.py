@@ -1,4 +1,4 @@
-"""Parameters of an optimizer, their keys in its state dict, their names in the plain model, and their groups.
+"""Parameters of an optimizer, their keys in the state dict, their names in the plain model, and their groups.
 
 An optimizer holds flat parameters, or original parameters cut to a rank's part, and numbers them. State dicts go by the
 names of the parameters in the plain model. This file maps one to the other; it moves no tensors.

@@ -444,7 +444,7 @@ class SavingHooks(StateHooks):
 @contextlib.contextmanager
 def collecting(wrapper: Any) -> Iterator[_Walk]:
     """Collect the state of ``wrapper``, on all ranks alike, inside the context. If the body raises, every unit
-    registers its own parameters again."""
+    registers the parameters again."""
     unit = unit_of(wrapper)
     settings = unit.state_settings
     alone = ", rank0_only" if Form.of(settings.state_dict_config).rank0_only else ""

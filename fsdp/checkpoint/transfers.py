@@ -5,7 +5,7 @@ A save is :func:`export`, a flush of the channels, and :func:`finish`. A load is
 
 [Note: Tensor parallelism]
 A tensor that tensor parallelism has cut is on the ranks of a shard group and of a tensor-parallel group. A rank knows
-the intervals of its own shard group, and the chunk of each tensor-parallel rank, but not the intervals of other shard
+the intervals of the own shard group, and the chunk of each tensor-parallel rank, but not the intervals of other shard
 groups: with chunks of different sizes their flat vectors have different layouts. So elements move in two steps. A save
 gathers within the shard group first, and a load exchanges within the tensor-parallel group first.
 """
@@ -184,7 +184,7 @@ def fill_from_first(
 ) -> None:
     """Start to send values from the first rank to the ranks that hold the tensors.
 
-    The ranks of the first replica get their parts, and pass them on to the other replicas.
+    The ranks of the first replica get their parts, and pass them on to the remaining replicas.
 
     Args:
         values: pairs of a tensor and a value, which is None except on the first rank.

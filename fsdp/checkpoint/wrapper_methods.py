@@ -71,7 +71,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state of the wrapped module under its original names, in the form that ``set_state_dict_type``
+        """Return the state of the wrapped module under the original names, in the form that ``set_state_dict_type``
         chose.
 
         All ranks have to call it alike, outside of forward and backward. ``state_dict()`` of a module that contains
@@ -154,7 +154,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Return the kind of state dict that the instances in ``module`` save and load, with its options; None without
+        """Return the kind of state dict that the instances in ``module`` save and load, with options; None without
         instances.
 
         Raises:
@@ -237,7 +237,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             KeyError: the optimizer holds parameters that are not in the model.
             RuntimeError: the optimizers of some ranks lack states.
             AssertionError: the ranks have different values of a state that has one value.
-            NotImplementedError: a state is neither a scalar nor has one element per element of its parameter.
+            NotImplementedError: a state is neither a scalar nor has one element per element of the parameter.
         """
         form = _optim_form(model)
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
