@@ -169,7 +169,7 @@ def train_on_while_it_is_written(root: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_nothing_that_is_done_to_the_model_is_in_a_save_that_has_begun(tmp_path: Path, world_size: int) -> None:
-    """R40, R41: steps, changes in place and the training's communication, while a save is held up before it writes."""
+    """Steps, changes in place and the training's communication, while a save is held up before it writes."""
     run_ranks(world_size, train_on_while_it_is_written, str(tmp_path))
 
 
@@ -211,7 +211,7 @@ def one_after_the_other(root: str) -> None:
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """R47: save N+1 before N has finished, in the background and not; each holds its own moment. So does a load."""
+    """Save N+1 before N has finished, in the background and not; each holds its own moment. So does a load."""
     run_ranks(2, one_after_the_other, str(tmp_path))
 
 
@@ -237,7 +237,7 @@ def of_two_groups(root: str) -> None:
 
 
 def test_groups_that_overlap_save_at_the_same_time(tmp_path: Path) -> None:
-    """R47: two savers, of which one rank is part of both."""
+    """Two savers, of which one rank is part of both."""
     run_ranks(3, of_two_groups, str(tmp_path))
 
 
@@ -283,7 +283,7 @@ def errors_in_the_background(root: str) -> None:
 
 
 def test_errors_in_the_background(tmp_path: Path) -> None:
-    """R47: raised by `result()` on all ranks, or by the next save if nobody asked; the checkpoint before is intact, and
+    """Raised by `result()` on all ranks, or by the next save if nobody asked; the checkpoint before is intact, and
     training and saving go on."""
     run_ranks(2, errors_in_the_background, str(tmp_path / "run"))
 
@@ -365,7 +365,7 @@ def ranks_die_before_rank_0_has_met_them(root: str) -> list[str]:
 
 
 def test_ranks_die_before_their_first_save(tmp_path: Path) -> None:
-    """R45: before it came, or while it connects: who waits says that its process has ended, before the timeout."""
+    """Before it came, or while it connects: who waits says that its process has ended, before the timeout."""
     told, *died = run_fresh(3, ranks_die_before_rank_0_has_met_them, str(tmp_path))
     assert all(isinstance(end, Died) for end in died)
     assert len(told) == 2
@@ -394,7 +394,7 @@ def a_rank_dies(root: str) -> str:
 
 
 def test_a_rank_dies_while_it_saves(tmp_path: Path) -> None:
-    """R45, R47: rank 0 learns which one it waited for, and at once the others learn it as well; the checkpoint before
+    """Rank 0 learns which one it waited for, and at once the others learn it as well; the checkpoint before
     is the latest."""
     assert isinstance(run_fresh(3, a_rank_dies, str(tmp_path))[1], Died)
     gone = "fsdp.checkpoint.async_save() (write a checkpoint): waiting for rank 1, which is gone"
@@ -455,7 +455,7 @@ def exits(root: str, how: list[str]) -> None:
     ("ranks", "how"), [(0, ["alone"]), (0, ["alone", "full"]), (2, []), (2, ["destroy"]), (2, ["destroy", "full"])]
 )
 def test_a_process_does_not_end_before_its_save(tmp_path: Path, ranks: int, how: list[str]) -> None:
-    """R47: a save under way at exit is finished, or its error told, also after its process group is destroyed."""
+    """A save under way at exit is finished, or its error told, also after its process group is destroyed."""
     if ranks:
         assert run_fresh(ranks, exits, str(tmp_path), how) == [Died(1)] * ranks
         stderr = "".join((tmp_path / f"stderr{rank}").read_text() for rank in range(ranks))

@@ -207,8 +207,8 @@ def carried_over(root: str) -> None:
         assert_bit_equal(whole(*run), torch.load(f"{root}/{there}-{number}.expected"), f"{there} ranks, {WAYS[number]}")
 
 
-def test_r40_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """R40: every kind of state with every strategy and in both modes on 2 ranks, by turns on others, bit for bit, and
+def test_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Every kind of state with every strategy and in both modes on 2 ranks, by turns on others, bit for bit, and
     steps later, by turns five; and from 1, 2 and 3 ranks to 1, 2 and 4."""
     for world_size in (1, 2, 3, 4):
         run_ranks(world_size, carried_on, str(tmp_path), timeout=180)
@@ -234,7 +234,7 @@ def holders() -> None:
 
 
 def test_every_kind_of_state_of_parents_and_nested_units() -> None:
-    """R40, T15: there and back, alone."""
+    """There and back, alone."""
     run_ranks(2, holders)
 
 
@@ -270,8 +270,8 @@ def fail(*args: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_r48_state_after_a_failure_and_buffers_of_another_dtype(tmp_path: Path) -> None:
-    """R48, T11: what was trained can be saved after an exception; buffers leave in the dtype that they had."""
+def test_state_after_a_failure_and_buffers_of_another_dtype(tmp_path: Path) -> None:
+    """What was trained can be saved after an exception; buffers leave in the dtype that they had."""
     run_ranks(2, buffers, str(tmp_path))
 
 
@@ -362,8 +362,8 @@ def interrupted(root: str, numbers: Sequence[int]) -> None:
         assert_bit_equal(results[1], results[0], f"{strategy}, use_orig_params={mode}")
 
 
-def test_r42_state_in_the_middle_of_anything(tmp_path: Path) -> None:
-    """R42: refused while a unit runs; anywhere else in an accumulation values are exact and gradients stay."""
+def test_state_in_the_middle_of_anything(tmp_path: Path) -> None:
+    """Refused while a unit runs; anywhere else in an accumulation values are exact and gradients stay."""
     for world_size, numbers in ((1, (5,)), (2, (0, 2, 3)), (3, (1, 4))):
         run_ranks(world_size, interrupted, str(tmp_path / str(world_size)), numbers, timeout=180)
 
@@ -410,8 +410,8 @@ def sizes(root: str, mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_r41_files_have_little_more_than_the_values(tmp_path: Path, mode: bool) -> None:
-    """R41: each file of each kind of state, of models and optimizers, within 64 KiB of what the rank holds."""
+def test_files_have_little_more_than_the_values(tmp_path: Path, mode: bool) -> None:
+    """Each file of each kind of state, of models and optimizers, within 64 KiB of what the rank holds."""
     run_ranks(3, sizes, str(tmp_path), mode)
 
 
@@ -450,8 +450,8 @@ def renamed_keys() -> None:
             assert_bit_equal(model.state_dict(), before)
 
 
-def test_r43_renamed_keys_are_all_listed_on_every_rank_and_nothing_is_loaded() -> None:
-    """R43: whatever other wrappers add, in front and in between, in every kind of state."""
+def test_renamed_keys_are_all_listed_on_every_rank_and_nothing_is_loaded() -> None:
+    """Whatever other wrappers add, in front and in between, in every kind of state."""
     run_ranks(2, renamed_keys)
 
 
@@ -543,7 +543,7 @@ def one_rank_differs(root: str) -> None:
 
 
 def test_what_one_rank_alone_was_given_is_an_error_on_all(tmp_path: Path) -> None:
-    """R43, R47: in words that name it, and nothing was loaded; nobody waits, and no process is aborted."""
+    """In words that name it, and nothing was loaded; nobody waits, and no process is aborted."""
     run_ranks(3, one_rank_differs, str(tmp_path))
 
 
@@ -621,6 +621,6 @@ def hurt(path: Path, how: str, paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3, 4)), (3, (1,)), (4, (2,))])
-def test_r45_r46_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
-    """R45, R46: on all ranks, in both modes; the old checkpoint stays, and what is damaged changes nothing."""
+def test_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
+    """On all ranks, in both modes; the old checkpoint stays, and what is damaged changes nothing."""
     run_ranks(world_size, faults, str(tmp_path), numbers, timeout=180)

@@ -132,13 +132,13 @@ def check_other_dtypes(root: str) -> None:
             step(fresh)
 
 
-def test_fd12_states_of_parameters_that_had_another_dtype_are_what_torch_makes_of_them(tmp_path: Path) -> None:
-    """FD12: float32 moments, loaded for bfloat16 parameters, are bfloat16, so that the optimizer can step."""
+def test_states_of_parameters_that_had_another_dtype_are_what_torch_makes_of_them(tmp_path: Path) -> None:
+    """Float32 moments, loaded for bfloat16 parameters, are bfloat16, so that the optimizer can step."""
     run_ranks(2, check_other_dtypes, str(tmp_path))
 
 
-def test_fd12_scalars_and_elements_of_parameters_without_dimensions() -> None:
-    """FD12: what one element has and what all have in common look alike there."""
+def test_scalars_and_elements_of_parameters_without_dimensions() -> None:
+    """What one element has and what all have in common look alike there."""
     module = nn.ParameterDict({"matrix": torch.ones(2, 3), "scalar": torch.tensor(1.0)})
     state = get_optimizer_state_dict(module, step(torch.optim.NAdam(module.parameters())))
     module = module.bfloat16()
@@ -221,7 +221,7 @@ def check_round_trips(root: str) -> None:
 
 
 def test_every_optimizers_state_comes_back_bit_for_bit_through_every_form(tmp_path: Path) -> None:
-    """FD10, FD12, FD13: dotted and integer names, what belongs to no parameter, every dtype, groups in any order."""
+    """Dotted and integer names, what belongs to no parameter, every dtype, groups in any order."""
     assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
     run_ranks(2, check_round_trips, str(tmp_path))
 
@@ -293,7 +293,7 @@ def save_quietly(*args: Any) -> Path:
 
 
 def test_what_the_checkpoint_does_not_have_is_left_alone(tmp_path: Path) -> None:
-    """FD11: state, settings and entries of no parameter of the optimizer that loads."""
+    """State, settings and entries of no parameter of the optimizer that loads."""
     run_ranks(2, check_what_the_checkpoint_does_not_have, str(tmp_path))
 
 
@@ -348,7 +348,7 @@ def check_names(root: str) -> None:
 
 
 def test_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
-    """FD10, FD32: also where a hook renames or drops the parameter's key in the model's state."""
+    """Also where a hook renames or drops the parameter's key in the model's state."""
     run_ranks(2, check_names, str(tmp_path))
 
 
@@ -455,7 +455,7 @@ def check_groups_that_differ() -> None:
 
 
 def test_what_one_group_of_ranks_disagrees_on_is_an_error_on_all() -> None:
-    """FD31: also on ranks that are in other groups only."""
+    """Also on ranks that are in other groups only."""
     run_ranks(3, check_groups_that_differ)
 
 

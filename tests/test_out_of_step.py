@@ -71,7 +71,7 @@ def first_and_later(turn: int = 0) -> list[Any]:
     ],
 )
 def test_another_order(strategy: ShardingStrategy, widths: tuple[int, ...], at: int) -> None:
-    """One rank runs two units the other way round (R33). Every rank raises within the step and names both."""
+    """One rank runs two units the other way round. Every rank raises within the step and names both."""
     outcomes = run_ranks(RANKS, play, "swap", widths, at, strategy=strategy)
     assert_out_of_step(outcomes, at, "unit 'blocks.0'", "unit 'blocks.1'")
 
@@ -119,7 +119,7 @@ DEVIATIONS = {
     ],
 )
 def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
-    """One rank skips a branch, or has another one, or runs once more (R34)."""
+    """One rank skips a branch, or has another one, or runs once more."""
     assert_out_of_step(run_ranks(RANKS, play, odd, widths, at), at, *DEVIATIONS[odd])
 
 
@@ -198,8 +198,8 @@ def call_alone(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
 
 
 @pytest.mark.parametrize("reduce_unused", [False, True])
-def test_fd25_call_on_one_rank(reduce_unused: bool) -> None:
-    """FD25: an error on all ranks that names the call that one rank made, never an abort."""
+def test_call_on_one_rank(reduce_unused: bool) -> None:
+    """An error on all ranks that names the call that one rank made, never an abort."""
     for rank, found in enumerate(run_ranks(2, call_alone, reduce_unused)):
         for name, when, seconds, error in found:
             where = f"rank {rank}, {name}, {when}: {error}"
@@ -251,8 +251,8 @@ def fail_alike(reduce_unused: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("reduce_unused", [False, True])
-def test_fd21_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
-    """FD21: the emergency save, and everything else, works after what all ranks failed at."""
+def test_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
+    """The emergency save, and everything else, works after what all ranks failed at."""
     for done in run_ranks(2, fail_alike, reduce_unused):
         assert done == 2 * list(CALLS)
 
@@ -289,8 +289,8 @@ def fail_apart(farther: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("farther", [0, 1])
-def test_fd21_calls_after_failures_that_are_not_alike(farther: int) -> None:
-    """FD21: a rank that has failed itself accuses nobody, and waits until all have come and issued the same."""
+def test_calls_after_failures_that_are_not_alike(farther: int) -> None:
+    """A rank that has failed itself accuses nobody, and waits until all have come and issued the same."""
     torch.manual_seed(0)
     expected = Chain(UNEQUAL).state_dict()
     for state in run_ranks(2, fail_apart, farther):
@@ -374,8 +374,8 @@ def call_the_other_unit(strategy: ShardingStrategy, good: int) -> Outcome:
 
 
 @pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
-def test_fd20_rank_that_the_others_have_passed(strategy: ShardingStrategy, good: int) -> None:
-    """FD20: the others had the gather that they waited for from what the odd rank gathered ahead, and are in their
+def test_rank_that_the_others_have_passed(strategy: ShardingStrategy, good: int) -> None:
+    """The others had the gather that they waited for from what the odd rank gathered ahead, and are in their
     backward while it waits, in its forward, to be joined in another one."""
     outcomes = run_ranks(2, call_the_other_unit, strategy, good)
     assert_out_of_step(outcomes, 0, "unit 'l1'", "unit 'l2'")
@@ -399,8 +399,8 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
     return kept, float(history._capacity), 0.0
 
 
-def test_fd34_order_that_changes_at_every_step() -> None:
-    """FD34: what is remembered of it is bounded, and so is what is left in the store."""
+def test_order_that_changes_at_every_step() -> None:
+    """What is remembered of it is bounded, and so is what is left in the store."""
     for kept, limit, _ in run_ranks(2, drop_layers):
         records, keys = zip(*kept)
         assert max(records) <= limit and records[-1] == limit, records
@@ -445,7 +445,7 @@ def stay_away() -> Outcome:
 
 
 def test_rank_that_stays_away() -> None:
-    """It has one batch fewer, or raised before or in its backward: the other fails within the timeout (R34)."""
+    """It has one batch fewer, or raised before or in its backward: the other fails within the timeout."""
     for (_, error, seconds), ((waits, _), waiting_for) in zip(run_ranks(RANKS, stay_away), AWAY.values(), strict=True):
         assert seconds < SHORT + 5, f"rank {waits}: {error}"
         assert error is not None and all(words in error for words in waiting_for), error

@@ -56,7 +56,7 @@ def _collectives(mode: bool) -> None:
 
 @pytest.mark.parametrize("mode", [False, True])
 def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
-    """T14: each unit moves once, with all its buckets; whole values load without communication but for three
+    """Each unit moves once, with all its buckets; whole values load without communication but for three
     numbers."""
     run_ranks(2, _collectives, mode)
 
@@ -139,7 +139,7 @@ def _peak(kind: str) -> tuple[int, int]:
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter")
 def test_a_full_state_costs_itself_and_one_unit() -> None:
-    """T13, user-pain 7: also where the root has parameters; and on other ranks than rank 0, with rank0_only, what they
+    """Also where the root has parameters; and on other ranks than rank 0, with rank0_only, what they
     send of one."""
     total, largest, slack = 8 * SQUARE, 2 * SQUARE, 2 * NOISE  # the root's own parameters are the largest unit
     for most, held in run_ranks(2, _peak, "full"):
@@ -202,7 +202,7 @@ def _peak_of_loading(kind: str) -> int:
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter")
 def test_loading_costs_nothing_beside_what_is_received() -> None:
-    """T20, user-pain 16: nothing where each rank has its values; of what rank 0 hands out, its own part at most."""
+    """Nothing where each rank has its values; of what rank 0 hands out, its own part at most."""
     slack = 2 * NOISE
     for kind in ("full", "ragged"):
         assert max(run_ranks(2, _peak_of_loading, kind)) <= slack, kind

@@ -139,7 +139,7 @@ def load_everywhere(root: str) -> None:
 
 
 def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
-    """R40: 1, 2, 3 ranks to 1, 2, 4, to a plain model and to none; strategies and modes change on the way."""
+    """1, 2, 3 ranks to 1, 2, 4, to a plain model and to none; strategies and modes change on the way."""
     for world_size in (1, 2, 3):
         run_ranks(world_size, save_everywhere, str(tmp_path))
     for world_size in (1, 2, 4):
@@ -232,7 +232,7 @@ def resume(root: str) -> list[dict[str, Tensor]]:
 
 
 def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
-    """R40: parameters, optimizer state and the next steps, bit for bit at the same number of ranks. FD13: merged groups
+    """Parameters, optimizer state and the next steps, bit for bit at the same number of ranks. FD13: merged groups
     are refused.
 
     No tensor data travels; in a load the ranks agree on three numbers.
@@ -274,7 +274,7 @@ def goes_on_from_the_first_step(root: str) -> None:
 
 
 def test_an_optimizer_that_has_not_stepped_has_not_when_it_was_saved(tmp_path: Path) -> None:
-    """R40: no step is counted, no state made up that a rate of zero leaves, and no step made for it."""
+    """No step is counted, no state made up that a rate of zero leaves, and no step made for it."""
     run_ranks(2, goes_on_from_the_first_step, str(tmp_path))
     module = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(module.parameters())  # whose steps want a function
@@ -404,7 +404,7 @@ def operations(root: Path) -> int:
 @pytest.mark.parametrize("names", ["names kept", "names lost", "a rename lost"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwriting"])
 def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool, names: str) -> None:
-    """R45: exactly the old or exactly the new checkpoint; the next save is not hindered by what was left."""
+    """Exactly the old or exactly the new checkpoint; the next save is not hindered by what was left."""
     old, new, seen = None if fresh else (1.0, 1), (2.0, 2), []
     for at in range(operations(tmp_path / "count") + (6 if fresh else 0)):
         root = tmp_path / str(at) / "deep" / "down"
@@ -424,7 +424,7 @@ def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool, names: str) ->
 
 
 def test_an_error_at_any_operation(tmp_path: Path) -> None:
-    """R45, R47: the error says what and where, the old checkpoint is there, and nothing else is left."""
+    """The error says what and where, the old checkpoint is there, and nothing else is left."""
     for at in range(operations(tmp_path / "count")):
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
@@ -473,7 +473,7 @@ def test_an_error_is_told_though_latest_is_damaged(tmp_path: Path) -> None:
 
 
 def test_two_savers(tmp_path: Path) -> None:
-    """R47: each gets a checkpoint of its own, whenever the other comes."""
+    """Each gets a checkpoint of its own, whenever the other comes."""
     for at in range(1, 12):  # the number of operations that are no write
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
@@ -534,7 +534,7 @@ def faults_on_one_rank(root: str) -> None:
 
 
 def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
-    """R47: no space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
+    """No space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
     run_ranks(2, faults_on_one_rank, str(tmp_path / "run"))
 
 
@@ -603,8 +603,8 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_fd09_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
-    """FD09: an error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
+def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
+    """An error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
     run_ranks(3, interruptions, str(tmp_path / "run"))
 
 
@@ -642,7 +642,7 @@ def refuses(root: Path, what: str, *paths: Path) -> None:
 
 
 def test_damage_to_any_file(tmp_path: Path) -> None:
-    """R46: a bit, the length, the loss of any file, and any two exchanged, also with those of another checkpoint."""
+    """A bit, the length, the loss of any file, and any two exchanged, also with those of another checkpoint."""
     run_ranks(2, save_two, str(tmp_path))
     older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
@@ -787,7 +787,6 @@ def misfits(root: str) -> None:
 
 
 def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
-    """R43."""
     run_ranks(2, misfits, str(tmp_path / "run"))
 
 

@@ -93,8 +93,8 @@ def with_header(content: bytes, there: str, forged: str) -> bytes:
 # -- what else is there ------------------------------------------------------------------------------------------------
 
 
-def test_fd40_what_is_not_ours_stays(tmp_path: Path) -> None:
-    """FD40: dates, other people's files and directories, of whatever name, are neither removed, renamed nor counted."""
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """Dates, other people's files and directories, of whatever name, are neither removed, renamed nor counted."""
     others = ["20240115/notes", "99999999/data", ".20240116.tmp/work", "checkpoint_00000007/config.json"]
     others += [".checkpoint_00000003.tmp/mine.txt", "20240117", "checkpoint_00000009", "00000002/manifest.json"]
     for name in others:
@@ -236,14 +236,14 @@ def saves_slowly(root: str) -> None:
     assert made.name == "checkpoint_00000002"
 
 
-def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
-    """FD43: more than collectives have; and what cannot be removed afterwards is no error."""
+def test_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
+    """More than collectives have; and what cannot be removed afterwards is no error."""
     assert run_fresh(2, saves_slowly, str(tmp_path)) == [None, None], "a rank has died"
     assert load_plain(tmp_path).model["weight"].tolist() == [0.0] * 3
 
 
-def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
+def test_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
     steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
     for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
@@ -309,8 +309,8 @@ class Malicious:
         return os.mkdir, (self.path,)
 
 
-def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
-    """FD45: not in extra state, nor in a file beside; but for whoever says `trusted=True`."""
+def test_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    """Not in extra state, nor in a file beside; but for whoever says `trusted=True`."""
     root, harm = tmp_path / "run", tmp_path / "harm"
     made = save(root, Keeps(1.0, Malicious(harm)), trusted=True)
     for read in (lambda **how: load(root, Keeps(), **how), lambda **how: load_plain(root, **how)):
@@ -550,8 +550,8 @@ def test_a_refused_save_is_refused_on_all_ranks(tmp_path: Path) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_fd41_extra_state_is_loaded_whatever_it_is_now(tmp_path: Path) -> None:
-    """FD41: a tensor of another size or dtype, none then and a tensor now, a tensor then and none now."""
+def test_extra_state_is_loaded_whatever_it_is_now(tmp_path: Path) -> None:
+    """A tensor of another size or dtype, none then and a tensor now, a tensor then and none now."""
     kinds = [None, torch.ones(2), torch.ones(3, 4, dtype=torch.int32), {"a": torch.ones(2)}, torch.ones(()), "text"]
     for number, kind in enumerate(kinds):
         save(tmp_path / str(number), Keeps(1.0, kind))
@@ -562,8 +562,8 @@ def test_fd41_extra_state_is_loaded_whatever_it_is_now(tmp_path: Path) -> None:
             assert module.weight.tolist() == [1.0] * 3
 
 
-def test_fd46_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> None:
-    """FD46: in `extra` and in extra state, at any depth."""
+def test_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> None:
+    """In `extra` and in extra state, at any depth."""
     big = torch.arange(100_000.0)
     made = save(tmp_path, Keeps(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
     assert sum(path.stat().st_size for path in made.iterdir()) < 30_000
@@ -573,8 +573,8 @@ def test_fd46_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> 
     assert module.extra["deep"][0].tolist() == [2, 3]
 
 
-def test_fd47_errors_say_what_and_where(tmp_path: Path) -> None:
-    """FD47: a full disk names the file, and what is no model is told so."""
+def test_errors_say_what_and_where(tmp_path: Path) -> None:
+    """A full disk names the file, and what is no model is told so."""
 
     class Full(Disk):
         def write(self, stream: Any, data: Any, offset: int) -> None:
@@ -737,8 +737,8 @@ def loads_nothing_or_all(root: str) -> None:
         assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "good"]
 
 
-def test_fd42_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
-    """FD42: extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
+def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
+    """Extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
     neither parameters nor buffers, extra state, the first optimizer; in plain models, in wrapped ones and in those that
     hold wrapped ones."""
     run_ranks(2, loads_nothing_or_all, str(tmp_path))
@@ -764,6 +764,6 @@ def loads_what_is_not_loaded_yet() -> None:
     assert model.state_dict()["weight"].tolist() == [[1.0] * 5] * 3
 
 
-def test_fd29_tensors_that_load_themselves(tmp_path: Path) -> None:
-    """FD29: Lightning's."""
+def test_tensors_that_load_themselves(tmp_path: Path) -> None:
+    """Lightning's."""
     run_ranks(2, loads_what_is_not_loaded_yet)

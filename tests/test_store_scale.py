@@ -134,7 +134,7 @@ def replicas(root: str) -> None:
     assert_bit_equal(model.state_dict(), layers(1).state_dict())
 
 
-def test_fd50_replicas_write_each_a_part(tmp_path: Path) -> None:
+def test_replicas_write_each_a_part(tmp_path: Path) -> None:
     run_ranks(4, replicas, str(tmp_path))
 
 
@@ -183,8 +183,8 @@ def described(shapes: list[tuple[int, ...]], ranks: int, replicas: int, transpos
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 50])
-def test_fd51_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: bool) -> None:
-    """FD51: each element is on one rank, which is found, and nearly nothing is looked for in vain."""
+def test_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: bool) -> None:
+    """Each element is on one rank, which is found, and nearly nothing is looked for in vain."""
     random.seed(ranks)
     shapes = [(5, 9), (3,), (40, 4), (1, 1), (2, 0), (), (7, 11)]
     table = described(shapes, ranks, replicas, transposed)
@@ -205,8 +205,8 @@ def test_fd51_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: boo
         assert saved.holders([Box.whole(saved.shape)]) == {*held.values()}
 
 
-def test_fd51_the_index_is_as_small_for_many_ranks_as_for_few() -> None:
-    """FD51: and so is what ranks tell each other to make it."""
+def test_the_index_is_as_small_for_many_ranks_as_for_few() -> None:
+    """And so is what ranks tell each other to make it."""
     shapes = [(512, 64), (64,), (64, 512), (512,)]
     nbytes = [len(index.packed(described(shapes, ranks, 1))) for ranks in (8, 64, 512)]
     assert max(nbytes) < 1.5 * min(nbytes), nbytes
@@ -217,7 +217,7 @@ def test_fd51_the_index_is_as_small_for_many_ranks_as_for_few() -> None:
     assert max(counts) <= 3 * len(shapes)
 
 
-def test_fd51_ranks_that_differ_are_told() -> None:
+def test_ranks_that_differ_are_told() -> None:
     one, other = (
         table_of(state, rank, 2)
         for rank, state in enumerate([sharded([(4, 4)], 0, 2, False), sharded([(4, 5)], 1, 2, False)])
@@ -234,7 +234,7 @@ def bytes_read() -> int:
     return int(line.split()[1])
 
 
-def test_fd55_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are verified while they are read; a load without an optimizer reads no states."""
     monkeypatch.setattr(rank_file, "BLOCK", 10_000)
     module = nn.Sequential(*(nn.Linear(150, 150) for _ in range(8)))
