@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.api import as_flag
+from fsdp.api import TrainingState, as_flag
 from fsdp.checkpoint.state_dict import check_idle
 from fsdp.comm.streams import Streams
 from fsdp.flat.names import ModuleGroup, members_of
 from fsdp.module_groups import declare_group
+from fsdp.runtime.accumulated import reduce_accumulated
 from fsdp.runtime.build import Membership, join
 from fsdp.runtime.unit import Unit, units_of
 
@@ -44,6 +45,7 @@ class FSDP2Names(nn.Module):
 
     _fsdp_unit: Unit
     _membership: Membership
+    _assert_state: Callable[..., None]
     _check_root: Callable[..., None]
     _run: Callable[..., Any]
     _surround: Callable[[nn.Module, str], None]
@@ -185,6 +187,31 @@ class FSDP2Names(nn.Module):
         check_idle(units, "set_requires_gradient_sync()")
         for unit in units:
             unit.gradients.set_synchronize(synchronize)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that backwards inside ``no_sync()`` have accumulated, without another backward.
+
+        Afterwards ``.grad`` is as if the last of these backwards had run outside ``no_sync()``. It serves loops that
+        learn only afterwards which micro-batch was the last, and ranks with different numbers of micro-batches. A rank
+        without any contributes zeros. (Forwards that gather parameters need all ranks: loop over ``fsdp.join()``
+        there.) The sum over ranks is divided as always, by default by the number of ranks::
+
+            with model.no_sync():
+                for batch in batches:
+                    loss_of(model, batch).backward()
+            model.reduce_gradients()
+            optimizer.step()
+
+        All ranks have to call it. It costs one reduction of each unit with gradients, and one small all-reduce. Without
+        accumulated gradients it changes nothing.
+
+        Raises:
+            RuntimeError: not called on the root, or not called on all ranks.
+            ValueError: a forward or backward is under way.
+        """
+        self._check_root("reduce_gradients() should only be called on the root FSDP instance")
+        self._assert_state(TrainingState.IDLE)
+        reduce_accumulated(join(self._fsdp_unit), units_of(self))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = True) -> None:
         """Set the divisor of the sum of the gradients over all ranks.
