@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import default_group
+from fsdp.flat.visible import stepped_params
 
 __all__ = ["ShardedGradScaler"]
 
@@ -134,7 +135,7 @@ class ShardedGradScaler(GradScaler):
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with torch.no_grad():
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
+            for param in stepped_params(optimizer):
                 grad = param.grad
                 if grad is None:
                     continue

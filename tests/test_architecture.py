@@ -28,6 +28,7 @@ FLOORS = [
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
     ["fsdp/runtime/", "fsdp/wrap.py", "fsdp/module_groups.py"],
     ["fsdp/checkpoint/"],
+    ["fsdp/optim/", "fsdp/export/"],
     ["fsdp/names/"],
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/tools/"],

@@ -26,9 +26,14 @@ _LABEL = "agree on the optimizer's states"
 
 
 class Elementwise(NamedTuple):
-    """A state with one element per element of the parameter."""
+    """A tensor state that the ranks hold by elements.
+
+    Attributes:
+        shape: None for the parameter's shape.
+    """
 
     dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
 
 
 class Scalar(NamedTuple):
@@ -56,12 +61,15 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             found[name] = value
-            if holder.sharded and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+            if has_tensors and holder.sharded and not holder.any_shape:
                 problems.append(f"state {name!r} of {holder} is a {type(value).__name__} of tensors")
         elif tuple(value.shape) == holder.local_shape and (value.dim() > 0 or not holder.sharded):
             found[name] = Elementwise(value.dtype)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
+        elif holder.any_shape:
+            found[name] = Elementwise(value.dtype, tuple(value.shape))
         elif holder.is_whole:
             found[name] = value  # equal on every rank
         else:

@@ -46,12 +46,15 @@ def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         for name, value in states[key].items()
         if param.dim() > 0 and isinstance(value, torch.Tensor) and value.dim() == 0
     }
-    torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+
+    def is_torchs(param: torch.Tensor) -> bool:
+        steps = getattr(optimizer, "optimizer_of", lambda _: optimizer)(param)  # one of several inside another
+        return type(steps).step.__module__.startswith("torch.optim.")
 
     def sealed(name: Any, value: Any, param: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return _Sealed(value) if isinstance(value, Iterable) else value
-        elementwise = torchs and name not in scalars and (value.dim() > 0 or param.dim() == 0)
+        elementwise = is_torchs(param) and name not in scalars and (value.dim() > 0 or param.dim() == 0)
         return value if name == _CAST_RIGHTLY or elementwise or value.dtype == param.dtype else _Sealed(value)
 
     for key, param in pairs:

@@ -218,17 +218,17 @@ class _Plan:
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        memory = self._reusable(holder, state, holder.empty(values[0].dtype))
+        memory = self._reusable(holder, state, holder.empty(values[0].dtype, values[0].shape))
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
                 part.zero_() if (kept := self._kept_of(holder, member, state)) is None else part.copy_(kept)
         for member, value in zip(present, values):
-            if value.shape != member.shape:
+            if value.shape != member.shape and not holder.any_shape:
                 self._problems.append(
                     f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has {member.shape}"
                 )
-            arrival = _Arrival(member.name, state, value, holder.held(member, memory))
+            arrival = _Arrival(member.name, state, value, holder.held(member, memory, value.shape))
             self.arrivals.setdefault(holder.unit, []).append(arrival)
         return memory
 
@@ -340,7 +340,7 @@ def optim_state_dict_to_load(
     Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
     different ones.
     """
-    params = ModelParams(model)
+    params = ModelParams(model, own)
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else given()

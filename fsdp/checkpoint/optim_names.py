@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from fsdp.runtime.unit import Unit
 
 Key = int | str
 Group = Mapping[str, Any]  # a parameter group
+# Attribute of an optimizer's parameter that stands for one of the model's: the model's parameter, and a ``Holder``.
+STANDS_FOR = "_fsdp_stands_for"
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +88,20 @@ class Holder:
         """This process's rank in the group over which the parameter is sharded."""
         return self.unit.groups.shard_rank
 
-    def held(self, member: Member, state: torch.Tensor) -> Held:
-        """Describe an element-wise state of ``member`` on the ranks; ``state`` is this rank's tensor."""
+    any_shape: ClassVar[bool] = False  # whether tensor states may have other shapes than the parameter
+
+    def held(self, member: Member, state: torch.Tensor, shape: tuple[int, ...] | None = None) -> Held:
+        """Describe how the ranks hold a tensor state of ``member``; ``state`` is (or contains) this rank's part.
+        ``shape`` is the shape of the whole state if that is not the parameter's; see ``any_shape``."""
         return held_param(self.handle, member.index, self.part(member, state))
 
-    def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate an element-wise state on this rank. Only the elements of padding are initialized, to zero."""
+    def template(self, member: Member) -> torch.Tensor:
+        """Return a tensor with the shape of ``member`` and this rank's interval of an element-wise state."""
+        return held_param(self.handle, member.index).part
+
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Allocate this rank's part of a tensor state of this ``shape``, the parameter's if None. Padding is zero; the
+        other elements are uninitialized."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
             return host_memory.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
@@ -163,8 +173,8 @@ class ModelParams:
         device: where the units compute.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Look up all parameters of ``model``.
+    def __init__(self, model: nn.Module, groups: Iterable[Group] | None = None) -> None:
+        """Look up all parameters of ``model``, as optimizers with these parameter groups hold them.
 
         Raises:
             AssertionError: the units differ in ``use_orig_params``.
@@ -186,6 +196,10 @@ class ModelParams:
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
         self.use_orig_params = modes != {True}
+        for param in (param for group in groups or () for param in group["params"]):
+            if (stands := getattr(param, STANDS_FOR, None)) is not None:
+                shards, self.holders[param] = stands
+                self.holders.pop(shards, None)
         self.device = next((unit.device for unit in self.units), torch.device("cpu"))
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):

@@ -44,7 +44,7 @@ def optim_state_dict(
     Args:
         groups: groups of the optimizer; None for an optimizer built from ``model.parameters()``.
     """
-    params = ModelParams(model)
+    params = ModelParams(model, groups)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
     group = group if group is not None else default_group()
@@ -116,7 +116,7 @@ def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
     unit, sorted by name.
     """
     if not params.use_orig_params:
-        return [name for param in params.in_order if param in state_of for name in params.names(param)]
+        return [name for param in params.in_order for name in params.names(param)]
     units: dict[Unit, list[str]] = {}
     for name, (holder, _) in sorted(params.by_name.items()):
         units.setdefault(holder.unit, []).append(name)
@@ -143,9 +143,9 @@ def _send(
     keys.sort(key=lambda key: state_order(key[2]))  # so that one batch contains few states
     tensors = []
     for holder, member, name in keys:
-        owns = holder.rank in holder.owners  # otherwise this rank may have no state
-        state = state_of[holder.param][name] if owns else holder.empty(states[holder][name].dtype)
-        tensors.append(holder.held(member, state))
+        mine, what = holder.rank in holder.owners, states[holder][name]  # else this rank may have no state
+        state = state_of[holder.param][name] if mine else holder.empty(*what)
+        tensors.append(holder.held(member, state, what.shape))
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (unit.mesh is None or unit.mesh.ndim == 1)

@@ -48,7 +48,8 @@ class Snapshot:
                 {param: dict(state) if isinstance(state, dict) else state for param, state in one.state.items()},
                 [dict(group) for group in one.param_groups],
             )
-            for one in optimizers
+            for each in optimizers
+            for one in getattr(each, "inner_optimizers", [each])
         ]
         self._extra_state: list[tuple[nn.Module, Any]] = []  # previous values, in the order of the changes
         self._watched = [module for module in modules if _has_extra_state(module)]

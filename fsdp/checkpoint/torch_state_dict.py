@@ -37,10 +37,11 @@ from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
-from fsdp.checkpoint.state_dict import calling, held_param
+from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
+from fsdp.flat.visible import stepped_params
 from fsdp.runtime import hooks
 from fsdp.runtime.unit import units_of
 
@@ -270,7 +271,7 @@ def get_optimizer_state_dict(
     options = StateDictOptions.of(options)
     several = _several(optimizers)
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
-        params = ModelParams(model)
+        params = ModelParams(model, _groups_of(several))
         for optimizer in several:
             stack.enter_context(initialised(optimizer, params))
         return optimizer_state_as_it_is(model, several, options)
@@ -359,7 +360,7 @@ def optimizers_to_load(
     options = StateDictOptions.of(options)
     model = entered(model, options)
     several = _several(optimizers)
-    params, alone = ModelParams(model), len(several) == 1
+    params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
     plain = PlainNames(model).plain
 
     def fetched(name: str, state: Any, target: torch.Tensor) -> None:
@@ -403,7 +404,7 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
     Parameters of which this rank's shards hold no elements get none if another rank holds some.
     """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = stepped_params(optimizer)
     if optimizer.state or any(param.grad is not None for param in params):
         yield
         return
@@ -478,7 +479,7 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
     plain = PlainNames(model).plain
     several = _several(optimizers)
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
-    params = ModelParams(model)
+    params = ModelParams(model, _groups_of(several))
     parts: dict[str, torch.Tensor] = {}
     for param in held:
         holder = params.holders.get(param)
@@ -486,7 +487,7 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
             parts.update((plain(name), param) for name in params.names(param))
         else:
             for member in holder.members:
-                parts[plain(member.name)] = held_param(holder.handle, member.index).part
+                parts[plain(member.name)] = holder.template(member)
     return parts
 
 
@@ -532,6 +533,10 @@ def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
             end = rest.find(".", end + 1)
     states, groups = ({name: part[name] for name in names if name in part} for part in found.values())
     return {"state": states, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
+
+
+def _groups_of(several: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    return [group for optimizer in several for group in optimizer.param_groups]
 
 
 def _several(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:

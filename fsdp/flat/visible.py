@@ -44,3 +44,12 @@ def looks_of(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int
 
 def flags_of(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
     return [None if tensor is None else tensor.requires_grad for tensor in tensors]
+
+
+def stepped_params(optimizer: Any) -> list[Any]:
+    """Return the parameters of which ``optimizer`` reads ``.grad``.
+
+    For ``fsdp.optim.WholeParamOptimizer`` these are the model's parameters, not those in its groups.
+    """
+    own = getattr(optimizer, "stepped_params", None)
+    return [param for group in optimizer.param_groups for param in group["params"]] if own is None else list(own())

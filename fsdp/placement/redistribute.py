@@ -128,7 +128,7 @@ class Channel:
         direct = self.size > 1 and self._streams.asynchronous_work
         self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
-        self._batches = 0
+        self.batches = 0
         self._turn = 0  # which of the two sets of buffers the last batch uses
         self._numbers: dict[tuple[int, bool], int] = {}  # direct messages so far, by peer and direction
         self._finish: Callable[[], None] | None = None  # waits for the batch in flight and unpacks it
@@ -142,9 +142,9 @@ class Channel:
     def send(self, items: Sequence[Item], label: str) -> None:
         """Start one batch by one collective: a gather or a broadcast if every rank receives everything."""
         items = sorted(items, key=lambda item: -item.dtype.itemsize)
-        self._batches += 1
+        self.batches += 1
         self._turn ^= self._finish is not None
-        event = Event(label, _TAGS + self._batches)
+        event = Event(label, _TAGS + self.batches)
         if not all(item.target.is_replicated for item in items):
             finish = self._exchange(items, label)
         elif all(rank == 0 for item in items for rank, _ in item.source.held):

@@ -285,6 +285,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         check_reduced(optimizer, unsharded, first=first)
 
 
+def steps_no_shards(optimizer: Optimizer) -> None:
+    """Skip ``optimizer`` before its steps: it never holds visible parameters."""
+    _optimizers[optimizer] = (sum(len(group["params"]) for group in optimizer.param_groups), [])
+
+
 _own_steps: list[Optimizer] = []  # the optimizers that the package steps now; see ``own_step``
 
 

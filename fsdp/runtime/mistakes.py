@@ -21,7 +21,18 @@ from fsdp.flat.names import clean
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
-_OF_WHOLE_PARAMETERS = {"adafactor", "fusedlamb", "lamb", "lars", "lbfgs"}  # their shapes, norms or products
+_OF_WHOLE_PARAMETERS = {  # computed with their shapes, norms or products
+    "adafactor",
+    "distributedshampoo",
+    "fusedlamb",
+    "lamb",
+    "lars",
+    "lbfgs",
+    "muon",
+    "shampoo",
+    "singledevicemuon",
+    "soap",
+}
 _STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
@@ -54,7 +65,8 @@ def warn_of_habits(optimizer: Optimizer) -> None:
         warn_user(
             f"{type(optimizer).__name__} computes with the norms, shapes or products of whole parameters, and is given "
             "this rank's parts of them, as vectors: it does not train as with the plain model, nor alike on another "
-            "number of ranks. Use one that steps each element by itself, or ShardingStrategy.NO_SHARD"
+            "number of ranks. Step whole parameters by fsdp.optim.WholeParamOptimizer, or use an optimizer that steps "
+            "each element by itself"
         )
     for number, group in enumerate(groups):
         if not group["params"] and any(group.get("weight_decay") != other.get("weight_decay") for other in groups):

@@ -1,0 +1,86 @@
+"""Owners of whole parameters: which rank steps which parameter, and where its optimizer state lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fsdp.checkpoint.forms import Held
+from fsdp.checkpoint.optim_names import Holder, Member
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.flat.layout import contiguous_stride
+from fsdp.placement.boxes import elements_of
+
+
+def cost(shape: Sequence[int]) -> int:
+    """Return the relative cost of one step: ``m * n * min(m, n)``, for the parameter viewed as an (m, n) matrix."""
+    rows = shape[0] if shape else 1
+    columns = math.prod(shape[1:])
+    return rows * columns * min(rows, columns)
+
+
+def assign_owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """Assign each parameter to a rank so that the ranks' total costs are balanced.
+
+    The largest parameter goes first, each to the rank with the least cost so far. The result depends on the arguments
+    alone, so that all ranks compute the same.
+    """
+    owners, load = [0] * len(shapes), [0] * ranks
+    for index in sorted(range(len(shapes)), key=lambda index: -cost(shapes[index])):
+        owners[index] = min(range(ranks), key=load.__getitem__)
+        load[owners[index]] += cost(shapes[index])
+    return owners
+
+
+@dataclass(frozen=True, eq=False)
+class WholeHolder(Holder):
+    """A sharded parameter whose optimizer state lies whole on one rank of its shard group.
+
+    Attributes:
+        owner: that rank.
+    """
+
+    owner: int
+
+    any_shape = True
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        return (self.owner,)
+
+    @cached_property
+    def tp_owners(self) -> tuple[int, ...]:
+        return ()
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.members[0].shape if self.rank == self.owner else (0,)
+
+    def held(self, member: Member, state: torch.Tensor, shape: tuple[int, ...] | None = None) -> Held:
+        shape = member.shape if shape is None else shape
+        stride, numel = self._stride(shape), math.prod(shape)
+        local = elements_of(state, stride) if self.rank == self.owner else state.reshape(-1)[:0]
+        spans = ((self.owner, 0, numel),) if numel else ()
+        return Held(RaggedTensor(local, shape, 0, stride), lambda: spans)
+
+    def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        shape = self.members[0].shape if shape is None else shape
+        if self.rank != self.owner:
+            return torch.empty(0, dtype=dtype, device=self.param.device)
+        return torch.empty_strided(shape, self._stride(shape), dtype=dtype, device=self.param.device)
+
+    def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
+        return elements_of(state, self._stride(tuple(state.shape)))
+
+    def template(self, member: Member) -> torch.Tensor:
+        numel = member.record.numel if self.rank == self.owner else 0
+        local = torch.empty(numel, dtype=self.param.dtype, device="meta")
+        return RaggedTensor(local, member.shape, 0, member.record.stride)
+
+    def _stride(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        record = self.members[0].record
+        return record.stride if shape == record.shape else contiguous_stride(shape)

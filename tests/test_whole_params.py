@@ -1,0 +1,621 @@
+"""`fsdp.optim.WholeParamOptimizer` steps whole parameters of a sharded model as the plain model's optimizer does."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsdp
+import fsdp.checkpoint
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from fsdp.optim import ShardedGradScaler, WholeParamOptimizer
+from fsdp.optim.ownership import assign_owners, cost
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal, flatten_state
+from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+
+FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
+WIDTH, WORDS, STEPS = 7, 13, 10
+
+
+class Block(nn.Module):
+    """Matrices of which none of 2, 3 and 4 divides the size; a vector, a convolution and a parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 11, bias=False), nn.Linear(11, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.tiny = nn.Parameter(torch.ones(1, 1))
+        self.frozen = nn.Parameter(torch.full((3, 5), 0.5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.outer(torch.tanh(self.inner(x))) * self.tiny
+        return x + self.conv(x.transpose(1, 2)).transpose(1, 2) * self.frozen.sum()
+
+
+class Model(nn.Module):
+    """An embedding tied to the head, two blocks, and a matrix that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def build(dtype: torch.dtype = torch.float64) -> Model:
+    torch.manual_seed(7)
+    return Model().to(dtype)
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and "embed" not in name and "unused" not in name
+
+
+def label(name: str, param: nn.Parameter) -> bool:
+    """Give the selected parameters flat parameters of their own."""
+    return is_matrix(name, tuple(param.shape))
+
+
+def wrapped(
+    use_orig_params: bool, strategy: ShardingStrategy = FULL, dtype: torch.dtype = torch.float64, **options: Any
+) -> FullyShardedDataParallel:
+    if not use_orig_params:
+        options["flat_param_key"] = label
+    policy = ModuleWrapPolicy({Block})
+    return wrap(build(dtype), strategy, use_orig_params, wrap_policy=policy, **options)
+
+
+def muon(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon(params, lr=0.02, weight_decay=0.1)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3)
+
+
+def whole(model: nn.Module, factory: Callable[[Any], Optimizer] = muon) -> WholeParamOptimizer:
+    return WholeParamOptimizer(model, factory, select=is_matrix, rest=adamw)
+
+
+def plain_pair(plain: nn.Module, factory: Callable[[Any], Optimizer] = muon) -> list[Optimizer]:
+    named = [(name, p) for name, p in plain.named_parameters()]
+    selected = [p for name, p in named if is_matrix(name, tuple(p.shape))]
+    return [factory(selected), adamw([p for name, p in named if not is_matrix(name, tuple(p.shape))])]
+
+
+def tokens(step: int, micro: int = 0, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randint(WORDS, (3, 5), generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+class Twin:
+    """A plain model that takes the gradients of a sharded one, whole and bit for bit, so that only steps differ."""
+
+    def __init__(self, model: FullyShardedDataParallel, factory: Callable[[Any], Optimizer] = muon) -> None:
+        self.sharded, self.plain = model, build(next(model.parameters()).dtype)
+        self.plain.load_state_dict(full_state(model))
+        self.optimizers = plain_pair(self.plain, factory)
+
+    def take_gradients(self) -> None:
+        grads = full_gradients(self.sharded)
+        for name, param in self.plain.named_parameters():
+            param.grad = grads[name]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def check(self, what: str) -> None:
+        assert_bit_equal(full_parameters(self.sharded), dict(self.plain.named_parameters()), what)
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _steps_as_the_plain_model(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+    model = wrapped(use_orig_params, strategy)
+    optimizer, twin = whole(model), Twin(model)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in (optimizer, *twin.optimizers)]
+    for step in range(STEPS):
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else nullcontext():
+                loss_of(model, tokens(step, micro)).backward()
+        model.clip_grad_norm_(0.5)
+        twin.take_gradients()
+        optimizer.step()
+        twin.step()
+        twin.check(f"step {step}")
+        for scheduler in schedulers:
+            scheduler.step()
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [each.param_groups[0]["lr"] for each in twin.optimizers] != [0.02, 3e-3]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_as_the_plain_model(world_size: int, use_orig_params: bool) -> None:
+    """Bit for bit over ten steps of accumulation, clipping and schedulers, in float64. Matrices lie in one shard or
+    across several, some shards are empty, one matrix is frozen, one is tied and one unused."""
+    run_ranks(world_size, _steps_as_the_plain_model, use_orig_params, FULL)
+
+
+def test_steps_as_the_plain_model_without_sharding_and_with_replicas() -> None:
+    run_ranks(2, _steps_as_the_plain_model, True, NONE)
+    run_ranks(4, _steps_with_replicas)
+
+
+def _steps_with_replicas() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = wrapped(True, HYBRID, device_mesh=mesh)
+    optimizer, twin = whole(model), Twin(model)
+    for step in range(3):
+        loss_of(model, tokens(step)).backward()
+        twin.take_gradients()
+        optimizer.step()
+        twin.step()
+        twin.check(f"step {step}")
+        optimizer.zero_grad()
+
+
+def adafactor(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
+def adagrad(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Makes its state in the constructor."""
+    return torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.5)
+
+
+class Counting(Optimizer):
+    """Counts steps in its group, copies values in its constructor, and gives parameters new memory."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["slow"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["count"] += 1
+        for param in group["params"]:
+            if param.grad is not None:
+                self.state[param]["norm"] = param.norm() * group["count"]
+                self.state[param]["slow"].lerp_(param - param.grad / self.state[param]["norm"], 0.5)
+                param.data = self.state[param]["slow"] * 1.0
+
+
+def _steps_other_optimizers(use_orig_params: bool) -> None:
+    for factory in (adafactor, adagrad, Counting):
+        model = wrapped(use_orig_params)
+        twin = Twin(model, factory)
+        optimizer = whole(model, factory)
+        for step in range(4):
+            loss_of(model, tokens(step)).backward()
+            twin.take_gradients()
+            optimizer.step()
+            twin.step()
+            twin.check(f"{factory.__name__}, step {step}")
+            optimizer.zero_grad()
+        for group, other in zip(optimizer.param_groups, twin.optimizers[0].param_groups):
+            assert {**group, "params": 0} == {**other, "params": 0}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_steps_unmodified_optimizers_of_other_classes(use_orig_params: bool) -> None:
+    """State of other shapes than the parameter's, state made by the constructor, and counters in a group."""
+    run_ranks(3, _steps_other_optimizers, use_orig_params)
+
+
+def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def _with_mixed_precision_and_a_scaler() -> None:
+    for low in (False, True):
+        mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=low)
+        model, first = wrapped(True, dtype=torch.float32, mixed_precision=mixed), sgd if low else muon
+        optimizer, twin = WholeParamOptimizer(model, first, select=is_matrix, rest=sgd), Twin(model, first)
+        twin.optimizers[1] = sgd(twin.optimizers[1].param_groups[0]["params"])
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            scaler.scale(loss_of(model, tokens(step))).backward()
+            scaler.unscale_(optimizer)
+            grads = full_gradients(model)
+            for name, param in twin.plain.named_parameters():
+                param.grad = None if (grad := grads[name]) is None else grad.float()
+            scaler.step(optimizer)
+            twin.step()
+            twin.check(f"step {step}")
+            scaler.update()
+            optimizer.zero_grad()
+        scaler.scale(loss_of(model, tokens(9))).backward()
+        before = full_parameters(model)
+        next(param.grad for param in optimizer.stepped_params() if param.grad is not None).fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_bit_equal(full_parameters(model), before)
+        assert scaler.get_scale() == 2.0
+
+
+def test_with_mixed_precision_and_a_gradient_scaler() -> None:
+    """An infinite gradient of a parameter that is stepped whole skips the step."""
+    run_ranks(2, _with_mixed_precision_and_a_scaler)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+class Noting(torch.optim.Muon):
+    """Notes the shapes that it steps."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.02)
+        self.stepped: list[int] = []
+        self.memory = 0
+
+    def step(self, closure: Any = None) -> Any:
+        params = self.param_groups[0]["params"]
+        here = [index for index, param in enumerate(params) if param.grad is not None]
+        self.stepped += here
+        self.memory = max(self.memory, sum(params[index].nbytes for index in here))
+        return super().step(closure)
+
+
+def _costs() -> None:
+    model = wrapped(True)
+    optimizer: Any = whole(model, Noting)
+    loss_of(model, tokens(0)).backward()
+    with record_collectives() as log:
+        optimizer.step()
+    size = dist.get_world_size()
+    matrices = [p for name, p in build().named_parameters() if is_matrix(name, tuple(p.shape)) and p.requires_grad]
+    moved = [collective for collective in log.records if collective.label == "WholeParamOptimizer"]
+    elements = 3 * sum(
+        numel for _, _, owner, parts in _placements(optimizer) for rank, numel in enumerate(parts) if rank != owner
+    )
+    sent: list[Any] = [None] * size
+    dist.all_gather_object(sent, sum(collective.input_nbytes for collective in moved))
+    padding = 16 * size * size * len(moved)  # each message ends at a multiple of 16 bytes
+    assert 0 <= sum(sent) - elements * 8 <= padding
+    expected = 3 * sum(p.numel() for p in matrices) * (size - 1) / size
+    assert 0.6 * expected <= elements <= 1.4 * expected  # shards do not cut each matrix evenly
+    stepped: list[Any] = [None] * size
+    dist.all_gather_object(stepped, optimizer.inner_optimizers[0].stepped)
+    frozen = [index for index, param in enumerate(optimizer.param_groups[0]["params"]) if not param.requires_grad]
+    assert sorted(itertools.chain(*stepped)) == sorted(set(range(len(matrices) + len(frozen))) - set(frozen))
+    assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
+
+
+def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ...], int, list[int]]]:
+    """(name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
+    found = []
+    for each in optimizer._selected:
+        layout = each.shards.handle.layout
+        parts = [layout.piece(each.member.index, rank).numel for rank in range(layout.world_size)]
+        if each.param.requires_grad:
+            found.append((each.member.name, each.member.shape, each.owner, parts))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: int) -> None:
+    """A step sends each element that does not lie on its owner three times. It steps each matrix on one rank of the
+    world, and holds no whole parameter afterwards."""
+    run_ranks(world_size, _costs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_owners_are_balanced(ranks: int) -> None:
+    shapes = [(64, 64), (256, 64), (64, 256), (7,), (5, 3, 3)] * 6
+    owners = assign_owners(shapes, ranks)
+    load = [sum(cost(shape) for shape, owner in zip(shapes, owners) if owner == rank) for rank in range(ranks)]
+    assert max(load) <= sum(load) / ranks + max(map(cost, shapes))
+    assert cost((4, 6)) == 4 * 6 * 4 and cost((6, 2, 2)) == 6 * 4 * 4 and cost(()) == 1
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def _trained(use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon) -> tuple[Any, Any, Twin]:
+    model = wrapped(use_orig_params)
+    twin = Twin(model, factory)
+    optimizer = whole(model, factory)
+    for step in range(3):
+        _train(model, optimizer, twin, step)
+    return model, optimizer, twin
+
+
+def _train(model: Any, optimizer: Any, twin: Twin, step: int) -> None:
+    loss_of(model, tokens(step)).backward()
+    twin.take_gradients()
+    optimizer.step()
+    twin.step()
+    twin.check(f"step {step}")
+    optimizer.zero_grad()
+
+
+def _plain_states(twin: Twin) -> dict[str, dict[str, Any]]:
+    names = {param: name for name, param in twin.plain.named_parameters()}
+    return {names[param]: state for each in twin.optimizers for param, state in each.state.items()}
+
+
+def _state_dicts(use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
+    model, optimizer, twin = _trained(use_orig_params, factory)
+    expected = flatten_state(_plain_states(twin))
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert_bit_equal(flatten_state(full["state"]), expected)
+    names = [name for name, param in twin.plain.named_parameters() if is_matrix(name, tuple(param.shape))]
+    assert sorted(full["param_groups"][0]["params"]) == sorted(names)
+    kinds: list[Any] = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, "ragged"]
+    if not use_orig_params:
+        kinds.append(StateDictType.LOCAL_STATE_DICT)
+    for kind in kinds:
+        configs: list[Any] = [
+            StateDictType.SHARDED_STATE_DICT,
+            fsdp.RaggedStateDictConfig(),
+            fsdp.RaggedOptimStateDictConfig(),
+        ]
+        with FullyShardedDataParallel.state_dict_type(model, *(configs if kind == "ragged" else [kind])):
+            state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            other = whole(model, factory)
+            loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, other, state)
+        other.load_state_dict(loadable)
+        again = FullyShardedDataParallel.full_optim_state_dict(model, other, rank0_only=False)
+        assert_bit_equal(flatten_state(again["state"]), expected, str(kind))
+        for inner, before in zip(other.inner_optimizers, optimizer.inner_optimizers):
+            assert [{**group, "params": 0} for group in inner.param_groups] == [
+                {**group, "params": 0} for group in before.param_groups
+            ]
+        owned = [each for each in other._selected if each.is_mine or not each.shards.sharded]
+        of_whole = {id(param) for param in other.inner_optimizers[0].state}
+        assert of_whole <= {id(each.param) for each in owned}
+    _train(model, other, twin, 5)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_params: bool) -> None:
+    """State has the names and shapes of the plain optimizer's, leaves and comes back bit for bit, and lies on the owner
+    alone."""
+    run_ranks(world_size, _state_dicts, use_orig_params, factory)
+
+
+def _to_a_plain_optimizer_and_back() -> None:
+    model, optimizer, twin = _trained(True)
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = build()
+    plain.load_state_dict(full_state(model))
+    one = torch.optim.Muon([p for name, p in plain.named_parameters() if is_matrix(name, tuple(p.shape))], lr=1.0)
+    names = {name for name, param in plain.named_parameters() if is_matrix(name, tuple(param.shape))}
+    of_muon = {
+        "state": {name: state for name, state in full["state"].items() if name in names},
+        "param_groups": full["param_groups"][:1],
+    }
+    keys = fsdp.OptimStateKeyType
+    one.load_state_dict(FullyShardedDataParallel.rekey_optim_state_dict(of_muon, keys.PARAM_ID, plain, optim=one))
+    assert one.param_groups[0]["lr"] == 0.02
+    expected = {name: state for name, state in _plain_states(twin).items() if name in names}
+    found = {name: one.state[param] for name, param in plain.named_parameters() if param in one.state}
+    assert_bit_equal(flatten_state(found), flatten_state(expected))
+    back = FullyShardedDataParallel.rekey_optim_state_dict(one.state_dict(), keys.PARAM_NAME, plain, optim=one)
+    back["state"].update((name, state) for name, state in full["state"].items() if name not in names)
+    back["param_groups"] += full["param_groups"][1:]
+    other = whole(model)
+    other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, other, back))
+    _train(model, other, twin, 5)
+
+
+def test_state_goes_to_a_plain_optimizer_and_back() -> None:
+    run_ranks(2, _to_a_plain_optimizer_and_back)
+
+
+def _save(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
+    model, optimizer, twin = _trained(use_orig_params, factory)
+    fsdp.checkpoint.save(folder, model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save([twin.plain.state_dict(), _plain_states(twin)], folder / "expected.pt")
+
+
+def _load(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
+    values, states = torch.load(folder / "expected.pt")
+    model = wrapped(use_orig_params)
+    optimizer = whole(model, factory)
+    fsdp.checkpoint.load(folder, model, optimizer)
+    assert_bit_equal(full_parameters(model), {name: values[name] for name in full_parameters(model)})
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert_bit_equal(flatten_state(full["state"]), flatten_state(states))
+    names = [name for name, _ in build().named_parameters()]
+    empty = whole(wrapped(use_orig_params), factory)
+    of_empty = fsdp.checkpoint.get_optimizer_state_dict(model, [whole(model, factory)])
+    assert set(of_empty["state"]) <= set(names) and not empty.state
+
+
+@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_a_checkpoint_of_three_ranks_is_loaded_by_two_and_by_one(
+    use_orig_params: bool, factory: Any, tmp_path: Path
+) -> None:
+    run_ranks(3, _save, tmp_path, use_orig_params, factory)
+    run_ranks(2, _load, tmp_path, not use_orig_params, factory)
+    run_ranks(1, _load, tmp_path, use_orig_params, factory)
+
+
+def _load_what_does_not_fit() -> None:
+    model, optimizer, twin = _trained(True)
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    states = {name: dict(state) for name, state in full["state"].items()}
+    name = "blocks.0.inner.weight"
+    states["nobody.weight"] = states.pop(name)
+    before = flatten_state(full["state"])
+    with pytest.raises((KeyError, ValueError, RuntimeError)):
+        fsdp.checkpoint.set_optimizer_state_dict(
+            model, optimizer, {"state": states, "param_groups": [{"params": [name]}]}
+        )
+    again = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert_bit_equal(flatten_state(again["state"]), before)
+    _train(model, optimizer, twin, 5)
+
+
+def test_a_load_that_fails_changes_nothing() -> None:
+    run_ranks(2, _load_what_does_not_fit)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def _mistakes() -> None:
+    model = wrapped(True)
+
+    def nothing(name: str, shape: tuple[int, ...]) -> bool:
+        return False
+
+    with pytest.raises(ValueError, match="select\\(\\) is true for none of the 18 parameters"):
+        WholeParamOptimizer(model, muon, select=nothing)
+    with pytest.raises(ValueError, match=r"leaves out .*'embed.weight', .*there is no rest="):
+        WholeParamOptimizer(model, muon, select=is_matrix)
+    with pytest.raises(TypeError, match=r"factory must return a torch.optim.Optimizer, got list"):
+        WholeParamOptimizer(model, list, select=is_matrix, rest=adamw)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="was given 8 parameters, and its Muon holds 1"):
+        WholeParamOptimizer(model, lambda params: muon(params[:1]), select=is_matrix, rest=adamw)
+    with pytest.raises(NotImplementedError, match="LBFGS steps all parameters as one vector"):
+        WholeParamOptimizer(model, torch.optim.LBFGS, select=is_matrix, rest=adamw)
+    with pytest.raises(TypeError, match="select must be callable, got str"):
+        WholeParamOptimizer(model, muon, select="weight", rest=adamw)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="has none: use the optimizer itself"):
+        WholeParamOptimizer(build(), muon, select=is_matrix, rest=adamw)
+    flat = wrap(build(), FULL, False, wrap_policy=ModuleWrapPolicy({Block}))
+    with pytest.raises(ValueError, match=r"both lie in one flat parameter.*flat_param_key"):
+        WholeParamOptimizer(flat, muon, select=is_matrix, rest=adamw)
+    optimizer = whole(model)
+    with pytest.raises(RuntimeError, match="make the groups in `factory` and `rest`"):
+        optimizer.add_param_group({"params": []})
+    with model.no_sync():
+        loss_of(model, tokens(0)).backward()
+    with pytest.raises(RuntimeError, match="gradients from no_sync"):
+        optimizer.step()
+    model.reduce_gradients()
+    optimizer.step()
+    split = wrap(nn.Linear(WIDTH, WIDTH, bias=False), FULL, True)
+    optimizer = WholeParamOptimizer(split, muon, select=is_matrix)
+    split(torch.ones(1, WIDTH)).sum().backward()
+    held = next(optimizer.stepped_params())
+    if dist.get_rank() == 0:
+        held.grad = None
+    with pytest.raises(RuntimeError, match="'weight' has a gradient on some ranks, and none on"):
+        optimizer.step()
+    held.grad = None
+    optimizer.step()
+
+
+def test_mistakes_are_named_and_change_nothing() -> None:
+    run_ranks(2, _mistakes)
+
+
+def _ranks_select_differently() -> None:
+    model = wrapped(True)
+
+    def select(name: str, shape: tuple[int, ...]) -> bool:
+        return is_matrix(name, shape) and (dist.get_rank() == 0 or "inner" not in name)
+
+    with pytest.raises(RuntimeError, match=r"inner.weight"):
+        WholeParamOptimizer(model, muon, select=select, rest=adamw)
+
+    def fails_on_rank_1(params: Any) -> Optimizer:
+        if dist.get_rank() == 1:
+            raise ValueError("no such optimizer")
+        return muon(params)
+
+    with pytest.raises(ValueError, match="no such optimizer"):
+        WholeParamOptimizer(model, fails_on_rank_1, select=is_matrix, rest=adamw)
+    optimizer = whole(model)
+    loss_of(model, tokens(0)).backward()
+    optimizer.step()
+
+
+def test_ranks_that_select_differently_or_fail_alone_are_told() -> None:
+    run_ranks(2, _ranks_select_differently)
+
+
+def _rank_1_leaves_the_step_out() -> None:
+    model = wrapped(True)
+    optimizer = whole(model)
+    loss_of(model, tokens(0)).backward()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    else:
+        loss_of(model, tokens(1)).backward()
+
+
+def _rank_1_fails_in_the_step() -> None:
+    class Failing(torch.optim.Muon):
+        def step(self, closure: Any = None) -> Any:
+            if dist.get_rank() == 1:
+                raise ArithmeticError("a matrix is singular")
+            return super().step(closure)
+
+    model = wrapped(True)
+    optimizer = whole(model, Failing)
+    loss_of(model, tokens(0)).backward()
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else RuntimeError):
+        optimizer.step()
+        loss_of(model, tokens(1)).backward()
+
+
+def test_a_rank_that_does_not_step_or_fails_is_an_error_on_all() -> None:
+    with pytest.raises(RankFailure, match=r"WholeParamOptimizer.step\(\)"):
+        run_fresh(2, _rank_1_leaves_the_step_out)
+    run_fresh(2, _rank_1_fails_in_the_step)
+
+
+def _warns_of_shards() -> None:
+    class SOAP(torch.optim.SGD):
+        pass
+
+    model = wrapped(True)
+    optimizer = SOAP(model.parameters(), lr=0.1)
+    loss_of(model, tokens(0)).backward()
+    with pytest.warns(UserWarning, match="SOAP computes with the norms.*fsdp.optim.WholeParamOptimizer"):
+        optimizer.step()
+    inside = WholeParamOptimizer(model, lambda p: SOAP(p, lr=0.1), select=is_matrix, rest=adamw)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside.step()
+
+
+def test_known_optimizers_of_whole_matrices_are_warned_of_on_shards() -> None:
+    run_ranks(2, _warns_of_shards)
