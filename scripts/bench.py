@@ -12,7 +12,11 @@ Contenders:
 * ``bound``: the plain model and the work that sharding cannot avoid, see :class:`Bound`;
 * ``ddp``, ``fsdp1`` and ``fsdp2``: torch's;
 * ``native``, ``direct``, ``shared`` and ``auto``: this package with that value of ``FSDP_COLLECTIVES``;
-* ``coalesced``: ``auto`` with ``coalesce_nbytes`` of 128 KiB.
+* ``coalesced``: ``auto`` with ``coalesce_nbytes`` of 128 KiB;
+* ``owners`` and ``everywhere``, for ``muon``: :class:`fsdp.optim.WholeParamOptimizer`, and one Muon per unit that steps
+  on every rank, where values and gradients are gathered;
+* ``stream`` and ``state-dict``, for ``export``: :func:`fsdp.export.weights` in bfloat16, and a full state dict that is
+  cast. Both end on rank 0.
 
 Workloads:
 
@@ -21,6 +25,8 @@ Workloads:
 * ``tiny``: 121 units of two layers with 2,000 parameters each;
 * ``lora``: a frozen GPT of 63 million parameters with adapters of rank 8, 64 tokens per rank;
 * ``accumulation``: the GPT of ``compute``, with four batches of 64 tokens in a step, three of them under ``no_sync``;
+* ``muon``: the optimizer's step of the GPT of ``compute``, with Muon for the matrices of its blocks;
+* ``export``: all weights of the GPT of ``communication`` on rank 0, in bfloat16;
 * ``wrapping`` and ``from-meta``: no training. The GPT of ``communication`` is made, and wrapping it is timed, once a
   round. In ``from-meta`` its modules begin on the meta device and are given their values meanwhile.
 
@@ -48,6 +54,7 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -61,10 +68,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp
+import fsdp.export
+import fsdp.optim
 import fsdp.wrap
+from fsdp.comm.lane import Lane
 
 OURS = ("native", "direct", "shared", "auto", "coalesced")
-CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
+OF_MUON, OF_EXPORT = ("owners", "everywhere"), ("stream", "state-dict")
+CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS, *OF_MUON, *OF_EXPORT)
 NAMES = {  # of contenders, in the picture
     "plain": "plain, not sharded",
     "bound": "bound: one process",
@@ -171,6 +182,9 @@ WORKLOADS |= {
     name: WORKLOADS["communication"]._replace(wraps_from=device)
     for name, device in (("wrapping", "cpu"), ("from-meta", "meta"))
 }
+
+
+WORKLOADS |= {"muon": WORKLOADS["compute"], "export": WORKLOADS["communication"]}
 
 
 class Bound(nn.Module):
@@ -345,15 +359,88 @@ def wrapping(options: argparse.Namespace, contender: str, workload: str) -> Meas
     return prepare, step, lambda: (0, 0.0)
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name.startswith("blocks")
+
+
+def received(calls: Callable[[], None]) -> tuple[int, float]:
+    """Return how many messages this rank has waited for, and the bytes that others have put into its memory."""
+    found: list[tuple[str, Any]] = []
+    real = Lane.collective
+
+    def counted(lane: Any, op: str, event: Any, *tensors: Any, **options: Any) -> Any:
+        found.append((op, tensors))
+        return real(lane, op, event, *tensors, **options)
+
+    with mock.patch.object(Lane, "collective", counted):
+        calls()
+    return len(found), float(sum(tensors[0].nbytes for _, tensors in found))
+
+
+def stepping(options: argparse.Namespace, contender: str, workload: str) -> Measured:
+    """Measure the optimizer's step alone; the gradients stay."""
+    made = WORKLOADS[workload]
+    model: Any = wrapped(made.model(), "native", True)
+    model(made.batch()).float().square().mean().backward()
+    if contender == "owners":
+        optimizer = fsdp.optim.WholeParamOptimizer(
+            model, lambda params: torch.optim.Muon(params, lr=1e-3), select=is_matrix, rest=torch.optim.AdamW
+        )
+        optimizer.step()
+        return optimizer.step, optimizer.step, lambda: received(optimizer.step)
+
+    summoned = fsdp.FullyShardedDataParallel.summon_full_params
+    units = [unit for unit in fsdp.FullyShardedDataParallel.fsdp_modules(model) if unit is not model]
+    muons = []
+    for unit in units:
+        with summoned(unit, recurse=False):
+            muons.append(torch.optim.Muon([p for p in unit.parameters() if p.dim() == 2], lr=1e-3))
+    matrices = {id(p) for muon in muons for group in muon.param_groups for p in group["params"]}
+    rest = torch.optim.AdamW([p for p in model.parameters() if id(p) not in matrices])
+
+    def step() -> None:
+        for unit, muon in zip(units, muons, strict=True):
+            with summoned(unit, recurse=False, with_grads=True):
+                muon.step()
+        rest.step()
+
+    step()
+    return step, step, lambda: received(step)
+
+
+def exporting(options: argparse.Namespace, contender: str, workload: str) -> Measured:
+    model: Any = wrapped(WORKLOADS[workload].model(), "native", True)
+    full = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    kept: dict[str, Tensor] = {}
+    for name, param in WORKLOADS[workload].model().named_parameters() if dist.get_rank() == 0 else ():
+        kept[name] = torch.empty_like(param, dtype=torch.bfloat16)
+
+    def step() -> None:
+        if contender == "stream":
+            for name, tensor in fsdp.export.weights(model, dtype=torch.bfloat16, to=0):
+                kept[name].copy_(tensor)
+            return
+        with fsdp.FullyShardedDataParallel.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT, full):
+            for name, tensor in model.state_dict().items():
+                kept[name].copy_(tensor)
+
+    step()
+    return step, step, lambda: received(step)
+
+
 def rank_process(rank: int, options: argparse.Namespace, contender: str, workload: str, port: int, pipe: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if contender in (*OF_MUON, *OF_EXPORT):
+        os.environ["FSDP_COLLECTIVES"] = "native"  # so that all bytes are counted
     if contender in OURS:
         os.environ["FSDP_COLLECTIVES"] = "auto" if contender == "coalesced" else contender
     warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
     torch.manual_seed(0)
-    prepare, step, traffic_of = (wrapping if WORKLOADS[workload].wraps_from else training)(options, contender, workload)
+    made: Callable[..., Measured] = {"muon": stepping, "export": exporting}.get(workload, training)
+    made = wrapping if WORKLOADS[workload].wraps_from else made
+    prepare, step, traffic_of = made(options, contender, workload)
     moved = traffic_of()
     dist.barrier()
     pipe.send(None)
@@ -393,7 +480,8 @@ def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[f
 
     The values are seconds, processor seconds, page faults, bytes of memory, collectives and bytes received.
     """
-    pipes = {contender: start(options, contender, workload) for contender in options.contenders}
+    contenders = {"muon": OF_MUON, "export": OF_EXPORT}.get(workload, options.contenders)
+    pipes = {contender: start(options, contender, workload) for contender in contenders}
     found: dict[str, list[list[float]]] = {contender: [] for contender in pipes}
     for _ in range(options.rounds):
         for contender, several in pipes.items():

@@ -26,7 +26,7 @@ DOCUMENTS = [
     for path in sorted(ROOT.glob(f"{folder}README.md"))
 ]
 FILES = {  # what a document's snippets write, where that is their point
-    "README.md": {"checkpoints", "model.pt"},
+    "README.md": {"checkpoints", "weights"},
     "fsdp/checkpoint/README.md": {"step_1000"},
     "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
 }

@@ -26,6 +26,7 @@ PRINTS = {
     "ema.py": r"loss of the last weights (?P<larger>\S+), of their average (?P<smaller>\S+)\n.*back: True; 6 tensors",
     "export_plain.py": r"from model\.pt computes.*: True.*from the sharded checkpoint computes.*: True",
     "lora.py": r"step 20: loss 0\.00.*parameters (?P<larger>[\d,]+), gradients (?P<smaller>[\d,]+),.*96%",
+    "rollout.py": r"step 10: reward 0\.\d.*outputs equal: True\nsent \d+% of the elements",
     "meta_init.py": r"(?P<smaller>[\d,]+) of (?P<larger>[\d,]+) bytes on this rank; all .*: True",
 }
 

@@ -126,6 +126,7 @@ class Passes:
         current: the innermost pass.
         forward: the forward that is under way, also while a backward runs inside.
         in_backward: whether a backward is under way.
+        suspended: why passes and calls are refused now; empty if they are not.
         meetings: the number of meetings of all ranks after failures.
     """
 
@@ -169,6 +170,21 @@ class Passes:
         }
         self._set_under_way()
         self.meetings = 0
+        self.suspended = ""
+
+    # -- suspension ----------------------------------------------------------------------------------------------------
+
+    def suspend(self, why: str) -> None:
+        """Refuse passes and calls from now on, with ``why`` as the message; allow them again if it is empty."""
+        self.suspended = why
+
+    def check_available(self) -> None:
+        """
+        Raises:
+            RuntimeError: passes and calls are suspended.
+        """
+        if self.suspended:
+            raise RuntimeError(self.suspended)
 
     def _set_under_way(self, *passes: Pass) -> None:
         """Set the passes that are under way, innermost last, and the attributes that follow from them."""
@@ -232,6 +248,7 @@ class Passes:
         if self._stack:
             yield
             return
+        self.check_available()
         if self.diverged:
             self.give_up()
         self.meet()
@@ -249,6 +266,7 @@ class Passes:
         A failure between a forward and the reductions of its backward is reported to the replicas, and to the ranks
         nearby. The layouts are therefore compared before.
         """
+        self.check_available()
         if backward_follows:
             for member in self._further:
                 member.join()

@@ -396,7 +396,13 @@ class Unit:
             )
 
     def before_step(self) -> None:
-        """Follow users' changes before an optimizer writes the shards."""
+        """Follow users' changes before an optimizer writes the shards.
+
+        Raises:
+            RuntimeError: passes and calls of the tree are suspended.
+        """
+        if (context := self.context) is not None:
+            context.passes.check_available()
         self.buffers.distrust()  # the optimizer may write past the version counters
         if self.phase is Phase.IDLE and not all(views.is_as_left for views in self.views):
             self.follow_parameters()

@@ -26,10 +26,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
+import fsdp.export
 from fsdp import FullStateDictConfig, LocalStateDictConfig, MixedPrecision, ShardedStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy as S
 from fsdp.checkpoint import async_save, load, save
+from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
 from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on
@@ -961,6 +963,71 @@ def memory(device: torch.device) -> str | None:
         assert len(set(peaks[1:])) == 1, f"{options}: peaks {peaks}"
         said.append(peaks[1])
     return str(said)
+
+
+@case
+def phases(device: torch.device) -> str | None:
+    """Move everything off the device and back: no byte is left there meanwhile, and the training goes on as before."""
+    for options in (
+        {},
+        {"sharding_strategy": S.SHARD_GRAD_OP},
+        {"sharding_strategy": S.NO_SHARD},
+        {"use_orig_params": True},
+    ):
+        pair = Pair(device, **options)
+        for _ in range(2):
+            pair.step()
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        buffers = sum(buffer.nbytes for buffer in pair.model.buffers())
+        fsdp.offload(pair.model, pair.mine)
+        gc.collect()
+        left = torch.accelerator.memory_allocated()
+        assert left <= buffers < before, f"{options}: {left} of {before} bytes are left, {buffers} of them buffers"
+        fsdp.onload(pair.model, pair.mine)
+        for _ in range(2):
+            pair.step()
+        pair.check()
+    return None
+
+
+@case
+def whole_params(device: torch.device) -> str | None:
+    """Step whole matrices by their owners, with exchanges that are late, as the plain model does."""
+    for options in ({}, {"cpu_offload": fsdp.CPUOffload(True)}):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(12, 12) for _ in range(4))).to(device)
+        model = FSDP(
+            copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, **options
+        )
+
+        def matrices(name: str, shape: tuple[int, ...]) -> bool:
+            return len(shape) == 2
+
+        def adafactor(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.Adafactor(params, lr=0.05)
+
+        def sgd(params: Any) -> torch.optim.Optimizer:
+            return torch.optim.SGD(params, lr=0.05)
+
+        optimizer = WholeParamOptimizer(model, adafactor, select=matrices, rest=sgd)
+        others = [
+            adafactor([p for p in plain.parameters() if p.dim() == 2]),
+            sgd([p for p in plain.parameters() if p.dim() == 1]),
+        ]
+        for step in range(3):
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).to(device)
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for other in others:
+                other.step()
+                other.zero_grad()
+        weights = {name: tensor.clone() for name, tensor in fsdp.export.weights(model)}
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(weights[name].to(device), param.detach(), rtol=1e-5, atol=1e-6)
+    return None
 
 
 @case

@@ -1,0 +1,253 @@
+"""``changes``: the elements of this rank's shards that differ from a snapshot, without communication.
+
+After an optimizer's step few elements of a bf16 copy differ. Each rank compares its own shard with its snapshot, in the
+target dtype, and the program sends the changes of all ranks to the processes that hold copies of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.comm.groups import default_group
+from fsdp.export.weights import unowned
+from fsdp.flat.layout import contiguous_stride
+from fsdp.placement.boxes import memory_order
+from fsdp.runtime.build import join
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Change(NamedTuple):
+    """Changed elements of one tensor.
+
+    Attributes:
+        name: in the plain model.
+        indices: of the elements in the flattened tensor (row-major); 1-D, int32 where the tensor is small enough.
+        values: the new values; 1-D, in the dtype of the snapshot.
+    """
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes of one rank's shards from one version to the next. It can be pickled.
+
+    Attributes:
+        version: the version that they lead to; the first changes after a snapshot lead to version 1.
+        rank, ranks: the rank whose shards changed, and the number of ranks.
+        checksum: a digest of the names, indices and values, and of the values that were there before.
+        tensors: in CPU memory or on the model's device, as the shards are.
+    """
+
+    version: int
+    rank: int
+    ranks: int
+    checksum: bytes
+    tensors: tuple[Change, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of indices and values."""
+        return sum(each.indices.nbytes + each.values.nbytes for each in self.tensors)
+
+
+@dataclass
+class Snapshot:
+    """This rank's shards as they were, in the target dtype; made by :func:`snapshot`, updated by :func:`changes`.
+
+    Attributes:
+        dtype: of floating-point tensors; None for the dtypes that they have.
+        version: how often :func:`changes` was called.
+    """
+
+    dtype: torch.dtype | None
+    version: int = 0
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class _Part(NamedTuple):
+    """This rank's interval of a tensor: elements in memory order, beginning at ``start``."""
+
+    name: str
+    values: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
+    """Copy this rank's shards of ``model`` in ``dtype``, to find :func:`changes` later. No communication.
+
+    It costs the memory of the shards in that dtype. Take it when the receiver has the same weights, after a loop over
+    :func:`fsdp.export.weights` of the same dtype.
+
+    Raises:
+        ValueError: nothing in ``model`` is wrapped.
+        NotImplementedError: a parameter is placed by tensor parallelism.
+        RuntimeError: a forward or backward is under way.
+    """
+    made = Snapshot(dtype)
+    for part in _parts(model):
+        made.values[part.name] = part.values.to(_target(part.values, dtype), copy=True)
+    return made
+
+
+def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
+    """Find the elements of this rank's shards that differ from ``snapshot``, bit for bit, and update ``snapshot``.
+
+    No communication. Only the first replica reports changes, and only rank 0 those of tensors that no unit owns. Call
+    it equally often on every rank, so that the versions agree; bring the results of all ranks to :func:`apply_changes`.
+
+    Raises:
+        ValueError: the model has other parameters than the snapshot.
+        RuntimeError: a forward or backward is under way.
+    """
+    parts = _parts(model)
+    if [part.name for part in parts] != list(snapshot.values) or any(
+        part.values.shape != snapshot.values[part.name].shape for part in parts
+    ):
+        raise ValueError("the snapshot is of another model, or of another rank's shards: take it anew")
+    found: list[Change] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        before = snapshot.values[part.name]
+        now = part.values.to(before.dtype)
+        places = (now.view(_BITS[now.itemsize]) != before.view(_BITS[now.itemsize])).nonzero().view(-1)
+        if not places.numel():
+            continue
+        values, old = now[places], before[places]
+        change = Change(part.name, _row_major(places + part.start, part.shape, part.stride), values)
+        _add_to(digest, change, old)
+        found.append(change)
+        before[places] = values
+    snapshot.version += 1
+    rank, ranks = _place()
+    return Changes(snapshot.version, rank, ranks, digest.digest(), tuple(found))
+
+
+def apply_changes(state_dict: Mapping[str, torch.Tensor], parts: Iterable[Changes], *, version: int) -> int:
+    """Write the changes of all ranks into the tensors of ``state_dict``, in place::
+
+        version = 0                                        # the weights that were sent at the time of the snapshot
+        version = fsdp.export.apply_changes(model.state_dict(), changes_of_all_ranks, version=version)
+
+    Everything is checked before anything is written.
+
+    Args:
+        state_dict: tensors by name in the plain model, dense, in the dtypes of the snapshot, on any device.
+        parts: one :class:`Changes` of each rank.
+        version: the version that the tensors have.
+
+    Returns:
+        the version that they have now.
+
+    Raises:
+        ValueError: changes of a rank are missing or there twice; they lead from another version; a name, dtype or index
+            does not fit ``state_dict``; or a checksum is wrong: changes were damaged, or the tensors differ from those
+            of the sender.
+    """
+    parts = list(parts)
+    ranks = parts[0].ranks if parts else 1
+    if sorted(part.rank for part in parts) != list(range(ranks)):
+        raise ValueError(f"expected the changes of ranks 0 to {ranks - 1}, each once, got {[p.rank for p in parts]}")
+    for part in parts:
+        if part.version != version + 1:
+            raise ValueError(
+                f"the changes of rank {part.rank} lead to version {part.version}, and the tensors have version "
+                f"{version}: apply each version in turn, or send all weights anew"
+            )
+        _check(state_dict, part)
+    with torch.no_grad():
+        for change in (change for part in parts for change in part.tensors):
+            tensor = state_dict[change.name]
+            indices = change.indices.to(tensor.device, torch.int64)
+            tensor.view(-1)[indices] = change.values.to(tensor.device)
+    return version + 1
+
+
+def _check(state_dict: Mapping[str, torch.Tensor], part: Changes) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    for change in part.tensors:
+        tensor = state_dict.get(change.name)
+        if tensor is None:
+            raise ValueError(f"the changes of rank {part.rank} have {change.name!r}, which the state dict has not")
+        if tensor.dtype != change.values.dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{change.name!r} must be a contiguous tensor of {change.values.dtype}, as the snapshot was, but it "
+                f"has {tensor.dtype} and strides {tensor.stride()}"
+            )
+        indices = change.indices.to(tensor.device, torch.int64)
+        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < tensor.numel():
+            raise ValueError(f"the changes of {change.name!r} have indices beyond its {tensor.numel()} elements")
+        _add_to(digest, change, tensor.detach().view(-1)[indices])
+    if digest.digest() != part.checksum:
+        raise ValueError(
+            f"the checksum of the changes of rank {part.rank} is wrong: they were damaged on their way, or the tensors "
+            "are not those that the sender had in this version. Send all weights anew, and take a new snapshot"
+        )
+
+
+def _add_to(digest: hashlib.blake2b, change: Change, before: torch.Tensor) -> None:
+    digest.update(change.name.encode())
+    for tensor in (change.indices, change.values, before):
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _row_major(places: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the row-major indices of elements that are counted in memory order."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    if stride != contiguous_stride(tuple(shape)):
+        row_major, rest = torch.zeros_like(places), places
+        steps = contiguous_stride(tuple(shape))
+        for dim in reversed(memory_order(shape, stride)):
+            row_major += rest % shape[dim] * steps[dim]
+            rest = rest // shape[dim]
+        places = row_major
+    return places if numel > torch.iinfo(torch.int32).max else places.int()
+
+
+def _target(values: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and values.is_floating_point() else values.dtype
+
+
+def _place() -> tuple[int, int]:
+    group = default_group()
+    return group.rank(), group.size()
+
+
+def _parts(model: nn.Module) -> list[_Part]:
+    """List the tensors that this rank compares: its parts of parameters, and on rank 0 the tensors of no unit."""
+    params, found = ModelParams(model), list[_Part]()
+    if not params.units:
+        raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
+    for unit in params.units:
+        join(unit)
+        unit.check_idle("compare shards outside of that")
+        unit.follow_parameters()
+        if unit.groups.tp is not None:
+            raise NotImplementedError(
+                f"fsdp.export.changes() of {unit.name}, which has parameters of tensor parallelism"
+            )
+    for holder in params.holders.values():
+        groups, handle = holder.unit.groups, holder.handle
+        for member in holder.members if groups.replica_rank == 0 else ():
+            piece, record = handle.layout.piece(member.index, groups.shard_rank), member.record
+            values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel].detach()
+            found += [_Part(name, values, piece.start, record.shape, record.stride) for name in member.names]
+    if _place()[0] == 0:
+        for name, tensor in unowned(model):
+            flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
+            found.append(_Part(name, flat, 0, shape, contiguous_stride(shape)))
+    return found

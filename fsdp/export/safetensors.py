@@ -1,0 +1,497 @@
+"""Safetensors files of Hugging Face's layout: ``model.safetensors``, or several files and an index.
+
+Each rank writes whole tensors of its own files, and reads the byte ranges of its own shards alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.checkpoint.forms import Held
+from fsdp.checkpoint.optim_names import Holder, Member, ModelParams
+from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
+from fsdp.checkpoint.state_dict import calling, held_param
+from fsdp.comm.consensus import Ranks
+from fsdp.export.weights import unowned
+from fsdp.flat.layout import contiguous_stride
+from fsdp.placement.boxes import Box, Placement, elements_of
+from fsdp.placement.redistribute import Channels, Item, redistribute
+from fsdp.runtime.unit import Unit
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor of the model: a parameter of a unit, or a ``value`` that every rank has.
+
+    Attributes:
+        names: all of its names in the model; the first one is written.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    holder: Holder | None = None
+    member: Member | None = None
+    value: torch.Tensor | None = None
+    file: _File | None = None
+    entry: Entry | None = None
+
+    @property
+    def held(self) -> Held:
+        assert self.holder is not None and self.member is not None
+        return held_param(self.holder.handle, self.member.index)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class _File:
+    """A file to write, and the rank that writes it."""
+
+    tensors: list[_Tensor] = field(default_factory=list)
+    name: str = SINGLE
+    owner: int = 0
+    header: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def save_safetensors(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    rename: Callable[[str], str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write the weights of ``model`` as safetensors files into the directory ``path``. All ranks have to call.
+
+    Each file is written by one rank, which receives whole tensors, one unit at a time; so no rank holds the whole
+    model. The files are those that one process would write: ``model.safetensors``, or
+    ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. They have temporary names
+    until all are complete. A tied parameter is written once, under its first name. Persistent buffers are written as
+    the rank of their file has them.
+
+    Args:
+        model: a wrapped model, or a module with wrapped modules in it.
+        path: a directory that all ranks see; it is made if need be, and other files in it stay.
+        dtype: of floating-point tensors; None for the dtypes that they have.
+        max_shard_size: bytes of tensors per file, as a number or as "5GB" or "500MiB". A larger tensor has a file of
+            its own.
+        rename: maps a name in the model to the name in the file.
+        metadata: strings for the headers; None for ``{"format": "pt"}``.
+
+    Returns:
+        the files, with the index last, on every rank.
+
+    Raises, on every rank if on one, and then no file has its final name:
+        FileExistsError: ``path`` has safetensors files of a model.
+        OSError: something could not be written.
+        ValueError: the size cannot be read; or ``rename`` gives two tensors one name; or a dtype has no name in the
+            format.
+        NotImplementedError: a parameter is placed by tensor parallelism.
+        RuntimeError: a forward or backward is under way; or other ranks do not call.
+    """
+    ranks, path = Ranks.of(None), Path(path)
+    suffix = ""
+
+    def plan() -> list[_File]:
+        tensors = _tensors(model, dtype)
+        return _laid_out(tensors, _as_bytes(max_shard_size), rename, ranks.size, dict(metadata or {"format": "pt"}))
+
+    def begin() -> str:
+        path.mkdir(parents=True, exist_ok=True)
+        if found := sorted(each.name for each in path.iterdir() if _SHARD.fullmatch(each.name)):
+            words = f"{path} has {found[0]} already: remove it, or choose another directory"
+            raise FileExistsError(errno.EEXIST, words)
+        return f".{secrets.token_hex(4)}.incomplete"
+
+    def publish() -> list[Path]:
+        final = [path / file.name for file in files]
+        for target in final:
+            os.replace(_temporary(target, suffix), target)
+        if len(files) > 1:
+            index = path / INDEX
+            _write_whole(_temporary(index, suffix), _index_of(files))
+            os.replace(_temporary(index, suffix), index)
+            final.append(index)
+        _sync_directory(path)
+        return final
+
+    with ranks.call("fsdp.export.save_safetensors()"):
+        files = ranks.together("plan the files", plan)
+        suffix = ranks.first("begin to write files", begin)
+        try:
+            writing = _Writing(path, suffix, [file for file in files if file.owner == ranks.rank])
+            with calling("save_safetensors()", model):
+                _send(files, writing)
+            ranks.together("write the files", writing.finish)
+            return ranks.first("publish the files", publish)
+        finally:
+            for file in files:
+                if file.owner == ranks.rank:
+                    _temporary(path / file.name, suffix).unlink(missing_ok=True)
+
+
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
+    """The tensors of the model in the order of units, those that no unit owns last; in ``dtype`` or their own."""
+
+    def target(own: torch.dtype) -> torch.dtype:
+        return dtype if dtype is not None and own.is_floating_point else own
+
+    params, found = ModelParams(model), list[_Tensor]()
+    for unit in params.units:
+        unit.check_idle("save or load safetensors outside of that")
+        unit.follow_parameters()
+        if unit.groups.tp is not None:
+            raise NotImplementedError(f"safetensors of {unit.name}, which has parameters of tensor parallelism")
+    for holder in params.holders.values():
+        for member in holder.members:
+            own = holder.handle.layout.dtype
+            found.append(_Tensor(member.names, target(own), member.shape, holder, member))
+    for name, value in unowned(model):
+        found.append(_Tensor((name,), target(value.dtype), tuple(value.shape), value=value))
+    return found
+
+
+def _laid_out(
+    tensors: list[_Tensor],
+    limit: int,
+    rename: Callable[[str], str] | None,
+    ranks: int,
+    metadata: dict[str, str],
+) -> list[_File]:
+    """Divide the tensors among files of up to ``limit`` bytes, and the files among ranks; the same on all ranks."""
+    files = [_File()]
+    names: dict[str, str] = {}
+    for tensor in tensors:
+        name = tensor.names[0] if rename is None else rename(tensor.names[0])
+        if name in names:
+            raise ValueError(f"rename() gives {names[name]!r} and {tensor.names[0]!r} the same name {name!r}")
+        if not is_supported(tensor.dtype):
+            raise ValueError(f"{tensor.names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
+        names[name] = tensor.names[0]
+        if files[-1].tensors and files[-1].nbytes + tensor.nbytes > limit:
+            files.append(_File())
+        begin = files[-1].nbytes
+        tensor.file, tensor.entry = files[-1], Entry(name, tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
+        files[-1].tensors.append(tensor)
+    load = [0] * ranks
+    for number, file in enumerate(files, 1):
+        if len(files) > 1:
+            file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
+        file.owner = min(range(ranks), key=load.__getitem__)
+        load[file.owner] += file.nbytes
+        file.header = pack_header([each.entry for each in file.tensors if each.entry is not None], metadata)
+    return files
+
+
+def _index_of(files: list[_File]) -> bytes:
+    where = {each.entry.name: file.name for file in files for each in file.tensors if each.entry is not None}
+    index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
+    return json.dumps(index, indent=2, sort_keys=True).encode()
+
+
+class _Writing:
+    """This rank's files while they are written. An error is kept until all ranks ask for it."""
+
+    def __init__(self, path: Path, suffix: str, files: list[_File]) -> None:
+        self._open: dict[_File, int] = {}
+        self._error: OSError | None = None
+        try:
+            for file in files:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._open[file] = os.open(_temporary(path / file.name, suffix), flags, 0o666)
+                _write_at(self._open[file], file.header, 0)
+        except OSError as error:
+            self._error = error
+
+    def write(self, tensor: _Tensor, values: torch.Tensor) -> None:
+        """Write a whole tensor, which is contiguous and on CPU, to its place."""
+        file, entry = tensor.file, tensor.entry
+        assert file is not None and entry is not None
+        if self._error is not None:
+            return
+        try:
+            content: Any = values.reshape(-1).view(torch.uint8).numpy()
+            _write_at(self._open[file], content, len(file.header) + entry.begin)
+        except OSError as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Complete the files, and raise the first error since they were begun."""
+        try:
+            if self._error is not None:
+                raise self._error
+            for descriptor in self._open.values():
+                os.fsync(descriptor)
+        finally:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+
+def _send(files: list[_File], writing: _Writing) -> None:
+    """Send each tensor to the rank that writes it, one unit in flight, and write it there."""
+    me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    by_unit: dict[Unit, list[_Tensor]] = {}
+    for tensor in (tensor for file in files for tensor in file.tensors):
+        if tensor.holder is not None:
+            by_unit.setdefault(tensor.holder.unit, []).append(tensor)
+        elif tensor.file is not None and tensor.file.owner == me:
+            assert tensor.value is not None
+            writing.write(tensor, tensor.value.detach().to("cpu", tensor.dtype).contiguous())
+    channels = Channels()
+    for unit, tensors in by_unit.items():
+        groups = unit.groups
+        items, arriving = list[Item](), list[tuple[_Tensor, torch.Tensor]]()
+        for tensor in tensors:
+            assert tensor.file is not None
+            target = _rank_in(unit, tensor.file.owner)
+            if target is None:
+                continue  # the ranks of another replica send it
+            whole = Placement.whole(tensor.shape, groups.shard_size, only=target)
+            outputs = []
+            if target == groups.shard_rank:
+                arriving.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")))
+                outputs = [(Box.whole(tensor.shape), arriving[-1][1])]
+            held = tensor.held
+            source, stride = held.placement(groups.shard_size) or whole, held.part.stride()
+            items.append(Item(tensor.dtype, stride, source, whole, held.part.parts, outputs))
+        channel = channels.over(groups.shard if groups.sharded else None, unit.device)
+        unit.announce(replicas=False)
+        redistribute(items, channel, "save_safetensors()")
+        channel.flush()
+        for tensor, values in arriving:
+            writing.write(tensor, values)
+
+
+def _rank_in(unit: Unit, owner: int) -> int | None:
+    """The rank in the shard group of ``unit`` that stands for rank ``owner`` of the default group; None if another
+    replica has that one."""
+    if not torch.distributed.is_initialized():
+        return 0
+    if not unit.groups.sharded:
+        return 0 if torch.distributed.get_rank() == owner else None
+    ranks = torch.distributed.get_process_group_ranks(unit.groups.shard)
+    return ranks.index(owner) if owner in ranks else None
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """A tensor in a file: ``begin`` is the byte where it begins."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+def load_safetensors(
+    model: nn.Module, path: str | Path, *, strict: bool = True, rename: Callable[[str], str] | None = None
+) -> None:
+    """Load safetensors files into ``model``. All ranks have to call.
+
+    Each rank reads the byte ranges of its own shards. Values are cast to the model's dtypes. Nothing changes unless
+    everything was read on every rank; until then the new shards lie beside the old ones. For a model that was built on
+    the meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``.
+
+    Args:
+        model: a wrapped model, a module with wrapped modules in it, or a plain one.
+        path: a file, or a directory with ``model.safetensors`` or ``model.safetensors.index.json``.
+        strict: names that only the model or only the files have are errors; else these are left alone.
+        rename: maps a name in the model to the name in the file.
+
+    Raises, on every rank if on one, with the model as it was:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is damaged, or no safetensors file.
+        RuntimeError: names, shapes or kinds of dtypes do not fit, with all of them; or a forward or backward is under
+            way; or other ranks do not call.
+        NotImplementedError: a parameter is placed by tensor parallelism.
+    """
+    ranks, path = Ranks.of(None), Path(path)
+
+    def look() -> list[tuple[_Tensor, _Found]]:
+        tensors = _tensors(model, None)
+        return _matched(tensors, _read_headers(path), rename, strict=strict)
+
+    def read() -> list[tuple[_Tensor, torch.Tensor]]:
+        with contextlib.ExitStack() as stack:
+            opened: dict[Path, int] = {}
+            for _, found in pairs:
+                if found.path not in opened:
+                    opened[found.path] = os.open(found.path, os.O_RDONLY)
+                    stack.callback(os.close, opened[found.path])
+            return [(tensor, _read(tensor, found, opened[found.path])) for tensor, found in pairs]
+
+    with ranks.call("fsdp.export.load_safetensors()"):
+        pairs = ranks.together("look at the files", look)
+        values = ranks.together("read the files", read)
+        with torch.no_grad():
+            for unit in dict.fromkeys(tensor.holder.unit for tensor, _ in values if tensor.holder is not None):
+                unit.before_step()
+                unit.shards_were_written()
+            for tensor, value in values:
+                target = tensor.value if tensor.holder is None else tensor.held.part.local
+                assert target is not None
+                target.copy_(value)
+
+
+def _read_headers(path: Path) -> dict[str, _Found]:
+    """Return the tensors in the files at ``path``, by name."""
+    if path.is_dir():
+        index = path / INDEX
+        if not index.exists():
+            if not (path / SINGLE).exists():
+                raise FileNotFoundError(f"{path} has neither {INDEX} nor {SINGLE}")
+            return _read_header(path / SINGLE)
+        try:
+            where = json.loads(index.read_bytes())["weight_map"]
+            names = sorted({str(name) for name in where.values()})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
+        if strange := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index} names {strange[0]!r}, which is no file beside it")
+        found: dict[str, _Found] = {}
+        for name in names:
+            found.update(_read_header(path / name))
+        if missing := [name for name in where if name not in found]:
+            raise ValueError(f"{index} names {', '.join(map(repr, missing))}, which the files do not have")
+        return {name: found[name] for name in where}
+    return _read_header(path)
+
+
+def _read_header(path: Path) -> dict[str, _Found]:
+    """
+    Raises:
+        ValueError: it is no safetensors file, or not all of one.
+    """
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        try:
+            start = file.read(LENGTH)
+            size = header_size(start, nbytes)
+            entries, _ = parse_header(start + file.read(size - LENGTH), nbytes)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+    return {each.name: _Found(path, each.dtype, each.shape, size + each.begin) for each in entries}
+
+
+def _matched(
+    tensors: list[_Tensor], found: dict[str, _Found], rename: Callable[[str], str] | None, *, strict: bool
+) -> list[tuple[_Tensor, _Found]]:
+    """Pair each tensor with its place in the files.
+
+    Raises:
+        RuntimeError: names, shapes or dtypes do not fit.
+    """
+    pairs, problems, missing, known = list[tuple[_Tensor, _Found]](), list[str](), list[str](), set[str]()
+    for tensor in tensors:
+        names = [name if rename is None else rename(name) for name in tensor.names]
+        known.update(names)
+        there = next((name for name in names if name in found), None)
+        if there is None:
+            missing.append(tensor.names[0])
+            continue
+        other = found[there]
+        if other.shape != tensor.shape:
+            problems.append(f"{there!r} has shape {other.shape} in {other.path.name} and {tensor.shape} in the model")
+        elif other.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            problems.append(f"{there!r} is of {other.dtype} in {other.path.name} and of {tensor.dtype} in the model")
+        pairs.append((tensor, other))
+    if strict:
+        if missing:
+            problems.append(f"missing in the files: {', '.join(map(repr, missing))}")
+        if unexpected := [name for name in found if name not in known]:
+            problems.append(f"missing in the model: {', '.join(map(repr, unexpected))}")
+    if problems:
+        raise RuntimeError(f"the files do not fit the model, and nothing was loaded: {'; '.join(problems)}")
+    return pairs
+
+
+def _read(tensor: _Tensor, found: _Found, descriptor: int) -> torch.Tensor:
+    """Read this rank's part of a tensor, in the dtype of the file: 1-D in memory order, or all of it."""
+    if tensor.holder is None:
+        return _pread(found, descriptor, 0, math.prod(found.shape)).view(found.shape)
+    held = tensor.held.part
+    if held.stride() == contiguous_stride(tuple(held.shape)):
+        return _pread(found, descriptor, held.start, held.local.numel())
+    if not held.local.numel():
+        return torch.empty(0, dtype=found.dtype)
+    whole = _pread(found, descriptor, 0, math.prod(found.shape)).view(found.shape)
+    return elements_of(whole, held.stride())[held.start : held.end]
+
+
+def _pread(found: _Found, descriptor: int, start: int, numel: int) -> torch.Tensor:
+    """Read so many elements from element ``start`` on."""
+    memory = torch.empty(numel, dtype=found.dtype, device="cpu")
+    buffer: Any = memory.view(torch.uint8).numpy()
+    content, place = memoryview(buffer), found.begin + start * found.dtype.itemsize
+    while content:
+        count = os.preadv(descriptor, [content], place)
+        if count == 0:
+            raise ValueError(f"{found.path} has become shorter while it was read")
+        content, place = content[count:], place + count
+    return memory
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def _temporary(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}{suffix}")
+
+
+def _write_at(descriptor: int, content: Any, place: int) -> None:
+    view = memoryview(content)
+    while view:
+        count = os.pwrite(descriptor, view, place)
+        view, place = view[count:], place + count
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _as_bytes(size: int | str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", str(size).upper())
+    if match is None or match[2] not in _UNITS or (nbytes := int(float(match[1]) * _UNITS[match[2]])) < 1:
+        raise ValueError(f"max_shard_size must be a number of bytes, or like '5GB' or '500MiB', got {size!r}")
+    return nbytes

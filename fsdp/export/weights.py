@@ -1,0 +1,297 @@
+"""``weights``: all weights of a sharded model as a stream, one unit gathered at a time.
+
+Each shard is cast before the gather, so that a bf16 export of a float32 model moves half the bytes. A unit is gathered
+into one of two buffers while the program uses the previous unit in the second buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.comm.collectives import Gather, exchange
+from fsdp.comm.groups import group_ranks
+from fsdp.comm.work import Work
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import parameter_views
+from fsdp.flat.names import joined, plain_modules
+from fsdp.runtime.build import join
+from fsdp.runtime.unit import Unit
+
+Merge = Callable[[nn.Module, dict[str, torch.Tensor]], Iterable[tuple[str, torch.Tensor]]]
+LABEL = "fsdp.export.weights()"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a stream before it is there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Slice(NamedTuple):
+    """A tensor in a bucket: ``buffer[start:end].as_strided(shape, stride)``, counted in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    end: int
+    stride: tuple[int, ...]
+
+
+class Bucket(NamedTuple):
+    """One 1-D buffer with several tensors, and padding between them."""
+
+    buffer: torch.Tensor
+    tensors: list[Slice]
+
+
+@dataclass
+class _Gathered:
+    """The buffers of a unit that is being gathered: one per bucket, of ``padded_numel`` elements each."""
+
+    unit: Unit
+    buffers: list[torch.Tensor]
+    pending: Any = None  # a Work, or several
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+
+
+def weights(
+    model: nn.Module, dtype: torch.dtype | None = None, *, to: int | None = None, merge: Merge | None = None
+) -> WeightStream:
+    """Return a stream of all weights of ``model``, unit by unit, under the plain model's names::
+
+        for name, tensor in fsdp.export.weights(model, dtype=torch.bfloat16):
+            engine.load(name, tensor)
+
+    All ranks have to iterate. The tensors equal those of a full state dict, cast to ``dtype``, bit for bit. A tensor is
+    valid until the next unit's first one is asked for; copy it to keep it. At most two units are gathered at a time. A
+    loop that is left early, or by an exception, takes part in the gathers that are left, so that other ranks can go on.
+
+    Args:
+        model: a wrapped model, or a module with wrapped modules in it, in no forward or backward.
+        dtype: of floating-point tensors; None for the dtypes that they have. Integers stay integers.
+        to: the rank, in the default group, that receives the weights; the remaining ranks only send, and iterate over
+            nothing.
+            None: all ranks.
+        merge: called with the model and the gathered tensors of a unit by name, which it may change in place; returns
+            the names and tensors to yield instead. See :func:`fsdp.export.lora`. Shards are never changed.
+
+    Raises:
+        ValueError: nothing in ``model`` is wrapped.
+        NotImplementedError: a parameter is placed by tensor parallelism.
+        RuntimeError: while iterating, in a forward or backward, or where other ranks do not iterate.
+    """
+    return WeightStream(model, dtype, to, merge)
+
+
+class WeightStream:
+    """The result of :func:`weights`. It can be iterated over again, for the weights that the model has then."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, to: int | None, merge: Merge | None) -> None:
+        params = ModelParams(model)
+        if not params.units:
+            raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
+        for unit in params.units:
+            if unit.groups.tp is not None:
+                raise NotImplementedError(
+                    f"{LABEL}: {unit.name} has parameters of tensor parallelism: gather them by a full state dict"
+                )
+        self._model, self._dtype, self._to, self._merge = model, dtype, to, merge
+        members = [(holder.handle, member) for holder in params.holders.values() for member in holder.members]
+        self._names = {(handle, member.index): member.names for handle, member in members}
+        self._units = [unit for unit in params.units if unit.handles]
+
+    def metadata(self) -> list[TensorInfo]:
+        """The names, dtypes and shapes of all tensors, in order. Nothing moves."""
+        found: list[TensorInfo] = []
+        for unit in self._units:
+            metas = [
+                torch.empty(handle.layout.padded_numel, dtype=self._dtype_of(handle), device="meta")
+                for handle in unit.handles
+            ]
+            found += [TensorInfo(n, t.dtype, tuple(t.shape)) for n, t in self._merged(self._named(unit, metas))]
+        return found + [TensorInfo(n, self._cast(t), tuple(t.shape)) for n, t in self._unowned()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for gathered in self._gather():
+            yield from self._merged(self._named(gathered.unit, gathered.buffers))
+        if self._receives_unowned:
+            for name, tensor in self._unowned():
+                yield name, tensor.detach().to(self._cast(tensor))
+
+    def buckets(self) -> Iterator[Bucket]:
+        """Iterate over the gathered buffers themselves, for transfers of few large messages.
+
+        The weights that no unit owns, such as buffers, come last, each in a bucket of its own.
+
+        Raises:
+            ValueError: ``merge`` has returned a tensor that does not lie in the gathered buffer.
+        """
+        for gathered in self._gather():
+            named = self._merged(self._named(gathered.unit, gathered.buffers))
+            for buffer in gathered.buffers:
+                inside = [each for each in named if each[1].untyped_storage()._cdata == buffer.untyped_storage()._cdata]
+                named = [each for each in named if all(each is not other for other in inside)]
+                yield Bucket(buffer, [_slice(name, tensor, buffer) for name, tensor in inside])
+            if named:
+                raise ValueError(f"{named[0][0]!r}, which merge() has returned, does not lie in the gathered buffer")
+        if self._receives_unowned:
+            for name, tensor in self._unowned():
+                flat = tensor.detach().to(self._cast(tensor)).reshape(-1)
+                yield Bucket(flat, [_slice(name, flat.view(tensor.shape), flat)])
+
+    # -- names and tensors ---------------------------------------------------------------------------------------------
+
+    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
+        dtype = handle.layout.dtype
+        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+
+    def _cast(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def _named(self, unit: Unit, buffers: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The unit's parameters as views of ``buffers``, under all of their names."""
+        named = {}
+        for handle, buffer in zip(unit.handles, buffers):
+            for index, tensor in enumerate(parameter_views(handle.layout, buffer)):
+                named.update(dict.fromkeys(self._names[handle, index], tensor))
+        return named
+
+    def _merged(self, named: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        with torch.no_grad():
+            return list(named.items() if self._merge is None else self._merge(self._model, named))
+
+    def _unowned(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that no unit owns, and persistent buffers: every rank has them."""
+        return unowned(self._model)
+
+    @property
+    def _receives_unowned(self) -> bool:
+        return self._to is None or torch.distributed.get_rank() == self._to
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> Iterator[_Gathered]:
+        """Yield each unit once it is gathered, with the gather of the next one in flight."""
+        units = [unit for unit in self._units if self._takes_part(unit)]
+        memory: list[torch.Tensor | None] = [None, None]
+        next_one: _Gathered | None = None
+        for number in range(len(units) + 1):
+            gathered = next_one
+            next_one = self._start(units[number], memory, number % 2) if number < len(units) else None
+            if gathered is None:
+                continue
+            gathered.wait()
+            if not self._receives(gathered.unit):
+                continue
+            try:
+                yield gathered
+            except GeneratorExit:  # the loop was left; other ranks may go on
+                for left in range(number + 1, len(units) + 1):
+                    if next_one is not None:
+                        next_one.wait()
+                    next_one = self._start(units[left], memory, left % 2) if left < len(units) else None
+                raise
+        for unit in units:
+            join(unit).unsharder.settle_offloaded()
+
+    def _receives(self, unit: Unit) -> bool:
+        return self._to is None or torch.distributed.get_rank() == self._to
+
+    def _takes_part(self, unit: Unit) -> bool:
+        """Whether this rank receives the unit, or sends its shard of it."""
+        if self._to is None or not unit.groups.sharded:
+            return self._receives(unit)
+        return self._to in group_ranks(unit.groups.shard)
+
+    def _start(self, unit: Unit, memory: list[torch.Tensor | None], turn: int) -> _Gathered:
+        """Start to gather ``unit`` into ``memory[turn]``, which grows as needed."""
+        context, groups = join(unit), unit.groups
+        with torch.no_grad(), torch.inference_mode(False), context.calling(LABEL, often=True):
+            unit.check_idle(f"iterate over {LABEL} outside of that")
+            unit.follow_parameters()
+            unit.announce(replicas=False)
+            dtypes = [self._dtype_of(handle) for handle in unit.handles]
+            buffers = [torch.empty(0, dtype=dtype, device=unit.device) for dtype in dtypes]
+            if self._receives(unit):
+                buffers = _cut(memory, turn, unit, dtypes)
+            streams = context.streams
+            context.unsharder.gathers_follow_compute()
+            with streams.on_gather_stream():
+                shards = [
+                    streams.upload(handle.shard).to(dtype) for handle, dtype in zip(unit.handles, dtypes, strict=True)
+                ]
+                if not groups.sharded:
+                    for buffer, shard in zip(buffers, shards):
+                        buffer.copy_(shard)
+                    return _Gathered(unit, buffers, Work.done(streams))
+                if self._to is None:
+                    communicator = unit.buffers.communicator
+                    assert communicator is not None
+                    parts = [Gather(buffer, shard) for buffer, shard in zip(buffers, shards)]
+                    return _Gathered(unit, buffers, communicator.gather(parts, unit.buffers.events[0]))
+                target = group_ranks(groups.shard).index(self._to)
+                several = [
+                    exchange(
+                        buffer.view(torch.uint8),
+                        shard.view(torch.uint8),
+                        [shard.nbytes if groups.shard_rank == target else 0] * groups.shard_size,
+                        [shard.nbytes if rank == target else 0 for rank in range(groups.shard_size)],
+                        groups.shard,
+                        streams,
+                        LABEL,
+                    )
+                    for buffer, shard in zip(buffers, shards)
+                ]
+                return _Gathered(unit, buffers, _All(several, shards))
+
+
+class _All(NamedTuple):
+    """Several collectives in flight, and the tensors that they read."""
+
+    several: list[Work]
+    sources: list[torch.Tensor]
+
+    def wait(self) -> None:
+        for pending in self.several:
+            pending.wait()
+
+
+def _cut(memory: list[torch.Tensor | None], turn: int, unit: Unit, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    """Return buffers for the unit's buckets in ``memory[turn]``; each begins at a multiple of 64 bytes."""
+    sizes = [handle.layout.padded_numel * dtype.itemsize for handle, dtype in zip(unit.handles, dtypes)]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // 64) * 64)
+    block = memory[turn]
+    if block is None or block.numel() < starts[-1] or block.device != unit.device:
+        memory[turn] = block = None  # before there is another one
+        memory[turn] = block = torch.empty(starts[-1], dtype=torch.uint8, device=unit.device)
+    return [block[start : start + size].view(dtype) for start, size, dtype in zip(starts, sizes, dtypes)]
+
+
+def _slice(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> Slice:
+    start = int(tensor.storage_offset()) - int(buffer.storage_offset())
+    return Slice(name, tuple(tensor.shape), tensor.dtype, start, start + tensor.numel(), tensor.stride())
+
+
+def unowned(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters that no unit owns, and the persistent buffers, by name in the plain model."""
+    found: dict[str, torch.Tensor] = {name: param for param, name in ModelParams(model).others.items()}
+    for path, module in plain_modules(model):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[joined(path, name)] = buffer
+    return list(found.items())

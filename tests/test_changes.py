@@ -1,0 +1,107 @@
+"""`fsdp.export.changes`: what a step has changed of bf16 weights, found by each rank alone and applied elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp.export
+from fsdp import ShardingStrategy
+from fsdp.export import Changes
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.test_export import FULL, HYBRID, NONE, Model, build, copied, expected, train
+
+
+def of_all_ranks(own: Changes) -> list[Changes]:
+    """As a program brings them together, pickled."""
+    packed: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(packed, pickle.dumps(own))
+    return [pickle.loads(each) for each in packed]
+
+
+def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
+    plain = Model().bfloat16()
+    plain.load_state_dict(weights)
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.to(memory_format=torch.contiguous_format)
+    return plain, plain.state_dict()
+
+
+def _follows_training(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+    options: dict[str, Any] = {}
+    if strategy is HYBRID:
+        options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = build(use_orig_params, strategy, **options)
+    plain, state = receiver(copied(fsdp.export.weights(model, dtype=torch.bfloat16)))
+    snapshot, version = fsdp.export.snapshot(model, dtype=torch.bfloat16), 0
+    for step in range(3):
+        train(model)
+        with record_collectives() as log:
+            own = fsdp.export.changes(model, snapshot)
+        assert not log.records
+        assert own.version == step + 1
+        parts = of_all_ranks(own)
+        version = fsdp.export.apply_changes(state, parts, version=version)
+        assert_bit_equal(dict(plain.state_dict()), expected(model, torch.bfloat16), f"step {step}")
+        assert sum(part.nbytes for part in parts) > 0
+        changed = sum(change.indices.numel() for part in parts for change in part.tensors)
+        assert changed <= 2 * sum(tensor.numel() for tensor in state.values())
+    assert not fsdp.export.changes(model, snapshot).tensors  # nothing has happened since
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_plain_copy_follows_the_training_bit_for_bit(world_size: int, use_orig_params: bool) -> None:
+    """With running statistics, tied weights, an ignored parameter and a channels-last one; without a collective."""
+    run_ranks(world_size, _follows_training, use_orig_params, FULL)
+
+
+def test_a_plain_copy_follows_the_training_of_replicas() -> None:
+    run_ranks(2, _follows_training, True, NONE)
+    run_ranks(4, _follows_training, True, HYBRID)
+
+
+def _refuses() -> None:
+    model = build(True)
+    plain, state = receiver(copied(fsdp.export.weights(model, dtype=torch.bfloat16)))
+    snapshot = fsdp.export.snapshot(model, dtype=torch.bfloat16)
+    versions = []
+    for _ in range(2):
+        train(model)
+        versions.append(of_all_ranks(fsdp.export.changes(model, snapshot)))
+    first, second = versions
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    damaged = [first[0], dataclasses.replace(first[1], checksum=b"")]
+    low = {name: tensor.float() for name, tensor in state.items()}
+    lacking = {name: tensor for name, tensor in state.items() if "embed" not in name and "head" not in name}
+    for given, parts, version, words in (
+        (state, second, 0, "lead to version 2, and the tensors have version 0"),
+        (state, first[:1], 0, "expected the changes of ranks 0 to 1, each once, got .0."),
+        (state, [first[0], first[0]], 0, "each once"),
+        (state, damaged, 0, "the checksum of the changes of rank 1 is wrong"),
+        (state, second, 1, "the checksum of the changes of rank 0 is wrong"),  # version 1 was never applied
+        (low, first, 0, "must be a contiguous tensor of torch.bfloat16"),
+        (lacking, first, 0, "which the state dict has not"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fsdp.export.apply_changes(given, parts, version=version)
+        assert_bit_equal(state, before)
+    version = fsdp.export.apply_changes(state, first, version=0)
+    fsdp.export.apply_changes(state, second, version=version)
+    assert_bit_equal(dict(plain.state_dict()), expected(model, torch.bfloat16))
+    other = fsdp.export.snapshot(build(True, as_it_is=True), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="the snapshot is of another model"):
+        fsdp.export.changes(model, other)
+
+
+def test_changes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
+    run_ranks(2, _refuses)

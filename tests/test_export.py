@@ -1,0 +1,309 @@
+"""`fsdp.export.weights`: a stream of all weights, unit by unit, in the dtype that an inference engine takes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp.export
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_parameters, wrap
+
+FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
+WIDTH, WORDS = 7, 13
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)) * self.conv.weight.sum()
+
+
+class Model(nn.Module):
+    """A head that is tied to the embedding, running statistics, and a parameter that the wrapper is told to ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.ignored = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.ignored.sum()
+
+
+def build(
+    use_orig_params: bool, strategy: ShardingStrategy = FULL, *, as_it_is: bool = False, **options: Any
+) -> FullyShardedDataParallel:
+    torch.manual_seed(11)
+    model = Model()
+    if not as_it_is:
+        options["ignored_states"] = [model.ignored]
+    return wrap(model, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def train(model: nn.Module, steps: int = 1) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=0.01)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)  # equal batches, so that running statistics are equal
+        model(torch.randint(WORDS, (4,), generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {n: v.to(dtype) if dtype is not None and v.is_floating_point() else v for n, v in state.items()}
+
+
+def copied(stream: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in stream}
+
+
+def _equals_a_full_state_dict(use_orig_params: bool, strategy: ShardingStrategy, dtype: torch.dtype | None) -> None:
+    options: dict[str, Any] = {}
+    if strategy is HYBRID:
+        options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = build(use_orig_params, strategy, **options)
+    train(model)
+    stream = fsdp.export.weights(model, dtype=dtype)
+    assert_bit_equal(copied(stream), expected(model, dtype))
+    assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in stream] == stream.metadata()
+    from_buckets = {}
+    for bucket in stream.buckets():
+        buffer = bucket.buffer.clone()
+        for name, shape, kind, start, end, stride in bucket.tensors:
+            assert buffer.dtype == kind
+            from_buckets[name] = buffer[start:end].as_strided(shape, stride)
+    assert_bit_equal(from_buckets, expected(model, dtype))
+    last = dist.get_world_size() - 1
+    alone = copied(fsdp.export.weights(model, dtype=dtype, to=last))
+    if dist.get_rank() == last:
+        assert_bit_equal(alone, from_buckets)
+    else:
+        assert not alone
+    train(model)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_a_full_state_dict_in_the_dtype(
+    world_size: int, use_orig_params: bool, dtype: torch.dtype | None
+) -> None:
+    """Bit for bit, under all names of tied weights, with buffers and ignored parameters; as tensors, as buckets, and on
+    one rank alone."""
+    run_ranks(world_size, _equals_a_full_state_dict, use_orig_params, FULL, dtype)
+
+
+def test_equals_a_full_state_dict_of_replicas() -> None:
+    run_ranks(2, _equals_a_full_state_dict, True, NONE, torch.bfloat16)
+    run_ranks(4, _equals_a_full_state_dict, True, HYBRID, torch.bfloat16)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _costs() -> None:
+    torch.manual_seed(0)
+    model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    numel = 64 * 64
+    for dtype, itemsize in ((None, 4), (torch.bfloat16, 2)):
+        with record_collectives() as log:
+            for _ in fsdp.export.weights(model, dtype=dtype):
+                pass
+        gathers = [c for c in log.records if str(c.label).startswith("gather")]
+        assert [c.output_nbytes for c in gathers] == [numel * itemsize] * 6
+        with record_collectives() as log:
+            for _ in fsdp.export.weights(model, dtype=dtype, to=0):
+                pass
+        moved = [c for c in log.records if c.op == "all_to_all"]
+        received = sum(c.output_nbytes for c in moved)
+        assert received == (6 * numel * itemsize if dist.get_rank() == 0 else 0)
+        assert sum(c.input_nbytes for c in moved) == 6 * numel * itemsize // dist.get_world_size()
+    stream = fsdp.export.weights(model, dtype=torch.bfloat16)
+    stream_of_all = iter(stream)
+    first = next(stream_of_all)[1].untyped_storage()
+    blocks = {first.data_ptr()} | {tensor.untyped_storage().data_ptr() for _, tensor in stream_of_all}
+    assert len(blocks) == 2 and first.nbytes() == numel * 2
+    with record_collectives() as log:
+        assert len(stream.metadata()) == 6
+    assert not log.records
+
+
+def test_moves_the_bytes_of_the_dtype_and_holds_two_units() -> None:
+    run_ranks(2, _costs)
+
+
+def _next_gather_is_in_flight() -> None:
+    torch.manual_seed(0)
+    model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with record_collectives() as log:
+        for number, _ in enumerate(fsdp.export.weights(model)):
+            log.mark(f"use {number}")
+    events = [
+        event for event in log.events if event[0] == "mark" or str(log.records[int(event[1])].label)[:6] == "gather"
+    ]
+    for number in range(5):
+        issued = [index for index, event in enumerate(events) if event[0] == "issue"]
+        used = events.index(("mark", f"use {number}"))
+        assert sum(index < used for index in issued) == number + 2
+
+
+def test_the_next_gather_is_in_flight_while_a_unit_is_used() -> None:
+    run_ranks(2, _next_gather_is_in_flight)
+
+
+# -- loops that are left -----------------------------------------------------------------------------------------------
+
+
+def _left_early() -> None:
+    model = build(True)
+    before = full_parameters(model)
+    for _ in itertools.islice(fsdp.export.weights(model), 3):
+        pass
+    train_and_check(model, before)
+    with pytest.raises(ZeroDivisionError):
+        for _ in fsdp.export.weights(model):
+            raise ZeroDivisionError
+    stream = iter(fsdp.export.weights(model))
+    for number, _ in enumerate(stream):
+        if dist.get_rank() == 1 and number == 2:  # one rank alone
+            break
+    del stream
+    train(model)
+    assert_bit_equal(copied(fsdp.export.weights(model)), expected(model, None))
+
+
+def train_and_check(model: nn.Module, before: dict[str, Tensor]) -> None:
+    assert_bit_equal(full_parameters(model), before)
+    train(model)
+
+
+def test_a_loop_that_is_left_or_raises_leaves_the_model_usable_on_all_ranks() -> None:
+    run_ranks(2, _left_early)
+
+
+def _not_on_rank_1() -> None:
+    model = build(True)
+    train(model)
+    if dist.get_rank() == 0:
+        for _ in fsdp.export.weights(model):
+            pass
+    else:
+        train(model)
+
+
+def _in_a_forward() -> None:
+    class Exports(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError, match=r"FORWARD: iterate over fsdp\.export\.weights"):
+                next(iter(fsdp.export.weights(outer)))
+            return x
+
+    outer = wrap(nn.Sequential(nn.Linear(3, 3), Exports()), FULL, True)
+    outer(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="expected a model with wrapped modules"):
+        fsdp.export.weights(nn.Linear(2, 2))
+
+
+def test_mistakes_are_named() -> None:
+    run_ranks(1, _in_a_forward)
+    with pytest.raises(RankFailure, match=r"fsdp.export.weights\(\)"):
+        run_fresh(2, _not_on_rank_1)
+
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
+
+
+class LoraLinear(nn.Module):
+    """As PEFT's layer of this kind."""
+
+    def __init__(self, base: nn.Linear, *, transposed: bool = False) -> None:
+        super().__init__()
+        self.base_layer, self.fan_in_fan_out = base, transposed
+        rows, columns = base.weight.shape if not transposed else base.weight.shape[::-1]
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, 2, bias=False), "other": nn.Linear(columns, 2)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, rows, bias=False), "other": nn.Linear(2, rows)})
+        self.scaling, self.active_adapters = {"default": 0.5, "other": 3.0}, ["default"]
+        base.requires_grad_(False)
+
+    def delta(self) -> Tensor:
+        product = self.lora_B["default"].weight @ self.lora_A["default"].weight * 0.5
+        return product.T if self.fan_in_fan_out else product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.base_layer.weight + self.delta(), self.base_layer.bias)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Module()
+        inner.first = LoraLinear(nn.Linear(5, 7))
+        inner.second = LoraLinear(nn.Linear(7, 7), transposed=True)
+        self.base_model = nn.Module()
+        self.base_model.model = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_model.model.second(self.base_model.model.first(x))
+
+
+def _merges_adapters() -> None:
+    for policy in (None, ModuleWrapPolicy({LoraLinear})):
+        torch.manual_seed(2)
+        plain = Adapted().double()
+        inner: Any = plain.base_model.model
+        merged = {}
+        for name in ("first", "second"):
+            layer = getattr(inner, name)
+            merged[f"{name}.weight"] = (layer.base_layer.weight + layer.delta()).detach()
+            merged[f"{name}.bias"] = layer.base_layer.bias.detach()
+        torch.manual_seed(2)
+        model = wrap(Adapted().double(), FULL, True, wrap_policy=policy)
+        before = full_parameters(model)
+        stream = fsdp.export.weights(model, merge=fsdp.export.lora)
+        assert_bit_equal(copied(stream), merged)
+        assert {info.name: info.shape for info in stream.metadata()} == {n: tuple(t.shape) for n, t in merged.items()}
+        slices = [one for bucket in stream.buckets() for one in bucket.tensors]
+        assert {one.name for one in slices} == set(merged)
+        assert_bit_equal(full_parameters(model), before, "the shards")
+        low = copied(fsdp.export.weights(model, dtype=torch.bfloat16, merge=fsdp.export.lora))
+        for name, tensor in low.items():
+            torch.testing.assert_close(tensor.double(), merged[name], rtol=0.02, atol=0.02)
+    torch.manual_seed(2)
+    model = wrap(Adapted(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with pytest.raises(RuntimeError, match=r"'base_model.model.first.lora_A.default.weight' is not in the unit of"):
+        for _ in fsdp.export.weights(model, merge=fsdp.export.lora):
+            pass
+
+
+def test_adapters_are_merged_into_the_gathered_copy_alone() -> None:
+    run_ranks(2, _merges_adapters)

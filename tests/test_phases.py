@@ -1,0 +1,116 @@
+"""`fsdp.offload` and `onload`: everything leaves the device between two phases, and training goes on bit for bit.
+
+What lies on a device is tested on the late device, in `tests/device/situations.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.optim import WholeParamOptimizer
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_parameters
+from tests.test_export import FULL, NONE, WORDS, build
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    model(torch.randint(WORDS, (4,), generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def _training_goes_on(use_orig_params: bool) -> None:
+    for strategy in (FULL, NONE):
+        results = []
+        for moved in (False, True):
+            model = build(use_orig_params, strategy)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=0.01)
+            for number in range(4):
+                step(model, optimizer, number)
+                if moved and number % 2:
+                    with fsdp.offloaded(model, optimizer):
+                        pass
+                elif moved:
+                    fsdp.offload(model)
+                    fsdp.onload(model)
+            results.append(full_parameters(model))
+        assert_bit_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_training_goes_on_bit_for_bit(use_orig_params: bool) -> None:
+    run_ranks(2, _training_goes_on, use_orig_params)
+
+
+def _is_refused_meanwhile() -> None:
+    model = build(True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.numel()], lr=0.1)
+    step(model, optimizer, 0)
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    whole = WholeParamOptimizer(model, sgd, select=lambda name, shape: True, rest=sgd)
+    optimizers: list[Any] = [optimizer, whole]
+    fsdp.offload(model, optimizers)
+    batch = torch.zeros(4, dtype=torch.int64)
+    calls = {
+        "forward": lambda: model(batch),
+        "step": optimizer.step,
+        "whole step": whole.step,
+        "state dict": model.state_dict,
+        "optimizer state": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        "clip": lambda: model.clip_grad_norm_(1.0),
+        "summon": lambda: FullyShardedDataParallel.summon_full_params(model).__enter__(),
+        "export": lambda: next(iter(fsdp.export.weights(model))),
+        "reduce": model.reduce_gradients,
+        "offload": lambda: fsdp.offload(model),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=r"the model is offloaded: call fsdp.onload\(model, optimizer\) before"):
+            call()
+            raise AssertionError(name)
+    fsdp.onload(model, optimizers)
+    with pytest.raises(RuntimeError, match="the model is not offloaded"):
+        fsdp.onload(model)
+    step(model, optimizer, 1)
+    whole.step()
+
+
+def test_what_communicates_meanwhile_is_an_error_that_says_so() -> None:
+    run_ranks(2, _is_refused_meanwhile)
+
+
+def _refuses() -> None:
+    model = build(True)
+    with model.no_sync():
+        model(torch.zeros(4, dtype=torch.int64)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients from no_sync"):
+        fsdp.offload(model)
+    model.reduce_gradients()
+
+    class Offloads(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError, match="is in FORWARD"):
+                fsdp.offload(outer)
+            return x
+
+    outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Offloads()))
+    outer(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="expected a model with wrapped modules"):
+        fsdp.offload(nn.Linear(2, 2))
+    with pytest.raises(ZeroDivisionError), fsdp.offloaded(model):
+        raise ZeroDivisionError
+    model(torch.zeros(4, dtype=torch.int64))
+
+
+def test_is_refused_with_unreduced_gradients_and_in_a_forward() -> None:
+    run_ranks(2, _refuses)
