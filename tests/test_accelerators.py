@@ -114,11 +114,12 @@ class Over(NeverOver):
 
 def leave_the_order() -> tuple[str, int]:
     """What each rank is told, and how many groups it ended: rank 1 skips a unit, and rank 0's device waits for it."""
-    model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3)) for _ in range(3))))
+    group = new_group()
+    model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3), group) for _ in range(3))), group)
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
     context = model._join_context()
-    lane, ended = Lane.of(dist.group.WORLD), threading.Event()
+    lane, ended = Lane.of(group), threading.Event()
     watcher = Watcher()
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
@@ -128,7 +129,7 @@ def leave_the_order() -> tuple[str, int]:
         watcher.follow(NeverOver(), Work((), lane, f"gather {units[0].name}", on_host=False))
         with mock.patch.object(lane.carrier, "abort", ended.set):
             ended.wait(30)
-        combine(torch.ones(1), dist.group.WORLD, "the next collective")
+        combine(torch.ones(1), group, "the next collective")
     except OutOfStep as error:
         return str(error), int(ended.is_set())
     return "nothing", 0

@@ -221,6 +221,24 @@ def fail_again_and_again() -> list[int]:
     return numbers
 
 
+@impatient
+def destroy_the_replacement() -> list[float]:
+    lane = lane_of_new_group()
+    tree = Tree(lane)
+    tree.step([0, 1, 2])
+    with pytest.raises(OutOfStep):
+        tree.run([0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1])
+    tree.recover()
+    tree.step([0, 1, 2])
+    dist.barrier()
+    dist.destroy_process_group(lane.carrier.group)
+    return Tree(lane).run([0, 1, 2])
+
+
+def test_a_tree_begins_after_the_program_has_destroyed_the_groups_that_torch_knows() -> None:
+    assert run_ranks(2, destroy_the_replacement) == [[3.0] * 3] * 2
+
+
 def test_ranks_recover_as_often_as_they_fail() -> None:
     assert run_ranks(2, fail_again_and_again) == [[1, 2, 3, 4]] * 2
 

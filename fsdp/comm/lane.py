@@ -427,7 +427,7 @@ class Lane(Issuer):
 
     def _state(self) -> State:
         history, since = self._history, self.issued - self._at_meeting
-        broken = self.broken is not None
+        broken = self.broken is not None or self.carrier.is_destroyed
         return State(
             self._meetings,
             history.passes,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp.comm.groups import backend_of, control_device, group_ranks, make_control_group, make_group
+from fsdp.comm.groups import backend_of, control_device, group_ranks, is_registered, make_control_group, make_group
 from fsdp.comm.threads import in_thread
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 
@@ -74,6 +74,11 @@ class Carrier:
     def group(self) -> Any:
         """The group that serves the devices of the user's group."""
         return self._users() if self.replacement is None else self.replacement
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the program has destroyed the replacement, as by destroying all groups."""
+        return self.replacement is not None and not is_registered(self.replacement)
 
     def serving(self, device: torch.device, *, control: bool) -> Any:
         """Return the group for tensors on ``device``.
