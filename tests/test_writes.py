@@ -644,23 +644,23 @@ def look_before_a_step() -> None:
         model = wrap(nn.Linear(4, 3), FULL, use_orig_params, wrap_policy=None)
         model(torch.ones(2, 4)).sum().backward()
         ((_, unit, _),) = units_in(model)
-        (view,) = unit.views
+        (guard,) = unit.guards
         param = next(model.parameters())
-        assert view.is_as_left
+        assert guard.is_unchanged
         param.requires_grad_(False)
-        assert not view.is_as_left, "frozen"
+        assert not guard.is_unchanged, "frozen"
         param.requires_grad_(True)
-        assert view.is_as_left
+        assert guard.is_unchanged
         own, param.data = param.data, param.data.clone()
-        assert not view.is_as_left, "given other data"
+        assert not guard.is_unchanged, "given other data"
         param.data = own
-        assert view.is_as_left
+        assert guard.is_unchanged
         module = model.module
         name, resting = next((name, each) for name, each in module._parameters.items() if each is not None)
         module._parameters[name] = nn.Parameter(torch.ones(1))
-        assert not view.is_as_left, "replaced"
+        assert not guard.is_unchanged, "replaced"
         module._parameters[name] = resting
-        assert view.is_as_left
+        assert guard.is_unchanged
 
 
 def test_a_look_before_a_step_sees_what_was_done() -> None:

@@ -72,10 +72,10 @@ class UnitTensors:
         for (bucket, index), placeholder in placeholders.items() if self._home is None else ():
             for name, value in self.unit.views[bucket].user_attributes(index).items():
                 placeholder.__dict__.setdefault(name, value)
-        for bucket, views in enumerate(self.unit.views):
+        for bucket, guard in enumerate(self.unit.guards):
             of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
             flat = None if self._home is None else (self._home, flat_name(bucket))
-            views.put_placeholders(of_bucket, flat=flat, **counts)
+            guard.put_placeholders(of_bucket, flat=flat, **counts)
 
     def registered(self) -> dict[Key, torch.Tensor | None]:
         """Return the tensors that are registered now in place of the unit's."""
@@ -90,8 +90,8 @@ class UnitTensors:
 
     def restore(self) -> None:
         """Register the unit's own tensors again; idempotent."""
-        for views in self.unit.views:
-            views.drop_placeholders()
+        for guard in self.unit.guards:
+            guard.drop_placeholders()
 
 
 def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:

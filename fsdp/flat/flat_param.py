@@ -59,10 +59,6 @@ LOST_WRITE = (
     "Else change it between the steps: what is sharded in place, or the whole inside summon_full_params(), on all "
     "ranks alike"
 )
-RENORMALIZES = (
-    "by Embedding(max_norm=...), which rescales rows of its weight, here of a gathered copy: that would be lost. Pass "
-    "max_norm=None, and rescale the rows between the steps, inside summon_full_params(), on all ranks alike"
-)
 
 
 class MisplacedShardError(RuntimeError, AssertionError):
@@ -106,25 +102,6 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
     param.grad = grad
     param.data = shard
     return (grad.dtype, grad.device) != (shard.dtype, shard.device)
-
-
-def take_over_data(param: nn.Parameter, shard: torch.Tensor, name: str) -> None:
-    """Let the data of ``param``, which errors call ``name``, be ``shard`` again, with the values of what the user has
-    put in its place.
-
-    Raises:
-        RuntimeError: that has another shape, dtype or device.
-    """
-    new = param.data
-    if (new.shape, new.dtype, new.device) != (shard.shape, shard.dtype, shard.device):
-        kind = RuntimeError if new.device == shard.device else MisplacedShardError
-        raise kind(
-            f"Cannot writeback {name}: its data became {tuple(new.shape)}, {new.dtype} on {new.device}, and the shard "
-            f"is {tuple(shard.shape)}, {shard.dtype} on {shard.device}. Move or cast the wrapped module instead: "
-            ".to(), .half() and the like keep the two together"
-        )
-    shard.copy_(new)
-    param.data = shard
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from fsdp.comm.work import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
+from fsdp.flat.snapshot import Snapshot
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import flag_of, version_of
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -70,7 +70,6 @@ class FullCopy:
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
         memories: of each leaf the plain tensor over ``tensor``, which is itself or what a ``DTensor`` is made around.
         pooled: the buffer's memory; None where the shard has it.
-        flags: of each leaf whether it requires grad.
         differs: whether the shard has another dtype, or is on another device.
         keeps_writes: whether what is written to the leaves reaches the shard.
     """
@@ -94,13 +93,12 @@ class FullCopy:
         self._views = [*views, tensor[: layout.numel]]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
-        self._marks = marks = self._look()
-        self.flags = marks[2]
+        self._before = self._snapshot()
         self.keeps_writes, self.differs = resident, differs
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
-        self._versions: tuple[int, ...] = ()  # that these have while there is memory
+        self._versions: list[int] = []  # that these have while there is memory
         self._released = (RELEASED_VERSION,) * len(self._unchecked)
         self._cuts: dict[int, Sequence[torch.Tensor]] = {}
 
@@ -112,41 +110,37 @@ class FullCopy:
                 pieces = self._cuts[count] = self.tensor.view(count, self.tensor.numel() // count).unbind()
         return pieces
 
-    def _look(self) -> tuple[list[int], list[int], list[bool]]:
-        """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
-        start, leaves = self.tensor.data_ptr(), self.all_leaves
-        offsets = [memory.data_ptr() - start for memory in self.memories]
-        if -start in offsets:  # of what has no elements
-            offsets = [0 if offset == -start else offset for offset in offsets]
-        return list(map(version_of, leaves)), offsets, list(map(flag_of, leaves))
+    def _snapshot(self) -> Snapshot:
+        """Record the leaves. Writes of the engine go to ``tensor``, which shares no version counter with them."""
+        return Snapshot(self.all_leaves, origin=self.tensor.data_ptr())
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
         self.all_leaves[index].requires_grad_(requires_grad)
-        self.flags[index] = requires_grad
+        self._before.flags[index] = requires_grad
 
     def undo_writes(self) -> list[tuple[int, str]]:
-        """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
-        words). But for their values the leaves are what they were again. To be called while there is memory.
+        """Return the writes of users to leaves since the last call that would be lost, as (index, verb).
 
-        A write through ``leaf.data`` leaves no trace here; with ``FSDP_DEBUG=1`` it is an error at once.
+        The leaves show the buffer again, with the ``requires_grad`` of before. Their values stay as written. Must be
+        called while there is memory. A write through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an
+        error at once.
         """
-        seen, marks = self._look(), self._marks
-        if seen == marks:
+        changes = self._before.diff(self._snapshot())
+        if not changes:
             return []
         found = []
-        each = zip(self.all_leaves, self._views, zip(*seen), zip(*marks))
-        for index, (leaf, view, now, before) in enumerate(each):
-            if now[1] != before[1]:
-                self.memories[index].data = view
+        for change in changes:
+            index, leaf = change.index, self.all_leaves[change.index]
+            if change.moved:
+                self.memories[index].data = self._views[index]
                 found.append((index, "given other data"))
-            elif now[0] != before[0] and not self.keeps_writes:
+            elif change.written and not self.keeps_writes:
                 found.append((index, "changed in place"))
-            if now[2] is not before[2]:
-                leaf.requires_grad_(before[2])
-                found.append((index, "unfrozen" if now[2] else "frozen"))
-        self._marks = marks = self._look()
-        self.flags = marks[2]
+            if change.flag:
+                found.append((index, "unfrozen" if leaf.requires_grad else "frozen"))
+                leaf.requires_grad_(not leaf.requires_grad)
+        self._before = self._snapshot()
         return found
 
     def enter(self, state: BufferState) -> None:
@@ -156,7 +150,7 @@ class FullCopy:
         if state is BufferState.SHARDED:
             # Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a
             # leaf which is not there, past all that would have gathered it.
-            self._versions = tuple(map(version_of, self._unchecked))
+            self._versions = [leaf._version for leaf in self._unchecked]
             set_versions(self._unchecked, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
             set_versions(self._unchecked, self._versions)
@@ -164,7 +158,7 @@ class FullCopy:
 
     def outdate(self) -> None:
         """Autograd refuses to read what it has saved of the leaves so far."""
-        set_versions(self._unchecked, tuple(version + 1 for version in map(version_of, self._unchecked)))
+        set_versions(self._unchecked, [leaf._version + 1 for leaf in self._unchecked])
 
 
 RELEASED_VERSION = 1 << 30  # the version of a leaf while there is nothing behind it

@@ -1,18 +1,23 @@
-"""Where a bucket's parameters are registered on the modules, and what is registered there now.
+"""The tensors that are registered on the modules as the parameters of one bucket: a stack of layers.
 
-[Note: What is registered]
-Leaves while the unit computes. While it does not, whatever is uppermost of: placeholders, while a state dict is made or
-loaded; parameters in full shape, while they are summoned; and what *rests* there: the user's own parameters, which
-hold the shard (``use_orig_params=True``), or :class:`ShardedPlaceholder` s beside a flat parameter (False).
+[Note: Registration layers]
+The uppermost layer of a bucket is registered on its modules. From bottom to top:
 
-``views.py`` says what users do to it. This file alone writes ``module._parameters``.
+1. The base, which holds the shard: the user's own parameters (``use_orig_params=True``), or
+   :class:`ShardedPlaceholder` s as plain attributes beside the registered flat parameter (False).
+2. The leaves over the full buffer, while the unit computes.
+3. The full parameters, inside ``summon_full_params``.
+4. Placeholders, while a state dict is made or loaded.
+
+Each layer is pushed when its use begins, and popped when it ends. Users may assign parameters at any time, which
+``params.py`` takes over. This file alone writes ``module._parameters``.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +29,13 @@ from fsdp.flat.full_copy import FullCopy
 from fsdp.flat.metadata import ParamInfos
 from fsdp.flat.names import own_modules
 from fsdp.flat.ownership import OwnedParam, Place
+from fsdp.flat.snapshot import Snapshot
 
-Write = tuple[Any, Any, Any]  # what is put where: dictionary, key, value
+Guard = tuple[Any, Any, Any]  # an entry that refuses forwards of a module: dictionary, key, value
 
 
 class ShardedPlaceholder(torch.Tensor):
-    """Stands on a module for a parameter that is not gathered: has its shape, dtype and device, and no values."""
+    """A stand-in for a sharded parameter: it has the shape, dtype and device, and no values."""
 
     _handle: FlatParamHandle
     _index: int  # of the parameter in the handle's layout
@@ -57,8 +63,8 @@ class ShardedPlaceholder(torch.Tensor):
 
 
 class _InUnit:
-    """Stands in the ``__dict__`` of a module that owns parameters of a unit, where a copy of the module alone would not
-    have them: ``copy.deepcopy`` comes by here, unless the unit is being copied, and it is refused."""
+    """An entry in the ``__dict__`` of a module that owns parameters of a unit: it refuses ``copy.deepcopy`` of the
+    module alone, which would copy shards. While the unit itself is copied, ``deepcopy`` finds it in its memo."""
 
     ATTRIBUTE = "_fsdp_in_unit"
 
@@ -78,36 +84,50 @@ class _InUnit:
 
 
 class Slot:
-    """One registration: the dictionary that holds it, and the parameter of the layout that it is of."""
+    """One registration of a parameter: ``module.<attribute>``.
 
-    __slots__ = ("attribute", "index", "module", "name", "owner", "plain")
+    Attributes:
+        index: the number of the parameter in the layout.
+        hidden: whether the base and the leaves are plain attributes, which ``parameters()`` does not return.
+        plain: whether a dictionary write is enough. A class with a ``__setattr__`` of its own (torch's RNNs) keeps
+            records, which a dictionary write would bypass.
+    """
+
+    __slots__ = ("attribute", "hidden", "index", "module", "name", "plain")
 
     def __init__(self, place: Place, index: int, *, hidden: bool) -> None:
-        """``hidden``: ``parameters()`` does not show what is there, a plain attribute."""
-        self.module, self.attribute, self.name, self.index = place.module, place.attribute, place.name, index
-        self.owner: dict[str, Any] = place.module.__dict__ if hidden else place.module._parameters
-        # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
+        self.module, self.attribute, self.name = place.module, place.attribute, place.name
+        self.index, self.hidden = index, hidden
         self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
 
+    @property
+    def owner(self) -> dict[str, Any]:
+        """The dictionary for the base and the leaves."""
+        return self.module.__dict__ if self.hidden else self.module._parameters
+
     def current(self) -> Any:
-        """What stands there now: users assign parameters, which ``nn.Module`` registers wherever we had put ours."""
+        """Return the tensor that is here now. ``nn.Module`` registers a parameter that a user assigns."""
         registered = self.module._parameters.get(self.attribute)
         return registered if registered is not None else self.owner.get(self.attribute)
 
-    def put(self, value: Any) -> None:
+    def put(self, tensor: Any) -> None:
+        """Put ``tensor`` here, as the base or the leaves are."""
         if not self.plain:
-            setattr(self.module, self.attribute, value)
-            for home in (self.module._parameters, self.module.__dict__):
-                home.pop(self.attribute, None)
-        elif self.owner is not self.module._parameters:
+            setattr(self.module, self.attribute, tensor)
+            for entries in (self.module._parameters, self.module.__dict__):
+                entries.pop(self.attribute, None)
+        elif self.hidden:
             self.module._parameters.pop(self.attribute, None)
-        self.owner[self.attribute] = value
+        self.owner[self.attribute] = tensor
 
 
 @dataclass(frozen=True)
 class Home:
-    """The module that a unit's flat parameters are registered on, and the order of what each of its modules had
-    registered before the first bucket changed it."""
+    """The module that the flat parameters of a unit are registered on.
+
+    Attributes:
+        orders: by module, the names of its parameters before the first bucket was flattened, in their order.
+    """
 
     module: nn.Module
     orders: dict[nn.Module, list[str]]
@@ -117,73 +137,100 @@ class Home:
         return Home(module, {owner: [*owner._parameters.keys()] for _, owner in own_modules(unit_module)})
 
     def free_name(self) -> str:
-        """The first of ``_flat_param``, ``_flat_param_1``, ... that is free."""
+        """Return the first free name of ``_flat_param``, ``_flat_param_1``, ..."""
         names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
         return next(name for name in names if name not in self.module._parameters)
 
 
-class _Writes:
-    """Tensors, and the places (dictionaries and keys) that they are put in, all at once."""
+class Layer:
+    """Tensors to register, one per parameter of the layout; behind them the flat parameter, where it is registered.
 
-    __slots__ = ("_by_owner", "_careful", "_each", "tensors")
+    Attributes:
+        tensors: in the order of the layout.
+        memory: the memory that the values of each tensor belong in. None for the tensors of a state dict, and for a
+            placeholder.
+        before: a snapshot of ``tensors`` without changes of users; empty if these do not count.
+        compares_values: whether values are compared as well, for writes without a trace, as through ``.data``.
+        keeps_writes: whether changes of users are taken over when the layer is popped.
+        flat_place: the module and the name for the only tensor of the layer, which stands for the flat vector.
+    """
 
     def __init__(
         self,
-        places: Sequence[tuple[dict[str, Any], str]],
         tensors: Sequence[Any],
-        careful: Sequence[tuple[Slot, Any]] = (),
+        memory: Sequence[torch.Tensor | None] | None = None,
+        *,
+        keeps_writes: bool = False,
+        compares_values: bool = False,
+        flat_place: tuple[nn.Module, str] | None = None,
     ) -> None:
-        """``careful``: slots that have to be told of their tensors."""
-        self.tensors, self._careful = tensors, careful
-        self._each: list[tuple[dict[str, Any], str, Any]] = []
+        self.tensors, self.memory, self.flat_place = list(tensors), memory, flat_place
+        self.keeps_writes, self.compares_values = keeps_writes, compares_values
+        self.before = Snapshot(self.tensors if keeps_writes or memory is not None else ())
+
+    def replace(self, index: int, tensor: Any) -> None:
+        """Let ``tensor``, over the same memory, take the place of a tensor."""
+        self.tensors[index] = tensor
+
+    @property
+    def has_flags_of_before(self) -> bool:
+        """Whether each tensor has the ``requires_grad`` of the snapshot."""
+        return [tensor.requires_grad for tensor in self.tensors] == self.before.flags
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether each tensor has the data pointer and ``requires_grad`` of the snapshot."""
+        return Snapshot(self.tensors).has_data_and_flags_of(self.before)
+
+    def accept_flags(self) -> None:
+        """Let the snapshot have the present ``requires_grad`` of each tensor."""
+        self.before.flags = [tensor.requires_grad for tensor in self.tensors]
+
+
+class _Entries:
+    """Tensors and the dictionary entries that they are written to."""
+
+    __slots__ = ("_by_owner", "_each", "_slots")
+
+    def __init__(self, each: Sequence[tuple[dict[str, Any], str, Any]], slots: Sequence[tuple[Slot, Any]] = ()) -> None:
+        """``each`` entry is an owner, a key and a tensor. ``slots`` are those that need their own ``put``."""
+        self._each, self._slots = each, slots
         by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        for (owner, key), tensor in zip(places, tensors, strict=True):
-            self._each.append((owner, key, tensor))
+        for owner, key, tensor in each:
             by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
         self._by_owner = list(by_owner.values())
 
-    def put(self) -> None:
-        for owner, its in self._by_owner:
-            owner |= its
-        for slot, tensor in self._careful:
+    def write(self) -> None:
+        for owner, entries in self._by_owner:
+            owner |= entries
+        for slot, tensor in self._slots:
             slot.put(tensor)
 
-    def there(self) -> list[Any]:
-        """What stands in each of the places now."""
-        return [owner.get(key) for owner, key, _ in self._each]
-
+    @property
     def are_there(self) -> bool:
+        """Whether each entry has its tensor now."""
         for owner, key, tensor in self._each:
             if owner.get(key) is not tensor:
                 return False
         return True
 
 
-@dataclass(eq=False)
-class Layer:
-    """Tensors that are registered over what rests there, one per parameter of the layout."""
-
-    tensors: list[Any]
-    values: Sequence[torch.Tensor] | None = None  # the parameters' memory; what users put in their places goes there
-    flat: tuple[nn.Module, str] | None = None  # where the only tensor is, if it stands for the whole flat vector
-    before: tuple[list[Any], list[Any]] | None = None  # looks and flags; None where changes do not count
-    compared: bool = False  # whether a change of values counts that nothing else shows, as through ``.data``
-
-
 class Registration:
-    """The places of one bucket's parameters; see [Note: What is registered].
+    """The registrations of one bucket's parameters; see [Note: Registration layers].
 
     Attributes:
-        name: the flat parameter's.
-        resting: what rests there, one tensor per parameter of the layout.
-        summoned, placeholders: what is registered over it, if something is.
+        name: the name of the flat parameter; "" without one.
+        base: the lowest layer.
+        shows_leaves: whether the layer of leaves is on the stack.
+        summoned: the layer of full parameters; None outside of ``summon_full_params``.
+        placeholders: the layer for a state dict; None if no state dict is made or loaded.
     """
 
     def __init__(
-        self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home | None, guards: Sequence[Write] = ()
+        self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home | None, guards: Sequence[Guard] = ()
     ) -> None:
-        """``home`` is for buckets that show a flat parameter; ``guards`` are put while what rests there is registered,
-        and taken away else."""
+        """``home`` is for buckets with a registered flat parameter. ``guards`` are in place while the modules cannot
+        compute with what is registered."""
         self.handle = handle
         self._home, self._guards = home, guards
         self._slots = [
@@ -191,7 +238,7 @@ class Registration:
         ]
         first = (item.places[0] for item in owned)
         handle.flat_param._param_infos = ParamInfos((place.module, place.attribute, place.name) for place in first)
-        self._slots_of: dict[int, list[Slot]] = {}  # by parameter of the layout
+        self._slots_of: dict[int, list[Slot]] = {}  # by index of the parameter
         for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)
             if home is not None:
@@ -200,156 +247,159 @@ class Registration:
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
         self.name = "" if home is None else home.free_name()
         self._orders = {} if home is None else {slot.module: home.orders[slot.module] for slot in self._slots}
-        self._copy: FullCopy | None = None  # whose leaves the next line holds
-        self._leaf_writes = _Writes([], [])
-        self.resting: list[Any] = []
-        self._resting_writes = _Writes([], [])
+        # the entries of ``_parameters`` that are free while the base is registered as plain attributes
+        hidden = self._slots if home is not None else []
+        self._free = _Entries([(slot.module._parameters, slot.attribute, None) for slot in hidden])
+        self.base = Layer([])
+        self._base_entries = _Entries([])
+        self._leaves_of: FullCopy | None = None  # the full buffer of the leaf entries
+        self._leaf_entries = _Entries([])
+        self.shows_leaves = False
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
-        self._shown: Any = None  # of writes or layers that which was registered last
-        # where users would register what takes the place of a plain attribute, and nothing is
-        hidden = [(slot.module._parameters, slot.attribute) for slot in self._slots if home is not None]
-        self._free: _Writes = _Writes(hidden, [None] * len(hidden))
+        self._written: Any = None  # the layer, or the entries, that the modules show
 
-    def _writes(self, tensors: Sequence[Any], flat: Any) -> _Writes:
-        places: list[tuple[dict[str, Any], str]] = [(slot.owner, slot.attribute) for slot in self._slots]
-        values = [tensors[slot.index] for slot in self._slots]
-        if self._home is not None:
-            places.append((self._home.module._parameters, self.name))
-            values.append(flat)
-        return _Writes(places, values, [(slot, tensors[slot.index]) for slot in self._slots if not slot.plain])
+    # -- the stack -----------------------------------------------------------------------------------------------------
 
-    # -- switching -----------------------------------------------------------------------------------------------------
+    def set_base(self, layer: Layer) -> None:
+        """Let ``layer`` be the base."""
+        self.base, self._base_entries = layer, self._entries(layer.tensors)
 
-    def rest(self, tensors: list[Any]) -> None:
-        """``tensors`` rest in the parameters' places from here on."""
-        self.resting = tensors
-        self._resting_writes = self._writes(tensors, self.handle.flat_param)
+    def replace_base(self, index: int, tensor: Any) -> None:
+        """Let ``tensor``, over the same memory, be the base of parameter ``index``."""
+        self.base.replace(index, tensor)
+        self._base_entries = self._entries(self.base.tensors)
 
-    def use_resting(self) -> None:
-        """The modules show what they do while the unit does not run. Where they do already, what users have put there
-        since stays, and is taken over later."""
-        layer = self.placeholders or self.summoned
-        if self._shown is (layer or self._resting_writes):
-            return
-        if layer is not None:
-            self._register(layer)
-            return
-        self._shown = self._resting_writes
-        self._resting_writes.put()
-        for dictionary, key, guard in self._guards:
-            dictionary[key] = guard
+    def push_leaves(self) -> None:
+        """Register the leaves of the full buffer in use."""
+        buffer = self.handle.copy
+        if buffer is not self._leaves_of:
+            self._leaves_of, self._leaf_entries = buffer, self._entries(buffer.all_leaves)
+        self.shows_leaves = True
+        self._show()
 
-    def use_leaves(self, take_over: Callable[[], None] | None) -> None:
-        """The modules compute with the full parameters from here on; ``take_over`` is called before, if users have put
-        something in the place of what was registered. If a gather was started before, it counts from the next one on.
-        """
-        copy = self.handle.copy
-        if copy is not self._copy:
-            self._copy, self._leaf_writes = copy, self._writes(copy.leaves, copy.whole)
-        if take_over is not None and not self._resting_writes.are_there():
-            ours = zip(self._leaf_writes.there(), self._leaf_writes.tensors, self._resting_writes.tensors)
-            if any(current is not leaf and current is not resting for current, leaf, resting in ours):
-                take_over()
-        self._shown = self._leaf_writes
-        self._leaf_writes.put()
-        self._unguard()
+    def pop_leaves(self) -> None:
+        """Register the layer below the leaves; idempotent. Parameters that users have assigned since stay."""
+        self.shows_leaves = False
+        self._show()
 
-    def _unguard(self) -> None:
-        try:
-            for dictionary, key, _ in self._guards:
-                del dictionary[key]
-        except KeyError:  # not all of them were there
-            for dictionary, key, _ in self._guards:
-                dictionary.pop(key, None)
-
-    def unregister(self) -> None:
-        """Nothing of the bucket is registered until ``use_resting``."""
-        self._shown = None
-        if self._home is not None:
-            self._home.module._parameters[self.name] = None
-            return
-        for slot in self._slots:
-            if slot.attribute in slot.module._parameters:
-                slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
-
-    def cover(self, layer: Layer, *, summoned: bool) -> None:
-        """Register ``layer`` over what is there until ``uncover``."""
+    def push(self, layer: Layer, *, summoned: bool = False) -> None:
+        """Register ``layer`` over the others."""
         if summoned:
             self.summoned = layer
         else:
             self.placeholders = layer
-        self._register(layer)
+        self._show()
 
-    def uncover(self, layer: Layer) -> list[torch.Tensor | None]:
-        """Register what is below ``layer``, the uppermost; returns what was registered."""
+    def pop(self, layer: Layer) -> list[Any]:
+        """Remove ``layer``, the uppermost one, and return the tensors that were registered in the end."""
         found = self.registered()
         if layer is self.placeholders:
             self.placeholders = None
         else:
             self.summoned = None
-        if layer.flat is not None:
-            module, name = layer.flat
+        if layer.flat_place is not None:
+            module, name = layer.flat_place
             del module._parameters[name]
-        elif self._home is not None:
-            self._unregister_originals()
-        self.use_resting()
+        self._show()
         return found
 
-    def _unregister_originals(self) -> None:
+    def unregister(self) -> None:
+        """Register nothing of the bucket until ``register_again``."""
+        self._written = None
+        if self._home is not None:
+            self._home.module._parameters[self.name] = None
+            return
         for slot in self._slots:
-            slot.module._parameters.pop(slot.attribute, None)
+            if slot.attribute in slot.module._parameters:
+                slot.module._parameters[slot.attribute] = None  # which nn.Module skips, and which keeps the order
 
-    def _register(self, layer: Layer) -> None:
-        if layer.flat is not None:
+    def register_again(self) -> None:
+        """Register the uppermost layer after ``unregister``."""
+        self._show()
+
+    def _show(self) -> None:
+        """Write the uppermost layer to the modules, unless they show it."""
+        layer = self.placeholders or self.summoned
+        if layer is not None:
+            if self._written is not layer:
+                self._write_parameters(layer)
+            return
+        entries = self._leaf_entries if self.shows_leaves else self._base_entries
+        if self._written is entries:
+            return
+        if self._home is not None and isinstance(self._written, Layer):
+            for slot in self._slots:
+                slot.module._parameters.pop(slot.attribute, None)
+        self._written = entries
+        entries.write()
+        self._guard(on=not self.shows_leaves)
+
+    def _entries(self, tensors: Sequence[Any]) -> _Entries:
+        """Make the entries for the base or the leaves."""
+        each = [(slot.owner, slot.attribute, tensors[slot.index]) for slot in self._slots]
+        if self._home is not None:
+            each.append((self._home.module._parameters, self.name, tensors[-1]))
+        return _Entries(each, [(slot, tensors[slot.index]) for slot in self._slots if not slot.plain])
+
+    def _write_parameters(self, layer: Layer) -> None:
+        """Register the tensors of ``layer`` as parameters, in the order of the plain module."""
+        self._written = layer
+        if layer.flat_place is not None:
             self.unregister()
-            layer.flat[0]._parameters[layer.flat[1]] = layer.tensors[0]
-            self._shown = layer
+            self._written = layer
+            module, name = layer.flat_place
+            module._parameters[name] = layer.tensors[0]
             return
         if self._home is not None:
             self._home.module._parameters.pop(self.name, None)
         for slot in self._slots:
-            if self._home is not None:
-                slot.owner.pop(slot.attribute, None)
+            if slot.hidden:
+                slot.module.__dict__.pop(slot.attribute, None)
             slot.module._parameters[slot.attribute] = layer.tensors[slot.index]
-        for module, order in self._orders.items():  # as the plain module has them
-            here = dict(module._parameters)
+        for module, order in self._orders.items():
+            entries = dict(module._parameters)
             module._parameters.clear()
-            module._parameters.update({name: here.pop(name) for name in order if name in here})
-            module._parameters.update(here)
+            module._parameters.update({name: entries.pop(name) for name in order if name in entries})
+            module._parameters.update(entries)
         if layer is self.summoned:
-            self._unguard()
-        self._shown = layer
+            self._guard(on=False)
 
-    # -- what users have put there -------------------------------------------------------------------------------------
+    def _guard(self, *, on: bool) -> None:
+        """Refuse, or allow, forwards of modules whose parameters are shards."""
+        for dictionary, key, guard in self._guards:
+            if on:
+                dictionary[key] = guard
+            else:
+                dictionary.pop(key, None)
+
+    # -- assignments of users ------------------------------------------------------------------------------------------
 
     @property
-    def rests(self) -> bool:
-        """Whether nothing is registered but what rests there."""
-        if self.placeholders is not None or self.summoned is not None or not self._resting_writes.are_there():
+    def base_is_intact(self) -> bool:
+        """Whether the base is the uppermost layer, and its tensors are registered, and no others."""
+        if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
-        return self._home is None or self._free.are_there()
+        return self._base_entries.are_there and (self._home is None or self._free.are_there)
 
     def registered(self) -> list[torch.Tensor | None]:
-        """What is registered in the (first) place of each parameter of the layout now."""
+        """Return the tensor that is registered in the first place of each parameter of the layout."""
         first = [self._slots_of[index][0] for index in range(len(self._slots_of))]
         return [slot.module._parameters.get(slot.attribute) for slot in first]
 
     def replaced(self) -> Iterator[tuple[int, Any]]:
-        """(index, the user's) of each parameter that is not what we have registered.
+        """Yield the index and the new tensor of each parameter that a user has replaced.
 
         Raises:
             NotImplementedError: one registration of a shared parameter was replaced.
-            RuntimeError: it was replaced by a parameter of another unit.
+            RuntimeError: a parameter was replaced by one of another unit.
         """
-        ours = self.resting if self.summoned is None else self.summoned.tensors
-        if self.rests:  # nearly always
-            return
+        ours = (self.summoned or self.base).tensors
         strange = {
             slot.index: (slot.name, current)
             for slot in self._slots
             if (current := slot.current()) is not ours[slot.index]
-            and current is not None  # the module has to do without
+            and current is not None  # a user has deleted it
             and not self.handle.is_leaf(current, slot.index)
         }
         for index, (name, new) in strange.items():
@@ -368,19 +418,14 @@ class Registration:
                 )
             yield index, new
 
-    def renormalizes(self, index: int) -> bool:
-        """Whether a module that has parameter ``index`` rescales it in its forward."""
-        modules = [slot.module for slot in self._slots_of.get(index, ())]
-        return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None for m in modules)
-
-    def put_back(self, index: int, tensor: Any) -> None:
-        """Put ``tensor`` in the places of parameter ``index``."""
+    def put_back(self, index: int) -> None:
+        """Register the tensor of the base again that a user has replaced."""
         for slot in self._slots_of[index]:
-            slot.put(tensor)
+            slot.put(self.base.tensors[index])
 
     def put_back_leaves(self) -> list[int]:
-        """Put leaves where users have put something else while they are registered; returns the indices of those."""
-        if self._leaf_writes.are_there():
+        """Register leaves again that a user has replaced, and return the indices of their parameters."""
+        if self._leaf_entries.are_there:
             return []
         found = []
         for slot in self._slots:
@@ -390,23 +435,28 @@ class Registration:
                 slot.put(leaf)
         return found
 
+    def renormalizes(self, index: int) -> bool:
+        """Whether the forward of a module with parameter ``index`` rescales its rows."""
+        modules = [slot.module for slot in self._slots_of.get(index, ())]
+        return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None for m in modules)
+
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def forbid_copies(self) -> None:
-        """Modules that own parameters of the bucket can be copied with their unit only, or while it is summoned."""
+        """Refuse copies of modules with parameters of the bucket, except with the unit, or while it is summoned."""
         for module, index in {slot.module: slot.index for slot in self._slots}.items():
             module.__dict__[_InUnit.ATTRIBUTE] = _InUnit(self, module, index)
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        """See ``CommonViews.announce_copies``."""
-        memo[id(self.handle.flat_param)] = handle.flat_param
+        """Fill the ``memo`` of a ``deepcopy`` of the modules, for which ``handle`` was copied."""
         memo.update({id(slot.module.__dict__.get(_InUnit.ATTRIBUTE)): None for slot in self._slots})
         if self._home is not None:
-            memo.update({id(tensor): tensor for tensor in self.resting})  # until they are replaced
+            memo.update({id(tensor): tensor for tensor in self.base.tensors})  # until they are replaced
+        memo[id(self.handle.flat_param)] = handle.flat_param
 
     def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], Home | None]:
-        """The places in the copies that ``memo`` has of the modules, without parameters; what is in the way of a new
-        registration is gone."""
+        """Return the places in the copies of the modules, without parameters, and clear these for a new registration.
+        ``memo`` has the copies."""
         unknown: Any = None
         owned = [OwnedParam(unknown, []) for _ in self.handle.layout.params]
         for slot in self._slots:
@@ -422,18 +472,20 @@ class Registration:
 
 
 def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What ``module`` itself has registered, by attribute; what is registered as None is left out."""
+    """Return the name and tensor of each parameter that ``module`` itself has registered, except None."""
     return [(attribute, param) for attribute, param in module._parameters.items() if param is not None]
 
 
 def register_instead(module: nn.Module, attribute: str, placeholder: torch.Tensor) -> None:
-    """Register ``placeholder`` as ``attribute`` of ``module``, in the place of what is there."""
+    """Register ``placeholder`` as ``attribute`` of ``module``, in place of the present tensor."""
     module._parameters[attribute] = placeholder  # type: ignore[assignment]
 
 
 def drop_gradients(model: nn.Module) -> bool:
-    """Set the gradients of all parameters of ``model`` to None. ``nn.Module.zero_grad`` does the same, and makes names
-    and paths for that. Returns False, with nothing done, where a module says itself which modules it has."""
+    """Set the gradients of all parameters of ``model`` to None, as ``nn.Module.zero_grad`` does, without names.
+
+    Returns False, with nothing done, if the class of a module overrides ``named_modules`` or ``parameters``.
+    """
     if type(model).parameters is not nn.Module.parameters:
         return False
     modules, seen = [model], {model}
@@ -452,4 +504,4 @@ def drop_gradients(model: nn.Module) -> bool:
 
 
 def _keep_layout() -> None:
-    """Takes the place of ``flatten_parameters`` on RNNs."""
+    """Replace ``flatten_parameters`` of RNNs."""

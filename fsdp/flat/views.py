@@ -1,114 +1,233 @@
-"""Which parameters users and optimizers hold ("visible" ones), their gradients, and what users write to them.
+"""The parameters of one bucket that users and optimizers hold ("visible" ones), and their gradients.
 
-What is written is taken over at the next entry (a forward, a summon, a state dict, an optimizer's step, a copy): each
-tensor that stands for a parameter has memory that its values belong in, and whatever users have put in the place of the
-tensor or of its data is copied there. ``registration.py`` knows what stands where.
-
-Two classes, one per mode (``use_orig_params``), chosen once per bucket.
+Two classes, one per value of ``use_orig_params``, chosen once per bucket. ``registration.py`` registers the tensors,
+``params.py`` takes over what users write to them.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.flat.common_views import CommonViews
-from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
-from fsdp.flat.full_copy import BufferState, SlotBuffer, point_at
+from fsdp.flat.flat_param import FlatParamHandle, assign_grad
+from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
-from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
+from fsdp.flat.registration import Guard, Home, Layer, Registration, ShardedPlaceholder
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import Visible, address_of, flag_of, flags_of, looks_of
 
-_hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
-Guard = Callable[[nn.Module, Callable[[], str]], Write]  # refuses forwards of the module, in these words
+RefuseForward = Callable[[nn.Module, Callable[[], str]], Guard]  # the guard of a module, and its words
+
+
+class Visible(NamedTuple):
+    """A parameter that users and optimizers hold."""
+
+    name: str
+    param: nn.Parameter
+    members: Sequence[int]  # the indices of its leaves
+    absent: bool  # whether this rank's shard has no element of it
+
+
+class CommonViews:
+    """The visible parameters of one bucket.
+
+    Attributes:
+        visible: one per parameter of the layout, or the flat parameter.
+        present: the positions in ``visible`` of parameters with elements in this rank's shard.
+        params: the tensors of ``visible``.
+        shows_grads: whether full gradients are summoned.
+    """
+
+    visible: Sequence[Visible]
+
+    def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
+        self.handle, self.registration = handle, registration
+        self.shows_grads = False
+        self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
+
+    def _set_visible(self, visible: Sequence[Visible]) -> None:
+        self.visible = visible
+        self.present = [position for position, each in enumerate(visible) if not each.absent]
+        self.params = [each.param for each in visible]
+
+    def note_writes(self, indices: Iterable[int]) -> None:
+        """Let the version of each visible parameter grow of which a parameter of the layout was written."""
+        changed = set(indices)
+        params = [visible.param for visible in self.visible if not changed.isdisjoint(visible.members)]
+        if params:
+            torch.autograd.graph.increment_version(params)
+
+    def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
+        """Let ``new``, by which a user has replaced parameter ``index``, be the parameter. Its values are in ``memory``
+        already."""
+        raise AssertionError("each mode overrides this")
+
+    def unite_flags(self) -> None:
+        """Freeze and unfreeze parameters that have one ``requires_grad``, as one of them was."""
+
+    def take_flags(self, flags: Sequence[bool | None]) -> None:
+        """Freeze or unfreeze each parameter of the layout; None leaves it as it is."""
+        summoned = self.registration.summoned
+        for tensor, flag in zip(summoned.tensors if summoned else self.params, flags):
+            if flag is not None:
+                tensor.requires_grad_(flag)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
+        """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
+        visible = self.visible[position]
+        if assign_grad(visible.param, grad):
+            self._on_new_accumulator(visible.members[-1], visible.param)
+
+    def take_grad(self, index: int, whole: torch.Tensor) -> None:
+        """Copy ``whole`` to the gradient of parameter ``index``."""
+        whole = local_of(whole)
+        visible = next(visible for visible in self.visible if index in visible.members)
+        if visible.absent:
+            return
+        if visible.param.grad is None:
+            visible.param.grad = torch.zeros_like(visible.param)
+        part = self._part_of_grad(visible, index)
+        part.copy_(whole if part.shape == whole.shape else self.handle.part_of(index, whole))
+
+    def _part_of_grad(self, visible: Visible, index: int) -> torch.Tensor:
+        """Return the part of parameter ``index`` in the gradient of ``visible``."""
+        grad: Any = visible.param.grad
+        if len(visible.members) == 1:
+            return grad
+        sharded = grad.shape == self.handle.shard.shape
+        return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
+
+    def notify_of_accumulators(self, callback: Callable[[int, torch.Tensor], None]) -> None:
+        """Call ``callback`` with a tensor of ``used_outside`` when autograd has lost its accumulator."""
+        if not self.handle.groups.sharded:
+            self._on_new_accumulator = callback
+
+    def used_outside(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the tensors that a program may compute with outside of the unit's forward and that are no leaves.
+
+        Each comes with the index of the leaf for the same values. There are none if the bucket is sharded.
+        """
+        if self.handle.groups.sharded:
+            return []
+        leaves = {id(leaf) for _, leaf in self.handle.all_leaves}
+        return [(i, tensor) for i, tensor in enumerate(self.registration.base.tensors) if id(tensor) not in leaves]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether ``hooked`` changes gradients now."""
+        return self.handle.has_tp
+
+    def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return the result of the user's hooks on ``grad``, the whole gradient of parameter ``index`` on this rank."""
+        return self.local_gradient(index, grad)
+
+    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of ``grad``, the gradient of a parameter of tensor parallelism, for which ranks may
+        communicate; else ``grad`` itself."""
+        tp = self.handle.tp[index] if index < len(self.handle.tp) else None
+        return grad if tp is None else tp.local_gradient(grad)
+
+    # -- full parameters -----------------------------------------------------------------------------------------------
+
+    def drop_casts(self) -> None:
+        """Let summoned parameters that were cast or moved show their memory again; their values are not kept."""
+        layer = self.registration.summoned
+        assert layer is not None and layer.memory is not None
+        for tensor, memory in zip(map(local_of, layer.tensors), layer.memory):
+            if memory is not None and (tensor.dtype, tensor.device) != (memory.dtype, memory.device):
+                point_at([tensor], [memory])
+
+    def summoned(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the name in the unit and the tensor of each summoned parameter."""
+        layer = self.registration.summoned
+        return list(zip((record.name for record in self.handle.layout.params), layer.tensors if layer else ()))
+
+    def user_attributes(self, index: int) -> dict[str, Any]:
+        """Return the attributes that users have set on parameter ``index`` of the layout."""
+        own = vars(self._attributes_of(index))
+        return {name: value for name, value in own.items() if not name.startswith("_fsdp_")}
+
+    def _attributes_of(self, index: int) -> torch.Tensor:
+        """Return the tensor that has the attributes of parameter ``index``."""
+        return self.handle.leaves[index]
+
+    # -- copies and changes of the shard -------------------------------------------------------------------------------
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        """Fill the ``memo`` of a ``deepcopy`` of the modules, for which ``handle`` was copied."""
+        self.registration.announce_copies(handle, memo)
+
+    def follow_shard(self) -> None:
+        """Register tensors over the shard, which is new, or has moved or changed its dtype."""
+        self.registration.set_base(self._make_base(self.handle.sharded_views(self.handle.shard)))
+        self.registration.register_again()
+
+    def _make_base(self, values: list[torch.Tensor]) -> Layer:
+        """Make the layer over the parts of the shard, ``values``."""
+        raise AssertionError("each mode overrides this")
 
 
 class OriginalViews(CommonViews):
     """``use_orig_params=True``: the user's own parameters, each over its part of the shard, stay registered."""
 
-    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], guard: Guard) -> None:
-        """``guard``: parameters that are themselves read between steps are their shards, and what computes with them
-        must not."""
+    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], refuse: RefuseForward) -> None:
+        """``refuse`` makes the guards of modules whose parameters are shards between steps."""
         self._originals: list[Any] = [item.param for item in owned]
-        self._guard = guard
+        self._refuse = refuse
         visible = []
         for index, (item, piece) in enumerate(zip(owned, handle.layout.pieces(handle.groups.shard_rank))):
-            somewhere = handle.layout.params[index].numel > 0 or handle.is_cut(index)  # else all ranks have all of it
-            absent = handle.groups.sharded and piece.numel == 0 and somewhere
+            has_elements = handle.layout.params[index].numel > 0 or handle.is_cut(index)
+            absent = handle.groups.sharded and piece.numel == 0 and has_elements
             visible.append(Visible(item.name, item.param, (index,), absent))
-        self._see(visible)
-        rests = [handle.groups.sharded or tp is not None for tp in handle.tp]  # in another shape than it computes in
-        owners = {p.module: index for index, item in enumerate(owned) for p in item.places if rests[index]}
-        guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
+        self._set_visible(visible)
+        changed = [handle.groups.sharded or tp is not None for tp in handle.tp]  # whether the base has another shape
+        owners = {p.module: index for index, item in enumerate(owned) for p in item.places if changed[index]}
+        guards = [refuse(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
         super().__init__(handle, Registration(handle, owned, None, guards))
         handle.flat_param._params = self._originals
-        self._hidden_grads: list[torch.Tensor | None] | None = None  # of the shards, while summoned
-        self.shows_grads = False  # whether full gradients are summoned
+        self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
         self.follow_shard()
-        if any(rests):
+        if any(changed):
             self.registration.forbid_copies()
 
-    def _resting(self, values: list[torch.Tensor]) -> list[Any]:
+    def _make_base(self, values: list[torch.Tensor]) -> Layer:
         point_at(self._originals, values)
-        # Nearly what ``CommonViews`` compares, and sooner looked at: an address is 0 where there are no elements.
-        self._addresses = list(map(address_of, values))
-        self._empty = [
-            (position, self._originals[position].untyped_storage())  # the same as long as somebody holds it
-            for position, address in enumerate(self._addresses)
-            if not address
-        ]
-        return self._originals
+        return Layer(self._originals, values)
 
-    @property
-    def is_as_left(self) -> bool:
-        """Whether users have done nothing to the parameters that the next ``refresh`` follows, as far as that can be
-        seen at once."""
-        if self.handle.has_tp or not self.flags_are_as_left:
-            return False
-        if not self.check_writeback:
-            return self.registration.placeholders is None
-        if list(map(address_of, self.params)) != self._addresses or not self.registration.rests:
-            return False
-        for position, storage in self._empty:
-            if self.params[position].untyped_storage() is not storage:
-                return False
-        return True
+    def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
+        """Let the tensor before become one of its own."""
+        old, summoned = self._originals[index], self.registration.summoned
+        if summoned is not None:
+            summoned.replace(index, new)
+        if isinstance(new, DTensor):  # the user's plain tensor stays the parameter while it is sharded
+            return
+        new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
+        old._fsdp_flattened, old._fsdp_replaced = False, True
+        point_at([old, new], [old.data.clone(), memory])
+        self._originals[index] = new
+        self._set_visible([each._replace(param=new) if i == index else each for i, each in enumerate(self.visible)])
+        self.registration.replace_base(index, new)
+        self._on_new_accumulator(index, new)
 
-    @property
-    def flags_are_as_left(self) -> bool:
-        return list(map(flag_of, self.params)) == self.handle.copy.flags
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
-        """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
-        parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
+        """Return this rank's gradients, without padding and empty tensors; an in-place change changes ``.grad``.
+
+        With ``cut`` only those of parameters that tensor parallelism has cut, else only the others.
+        """
         grads = [each.param.grad for index, each in enumerate(self.visible) if self.handle.is_cut(index) is cut]
         return [grad for grad in grads if grad is not None and grad.numel()]
 
-    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        super().announce_copies(handle, memo)
-        for original in self._originals:
-            empty = original.detach().new_empty(0)
-            copied: Any = torch.Tensor._make_subclass(type(original), empty, original.requires_grad)
-            copied.__dict__.update(original.__dict__)
-            memo[id(original)] = copied
-
-    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
-        """The same for ``handle``, and for the copies of the modules that ``memo`` has."""
-        owned, _ = self.registration.copied(memo)
-        for item, original in zip(owned, self._originals):
-            item.param = memo[id(original)]
-        return OriginalViews(handle, owned, self._guard)
-
     @property
     def has_hooks(self) -> bool:
-        return self.handle.has_tp or any(map(_hooks_of, self._originals))
+        return self.handle.has_tp or any(original._backward_hooks for original in self._originals)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:
@@ -126,36 +245,49 @@ class OriginalViews(CommonViews):
         return grad
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
-        """Each visible parameter's part of an unsharded gradient, in its true shape."""
+        """Return each visible parameter's part of an unsharded gradient, in its true shape."""
         return buffer.slots
 
     def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
-        """Each visible parameter's part of a sharded gradient, in the shape that its data has now."""
+        """Return each visible parameter's part of a sharded gradient, in the shape that its data has now."""
         return self.handle.sharded_views(flat_shard)
 
-    def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
-        if assign_grad(self.params[position], grad):
-            self._on_new_accumulator(position, self.params[position])
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        super().announce_copies(handle, memo)
+        for original in self._originals:
+            empty = original.detach().new_empty(0)
+            copied: Any = torch.Tensor._make_subclass(type(original), empty, original.requires_grad)
+            copied.__dict__.update(original.__dict__)
+            memo[id(original)] = copied
+
+    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
+        """Return the views of ``handle``, a copy, over the copies of the modules in ``memo``."""
+        owned, _ = self.registration.copied(memo)
+        for item, original in zip(owned, self._originals):
+            item.param = memo[id(original)]
+        return OriginalViews(handle, owned, self._refuse)
 
     def _attributes_of(self, index: int) -> torch.Tensor:
         original: torch.Tensor = self._originals[index]
         return original
 
+    # -- full parameters -----------------------------------------------------------------------------------------------
+
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
-        or the gradients that there are."""
+        """Register parameters over ``values``, in their true shapes, until ``end_summon``; with ``grads`` or, if None,
+        the present gradients."""
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
         for original, grad in zip(self._originals, grads or ()):
             original.grad = None  # of another shape
             original.grad = grad
-        shown = self._originals
-        if self.handle.has_tp:  # DTensors are shown, in the memory of the user's own
-            shown = [self._shown(index, original) for index, original in enumerate(self._originals)]
-        self.registration.cover(Layer(shown, values), summoned=True)
+        shown = [self._summoned(index, original) for index, original in enumerate(self._originals)]
+        self.registration.push(Layer(shown, values), summoned=True)
 
-    def _shown(self, index: int, original: Any) -> Any:
-        """What is summoned of one of the user's parameters."""
+    def _summoned(self, index: int, original: Any) -> Any:
+        """Return the user's own parameter, or a ``DTensor`` in its memory if tensor parallelism has placed it."""
         tp = self.handle.tp[index]
         if tp is None:
             return original
@@ -164,20 +296,21 @@ class OriginalViews(CommonViews):
             shown.grad = tp.around(original.grad, requires_grad=False).detach()
         return shown
 
-    def end_summon(self, *, write_grads: bool) -> None:
-        """Register what rests there again. Gradients that users have set meanwhile are taken over with ``write_grads``.
+    def end_summon(self, *, write_grads: bool) -> tuple[Layer, Sequence[Any]]:
+        """Register the base again, with the gradients that users have set if ``write_grads``.
 
-        Raises:
-            RuntimeError: parameters of one flat parameter were frozen or unfrozen, and others of it not.
+        Returns the layer, and tensors with changes that are still to be taken over: none.
         """
-        hidden, with_grads = self._hidden_grads or [], self.shows_grads
-        self._hidden_grads, self.shows_grads = None, False
-        layer = self._uncover_summoned()
+        hidden, with_grads = self._hidden_grads, self.shows_grads
+        self._hidden_grads, self.shows_grads = [], False
+        layer = self.registration.summoned
+        assert layer is not None
+        self.registration.pop(layer)
         shown = [local_of(tensor.grad) for tensor in (layer.tensors if with_grads else self._originals)]
         for original, tensor in zip(self._originals, layer.tensors):
             original.grad = None
             original.requires_grad_(tensor.requires_grad)
-        point_at(self._originals, self._values or ())
+        point_at(self._originals, [memory for memory in self.registration.base.memory or () if memory is not None])
         for index, (before, now) in enumerate(zip(hidden, shown)):
             sharded = [tensor.shape for tensor in (self._originals[index], before) if tensor is not None]
             if now is None:
@@ -187,50 +320,36 @@ class OriginalViews(CommonViews):
             else:
                 self.set_grad(index, before)
                 if write_grads and now is not before:
-                    self._take_grad(index, now)
-
-    def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
-        """``new`` is the user's parameter from here on; the one before is a tensor of its own."""
-        old, summoned = self._originals[index], self.registration.summoned
-        if summoned is not None:
-            summoned.tensors[index] = new
-        if isinstance(new, DTensor):  # what stands for it while it is sharded is the parameter
-            return
-        new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
-        old._fsdp_flattened, old._fsdp_replaced = False, True
-        point_at([old, new], [old.data.clone(), memory])
-        self._originals[index] = new
-        self._see([each._replace(param=new) if i == index else each for i, each in enumerate(self.visible)])
-        self.registration.rest(self._originals)
-        self._on_new_accumulator(index, new)
+                    self.take_grad(index, now)
+        return layer, ()
 
 
 class FlatViews(CommonViews):
     """``use_orig_params=False``: the flat parameter is registered; the originals' names lead to plain attributes."""
 
-    shows_grads = False
-
     def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home) -> None:
         registration = Registration(handle, owned, home)
-        self._see([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
+        self._set_visible([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, registration)
         handle.flat_param._params = None
         registration.forbid_copies()
         self.follow_shard()
 
-    def _resting(self, values: list[torch.Tensor]) -> list[Any]:
-        """What the original names lead to while the unit does not run."""
+    def _make_base(self, values: list[torch.Tensor]) -> Layer:
         handle = self.handle
+        memory: list[torch.Tensor | None] = [*values]
         if handle.groups.sharded:
-            self._values = None
-            return [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
-        if handle.state is BufferState.RESIDENT:
-            return list(handle.leaves)
-        return self._parameters_of(values, [leaf.requires_grad for leaf in handle.leaves])
+            memory = [None] * len(values)
+            tensors: list[Any] = [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
+        elif handle.state is BufferState.RESIDENT:
+            tensors = list(handle.leaves)
+        else:
+            tensors = self._parameters_over(values, [leaf.requires_grad for leaf in handle.leaves])
+        return Layer([*tensors, handle.flat_param], [*memory, handle.shard])
 
-    def _parameters_of(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
-        """Make parameters that hold ``values``, one per parameter of the layout, with the attributes that users set."""
+    def _parameters_over(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
+        """Make a parameter over each of ``values``, with the attributes that users have set."""
         params = [
             nn.Parameter(value, flag) if tp is None else tp.around(value, requires_grad=flag)
             for tp, value, flag in zip(self.handle.tp, values, flags)
@@ -239,19 +358,48 @@ class FlatViews(CommonViews):
             param.__dict__.update(self.user_attributes(index))
         return params
 
-    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
-        owned, home = self.registration.copied(memo)
-        assert home is not None
-        return FlatViews(handle, owned, home)
+    def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
+        """Drop the gradient: the parameter is another one."""
+        if self.handle.flat_param.grad is not None:
+            self._part_of_grad(self.visible[0], index).zero_()
+        summoned = self.registration.summoned
+        if summoned is None:
+            torch.autograd.graph.increment_version(self.handle.flat_param)
+            self.registration.put_back(index)
+        else:
+            summoned.replace(index, new)
 
-    def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
-        layout = self.handle.layout
-        return [buffer.flat[: layout.numel] if self.handle.groups.sharded else buffer.flat]
+    def unite_flags(self) -> None:
+        """Freeze or unfreeze the flat parameter as users did with the plain attributes."""
+        whole = self.handle.copy.whole
+        assert whole is not None
+        flags = [tensor.requires_grad for tensor in self.registration.base.tensors[:-1]]
+        if self.registration.summoned is None and set(flags) != {whole.requires_grad}:
+            self.take_flags(flags)
 
-    def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
-        return [flat_shard]
+    def take_flags(self, flags: Sequence[bool | None]) -> None:
+        """Freeze or unfreeze the flat parameter.
+
+        Raises:
+            RuntimeError: the flags differ.
+        """
+        if self.registration.summoned is not None:
+            super().take_flags(flags)
+            return
+        chosen = set(flags) - {None}
+        if len(chosen) > 1:
+            raise RuntimeError(
+                f"{', '.join(repr(record.name) for record in self.handle.layout.params)} of {self.handle.unit_name} "
+                "are one flat parameter, and so are frozen or unfrozen together: by requires_grad_() on all of them "
+                "or on the flat parameter. Pass use_orig_params=True to freeze them one by one"
+            )
+        for flag in chosen:
+            self.handle.flat_param.requires_grad_(flag)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
+        """Return this rank's gradients, as ``OriginalViews.grad_parts`` does."""
         handle, grad = self.handle, self.handle.flat_param.grad
         runs = self._runs
         if handle.has_tp:
@@ -262,73 +410,47 @@ class FlatViews(CommonViews):
             runs = ()
         return [] if grad is None else [grad[start:end] for start, end in runs]
 
+    def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
+        """Return the unsharded gradient of the flat parameter."""
+        layout = self.handle.layout
+        return [buffer.flat[: layout.numel] if self.handle.groups.sharded else buffer.flat]
+
+    def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sharded gradient of the flat parameter."""
+        return [flat_shard]
+
+    # -- copies and full parameters ------------------------------------------------------------------------------------
+
+    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
+        """Return the views of ``handle``, a copy, over the copies of the modules in ``memo``."""
+        owned, home = self.registration.copied(memo)
+        assert home is not None
+        return FlatViews(handle, owned, home)
+
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """New parameters are registered, under the original names."""
+        """Register new parameters over ``values``, under the original names, until ``end_summon``."""
         requires_grad = self.handle.flat_param.requires_grad
-        params = self._parameters_of(values, [requires_grad] * len(values))
-        self.registration.cover(Layer(params, values, before=(looks_of(params), flags_of(params))), summoned=True)
+        params = self._parameters_over(values, [requires_grad] * len(values))
+        self.registration.push(Layer(params, values), summoned=True)
 
-    def end_summon(self, *, write_grads: bool) -> None:
-        layer = self._uncover_summoned()
+    def end_summon(self, *, write_grads: bool) -> tuple[Layer, Sequence[Any]]:
+        """Register the base again. Returns the layer, and tensors with changes that are still to be taken over."""
+        layer = self.registration.summoned
+        assert layer is not None
+        self.registration.pop(layer)
         if write_grads:
-            self._take_changes(layer, layer.tensors)
-        else:
-            self._take_flags(flags_of(layer.tensors))
-
-    def _take_flags(self, flags: Sequence[bool | None]) -> None:
-        """The flat parameter has one for all of them."""
-        if self.registration.summoned is not None:
-            super()._take_flags(flags)
-            return
-        wanted = set(flags) - {None}
-        if len(wanted) > 1:
-            raise RuntimeError(
-                f"{', '.join(repr(record.name) for record in self.handle.layout.params)} of {self.handle.unit_name} "
-                "are one flat parameter, and so are frozen or unfrozen together: by requires_grad_() on all of them "
-                "or on the flat parameter. Pass use_orig_params=True to freeze them one by one"
-            )
-        for flag in wanted:
-            self.handle.flat_param.requires_grad_(flag)
-
-    @property
-    def flags_are_as_left(self) -> bool:
-        flag = self.handle.flat_param.requires_grad
-        flags = [*self.handle.copy.flags, *map(flag_of, self.registration.resting)]
-        return flags.count(flag) == len(flags)
-
-    @property
-    def is_as_left(self) -> bool:
-        handle = self.handle
-        if self._values is not None or not self.flags_are_as_left:
-            return False
-        if not self.check_writeback:
-            return self.registration.placeholders is None
-        return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests
-
-    def take_over(self) -> None:
-        handle = self.handle
-        if self.registration.summoned is None and handle.flat_param.data_ptr() != handle.shard.data_ptr():
-            take_over_data(handle.flat_param, handle.shard, f"the flat parameter of {handle.unit_name}")
-        super().take_over()
-
-    def follow_flags(self) -> bool:
-        whole = self.handle.copy.whole
-        assert whole is not None
-        flags = flags_of(self.registration.resting)
-        if self.registration.summoned is None and set(flags) != {whole.requires_grad}:
-            self._take_flags(flags)
-        return super().follow_flags()
-
-    def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
-        """It is another parameter from here on, which has no gradient."""
-        if self.handle.flat_param.grad is not None:
-            self._grad_of(self.visible[0], index).zero_()
-        summoned = self.registration.summoned
-        if summoned is None:
-            torch.autograd.graph.increment_version(self.handle.flat_param)
-            self.registration.put_back(index, self.registration.resting[index])
-        else:
-            summoned.tensors[index] = new
+            return layer, layer.tensors
+        self.take_flags([tensor.requires_grad for tensor in layer.tensors])
+        return layer, ()
 
 
 BucketViews = OriginalViews | FlatViews
+
+
+def stepped_params(optimizer: Any) -> list[Any]:
+    """Return the parameters of which ``optimizer`` reads ``.grad``.
+
+    For ``fsdp.optim.WholeParamOptimizer`` these are the model's parameters, not those in its groups.
+    """
+    own = getattr(optimizer, "stepped_params", None)
+    return [param for group in optimizer.param_groups for param in group["params"]] if own is None else list(own())

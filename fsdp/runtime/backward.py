@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.flat.common_views import Marks
+from fsdp.flat.params import Mark
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.context import RootContext, backward_of_summoned
@@ -78,7 +78,7 @@ class ForwardCall:
         context: of the tree that the unit was in.
         full_precision: the graph uses the full-precision copy of the parameters.
         start: the sequence number of the first graph node.
-        marks: by bucket, versions of the parameters; see ``marks`` of the buckets' views.
+        marks: by bucket, the values of the parameters in the forward; see ``ParamGuard.mark``.
         in_summon: the call was made inside ``summon_full_params``; a backward of it is refused.
         outer: the call of the unit around, inside which this one was made.
         entered: where a backward entered the call; None before that, and when the backward is past the call.
@@ -98,7 +98,7 @@ class ForwardCall:
     )
 
     def __init__(
-        self, unit: Unit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
+        self, unit: Unit, context: RootContext, start: int, marks: list[Mark], *, full_precision: bool
     ) -> None:
         self.unit, self.context = unit, context
         self.start, self.marks = start, marks
@@ -170,9 +170,9 @@ class ForwardCall:
         expected = unit.arrivals.enter()
         if unit.policy.unshard_in_backward or unit.buffers.is_gathered:  # recomputations inside use the leaves
             unsharder.unshard(unit, refill=False)
-        for bucket, (views, before) in enumerate(zip(unit.views, self.marks)):  # replaced parameters are taken over now
-            if views.marks() != before:
-                views.check_unchanged(before, {index for of, index in expected if of == bucket})
+        for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``show_leaves``
+            if not guard.has_values_of(before):
+                guard.check_unchanged(before, {index for of, index in expected if of == bucket})
         unsharder.prefetch(unit, begins=True)
 
     def _note_place(self) -> None:

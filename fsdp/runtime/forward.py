@@ -35,7 +35,7 @@ def enter(unit: Unit, context: RootContext, inputs: tuple[Any, Any]) -> tuple[Ru
         else:
             full_precision = unit.precision.wants_full
             inputs = _gather(unit, context, inputs, full_precision=full_precision)
-            marks = [view.marks() for view in unit.views]
+            marks = [guard.mark() for guard in unit.guards]
         call = None
         if torch.is_grad_enabled():
             call = ForwardCall(unit, context, start, marks, full_precision=full_precision)
@@ -84,8 +84,8 @@ def leave(unit: Unit, context: RootContext, running: Running, output: Any, modul
     """Reshard ``unit``, of which ``module`` has run, unless other modules of it follow or it is kept for the backward.
     Hook the outputs, and return them, cast."""
     running.end()
-    for view in unit.views if unit.summoned is None else ():
-        view.check_leaves()
+    for guard in unit.guards if unit.summoned is None else ():
+        guard.leave()
     output_dtype = unit.precision.asked.output_dtype
     if output_dtype is not None and unit.summoned is None and not unit.precision.wants_full:
         output = cast_floating(output, output_dtype)

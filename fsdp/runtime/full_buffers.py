@@ -8,6 +8,7 @@ from typing import Any
 from fsdp.comm.collectives import Communicator, Event
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
+from fsdp.flat.snapshot import Snapshot
 
 
 class FullBuffers:
@@ -18,7 +19,7 @@ class FullBuffers:
         nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy says so.
         events: of the gather, by bucket; the first one also of the gather of all buckets together.
         generation: the forward of the tree for which the buffers were filled last.
-        kept_versions: the versions of the shards when a backward left the buffers gathered; else None.
+        kept: the values of the shards when a backward left the buffers gathered; else None.
         in_output: the last forward returned a parameter, which has to stay readable.
     """
 
@@ -27,7 +28,7 @@ class FullBuffers:
         self.nearby: Communicator | None = None
         self.events: list[Event] = []
         self.generation = -1
-        self.kept_versions: list[Any] | None = None
+        self.kept: list[Snapshot] | None = None
         self.in_output = False
         self._handles = handles
         self._lists: Callable[[bool], list[Any] | None] | None = None
@@ -86,19 +87,23 @@ class FullBuffers:
 
     def note_filled(self, generation: int) -> None:
         """Note that the buffers are filled for forward ``generation``."""
-        self.generation, self.kept_versions = generation, None
+        self.generation, self.kept = generation, None
 
     def note_current(self, generation: int) -> None:
         """Note that the values are those of forward ``generation`` as well."""
         self.generation = generation
 
-    def note_kept(self, versions: list[Any]) -> None:
-        """Note that the buffers stay filled with shards of these ``versions``."""
-        self.kept_versions = versions
+    def note_kept(self, values: list[Snapshot]) -> None:
+        """Note that the buffers stay filled with these ``values``, one snapshot per bucket."""
+        self.kept = values
+
+    def has_kept(self, values: list[Snapshot]) -> bool:
+        """Whether the buffers stayed filled with these ``values``."""
+        return self.kept is not None and all(now.has_values_of(then) for now, then in zip(values, self.kept))
 
     def distrust(self) -> None:
         """Let the next forward gather again, even if no version has changed."""
-        self.kept_versions = None
+        self.kept = None
 
     def set_in_output(self, in_output: bool) -> None:
         """Note whether an output of the last forward lies in the buffers."""

@@ -17,6 +17,7 @@ from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import parameter_views
 from fsdp.flat.names import joined, path_of
+from fsdp.flat.params import ParamGuard
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
 from fsdp.runtime.context import RootContext
@@ -103,20 +104,24 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     finally:
         with torch.no_grad(), contextlib.ExitStack() as undo:  # all of it, though a part may raise
             undo.callback(unit.end_summon)
-            for views, value in reversed(list(zip(unit.views, values))):  # the last comes first
-                undo.callback(_end_summon, views, value, writes=writes, casts=options.writeback)
+            for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # the last comes first
+                undo.callback(_end_summon, views, guard, value, writes=writes, casts=options.writeback)
 
 
-def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool, casts: bool) -> None:
-    """Register shards again, with what was changed in ``value``, the full vector that was shown, if that ``writes``;
-    with ``casts`` also what parameters became that were cast or moved."""
+def _end_summon(views: BucketViews, guard: ParamGuard, value: torch.Tensor, *, writes: bool, casts: bool) -> None:
+    """Register shards again, and with ``writes`` copy this rank's part of ``value``, the shown vector, to its shard.
+
+    With ``casts``, parameters that users have cast or moved count as well.
+    """
     try:
         if not casts:
             views.drop_casts()
         if writes:
-            views.take_over()
+            guard.take_over()
     finally:
-        views.end_summon(write_grads=writes)
+        layer, found = views.end_summon(write_grads=writes)
+        if found:
+            guard.take_changes(layer, found)
     handle = views.handle
     if writes and value is not handle.shard:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
@@ -140,7 +145,7 @@ def without_shards(unit: Unit) -> Iterator[None]:
         yield
     finally:
         for views in unit.views:
-            views.registration.use_resting()
+            views.registration.register_again()
         for param, grad in hidden:
             assign_grad(param, grad)
 

@@ -22,6 +22,8 @@ from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
+from fsdp.flat.params import ParamGuard
+from fsdp.flat.snapshot import Snapshot
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
@@ -155,6 +157,7 @@ class Unit:
         """``watch_leaves`` hooks the leaves; see ``backward.py``."""
         self.module, self.views, self.groups, self.device = module, views, groups, device
         self.handles: list[FlatParamHandle] = [each.handle for each in views]
+        self.guards = [ParamGuard(each) for each in views]
         self.policy, self.precision = policy, precision
         keep_low_precision = precision.asked.keep_low_precision_grads
         self.gradients = UnitGradients(views, policy, keep_low_precision=keep_low_precision)
@@ -305,10 +308,9 @@ class Unit:
         """Whether the parameters that an optimizer holds are parts."""
         return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
 
-    @property
-    def shard_versions(self) -> list[Any]:
-        """Versions that change when a shard is written: through the visible parameters, or by the engine."""
-        return [(view.handle.shard._version, view.versions) for view in self.views]
+    def values(self) -> list[Snapshot]:
+        """Record the shards and the visible parameters of each bucket."""
+        return [guard.values() for guard in self.guards]
 
     def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
         """Raise ``kind``, with ``words``, if the unit is running or summoned."""
@@ -355,17 +357,16 @@ class Unit:
         """Iterate over the unit's parameters as optimizers hold them."""
         return (visible.param for views in self.views for visible in views.visible)
 
-    def use_resting(self) -> None:
+    def show_shards(self) -> None:
         """Register shards on the modules, or the summoned parameters."""
         for view in self.views:
-            view.registration.use_resting()
+            view.registration.pop_leaves()
 
     def follow_parameters(self) -> None:
-        """Follow what users did to the visible parameters."""
+        """Take over what users did to the visible parameters."""
         changed = False
-        for view in self.views:
-            if not view.is_as_left:
-                changed = view.refresh() or changed
+        for guard in self.guards:
+            changed = guard.enter() or changed
         if changed:
             self.arrivals.watch()
 
@@ -373,9 +374,8 @@ class Unit:
         """Freeze and unfreeze the leaves like the visible parameters, as a backward begins; return whether some
         changed. ``check_unfrozen`` finds the gradients for which this came too late."""
         changed = False
-        for view in self.views:
-            if not view.flags_are_as_left:
-                changed = view.follow_flags() or changed
+        for guard in self.guards:
+            changed = guard.follow_flags() or changed
         if changed:
             self.arrivals.watch(awaits_unfrozen=True)
         return changed
@@ -404,7 +404,7 @@ class Unit:
         if (context := self.context) is not None:
             context.passes.check_available()
         self.buffers.distrust()  # the optimizer may write past the version counters
-        if self.phase is Phase.IDLE and not all(views.is_as_left for views in self.views):
+        if self.phase is Phase.IDLE:
             self.follow_parameters()
 
     def shards_were_written(self) -> None:

@@ -193,17 +193,17 @@ class Unsharder:
             if why is Residence.SHARDED:
                 self.make_room(unit)
                 self.gather(unit)
-            elif earlier and buffers.kept_versions != unit.shard_versions:
+            elif earlier and not buffers.has_kept(unit.values()):
                 torch.clear_autocast_cache()  # the casts are of old values
                 self.gather(unit)
             elif earlier:
-                for view in unit.views:
-                    view.check_kept()
+                for guard in unit.guards:
+                    guard.check_kept()
                 buffers.note_current(self.generation)
             for handle in unit.handles:
                 handle.wait()
-        for view in unit.views:
-            view.registration.use_leaves(view.take_over if view.check_writeback else None)
+        for guard in unit.guards:
+            guard.show_leaves()
         self.becomes(unit, Residence.IN_USE)
 
     def unshard_by_hand(self, unit: Unit) -> Callable[[], None]:
@@ -252,7 +252,7 @@ class Unsharder:
         filled the buffer and will gather it.
         """
         for view in unit.views:
-            view.registration.use_resting()
+            view.registration.pop_leaves()
         buffers = unit.buffers
         if buffers.in_output or not self.becomes(unit, Residence.SHARDED):
             return
@@ -277,7 +277,7 @@ class Unsharder:
     def drop_failed(self, unit: Unit) -> None:
         """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
         if unit.buffers.is_gathering:
-            unit.use_resting()
+            unit.show_shards()
             self.becomes(unit, Residence.PREFETCHED)
         else:
             self.reshard(unit)
@@ -288,7 +288,7 @@ class Unsharder:
 
     def keep(self, unit: Unit, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass. Users change the shard in between, not the copy."""
-        unit.use_resting()
+        unit.show_shards()
         self.becomes(unit, why)
 
     def keep_to_others(self, unit: Unit) -> None:
@@ -332,7 +332,7 @@ class Unsharder:
         if not (kept and unit.buffers.is_gathered):
             self.reshard(unit)
             return
-        unit.buffers.note_kept(unit.shard_versions)
+        unit.buffers.note_kept(unit.values())
         self.keep(unit)
 
     def hold_output(self, unit: Unit) -> None:

@@ -271,7 +271,7 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 
 def _kept(unit: Any) -> bool:
-    return unit.buffers.kept_versions is not None and not unit.policy.reshard_after_forward
+    return unit.buffers.kept is not None and not unit.policy.reshard_after_forward
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:

@@ -1,0 +1,300 @@
+"""The parameters of one bucket that users and optimizers hold, and the guard that keeps what users write to them.
+
+[Note: Writes of users]
+Between passes users may replace parameters, give them other data, write to them in place, freeze and unfreeze them.
+An in-place write changes the shard itself. The other changes are taken over by ``ParamGuard.enter``, which the runtime
+calls before a pass, a step and a call: it copies the new values into the memory of the shard (or of the summoned
+parameter) and lets the parameter show that memory again. While a unit computes, its leaves are gathered copies, and a
+write to one would be lost with the buffer: ``ParamGuard.leave`` raises after the forward. A backward computes with the
+values of its forward: ``ParamGuard.check_unchanged`` raises where they were written in between.
+
+A write through ``param.data`` leaves no trace. ``FSDP_DEBUG=1`` finds it where a buffer outlives the pass: by
+:class:`~fsdp.flat.released.CheckedLeaf` when it happens, and by comparing values in ``ParamGuard.check_kept``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp import environment
+from fsdp.flat.flat_param import LOST_WRITE, MisplacedShardError
+from fsdp.flat.full_copy import FullCopy, point_at
+from fsdp.flat.registration import Layer
+from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.tensor_parallel import local_of
+from fsdp.flat.views import BucketViews
+
+_RENORMALIZED = (
+    "by Embedding(max_norm=...), which rescales rows of its weight, here of a gathered copy: that would be lost. Pass "
+    "max_norm=None, and rescale the rows between the steps, inside summon_full_params(), on all ranks alike"
+)
+
+
+class Mark(NamedTuple):
+    """The values of a bucket at one moment: its full buffer, and a snapshot of the visible parameters."""
+
+    buffer: FullCopy
+    params: Snapshot
+
+
+class ParamGuard:
+    """Detects the writes of users to the parameters of one bucket, and keeps them or raises; see [Note: Writes of
+    users].
+
+    ``FSDP_SKIP_WRITEBACK_CHECK=1`` leaves only ``requires_grad`` to be followed.
+    """
+
+    def __init__(self, views: BucketViews) -> None:
+        self._views, self._handle, self._registration = views, views.handle, views.registration
+        self._checks = not environment.SKIP_WRITEBACK_CHECK.value
+        self._compares_values = self._checks and environment.DEBUG.value
+
+    # -- before and after a pass ---------------------------------------------------------------------------------------
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether ``enter`` has nothing to take over."""
+        registration = self._registration
+        if not self._checks:
+            return registration.placeholders is None and registration.base.has_flags_of_before
+        return registration.base_is_intact and registration.base.is_as_before
+
+    def enter(self) -> bool:
+        """Take over the writes of users, before a pass, a step or a call.
+
+        Returns whether the ``requires_grad`` of a leaf changed.
+
+        Raises:
+            RuntimeError: a value has another shape, dtype or device than its parameter, or parameters of one flat
+                parameter were not frozen together. The parameter is unchanged.
+            TypeError, NotImplementedError: an assigned tensor cannot be a parameter of this unit.
+        """
+        if self._registration.placeholders is not None:  # after a state dict that raised
+            self.drop_placeholders()
+        if self.is_unchanged:
+            return False
+        if self._checks:
+            self.take_over()
+        return self.follow_flags()
+
+    def leave(self) -> None:
+        """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released."""
+        if not self._checks:
+            return
+        found = self._handle.copy.undo_writes()
+        found += [(index, "replaced") for index in self._registration.put_back_leaves()]
+        if found:
+            index, change = found[0]
+            remedy = _RENORMALIZED if self._registration.renormalizes(index) else LOST_WRITE
+            raise RuntimeError(
+                f"parameter {self._handle.name_of(index)!r} of {self._handle.unit_name} was {change} inside of a "
+                f"forward or backward, {remedy}"
+            )
+
+    def show_leaves(self) -> None:
+        """Register the leaves of the full buffer, after taking over parameters that were assigned since ``enter``."""
+        if self._checks and not (self._registration.shows_leaves or self._registration.base_is_intact):
+            self.take_over()
+        self._registration.push_leaves()
+
+    # -- from forward to backward --------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """Record the values that a forward computes with."""
+        return Mark(self._handle.copy, Snapshot(self._views.params if self._checks else ()))
+
+    def has_values_of(self, before: Mark) -> bool:
+        """Whether the values are those of the mark ``before``."""
+        if self._handle.copy is not before.buffer:
+            return False
+        return not self._checks or Snapshot(self._views.params).has_values_of(before.params)
+
+    def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
+        """Raise RuntimeError if the leaves ``expected``, by index, have other values than at the mark ``before``."""
+        now = self.mark()
+        if now.buffer is not before.buffer:
+            raise RuntimeError(
+                f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
+                "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
+                "forward again"
+            )
+        for change in before.params.diff(now.params):
+            visible = self._views.visible[change.index]
+            if (change.replaced or change.written) and any(index in expected for index in visible.members):
+                raise RuntimeError(
+                    f"{visible.name!r} of {self._handle.unit_name} was changed in place, or replaced, between a "
+                    "forward and its backward, which would compute with other values than the forward did. Change "
+                    "parameters, and step optimizers, after the backward; or run the forward again"
+                )
+
+    def values(self) -> Snapshot:
+        """Record the shard and the visible parameters, for a buffer that stays gathered from pass to pass."""
+        return Snapshot([self._handle.shard, *self._views.params])
+
+    def check_kept(self) -> None:
+        """Raise RuntimeError if a buffer that stayed gathered has other values than the shard, with ``FSDP_DEBUG=1``.
+
+        Waits for the device.
+        """
+        if not self._compares_values or self._handle.copy.keeps_writes:
+            return
+        index = self._handle.first_difference()
+        if index is not None:
+            raise RuntimeError(
+                f"parameter {self._handle.name_of(index)!r} of {self._handle.unit_name} was changed through .data "
+                "while it stays gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
+                "set_reshard_after_backward(False)), which leaves no trace: change it in place (param.copy_() and the "
+                "like under torch.no_grad())"
+            )
+
+    # -- requires_grad -------------------------------------------------------------------------------------------------
+
+    def follow_flags(self) -> bool:
+        """Freeze and unfreeze the leaves as users did with the parameters; return whether a leaf changed.
+
+        Raises:
+            RuntimeError: parameters of one flat parameter were not frozen together.
+        """
+        if self._registration.base.has_flags_of_before:
+            return False
+        self._views.unite_flags()
+        leaves, base, changed = self._handle.copy.all_leaves, self._registration.base, False
+        for visible in self._views.visible:
+            flag = visible.param.requires_grad
+            for index in visible.members:
+                if leaves[index].requires_grad is not flag:
+                    self._handle.set_requires_grad(index, flag)
+                    changed = True
+        if changed:
+            flags = [visible.param.requires_grad for visible in self._views.visible for _ in visible.members]
+            self._handle.flat_param.requires_grad_(any(flags))
+            for tensor, flag in zip(base.tensors, flags):
+                tensor.requires_grad_(flag)
+        base.accept_flags()
+        return changed
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def take_over(self) -> None:
+        """Copy values that users have assigned, as parameters or as data, to the memory of the bucket's values.
+
+        Raises: as ``enter``.
+        """
+        base, summoned = self._registration.base, self._registration.summoned
+        layer = summoned or base
+        with torch.no_grad():
+            for index, new in list(self._registration.replaced()):
+                memory = None if layer.memory is None else layer.memory[index]
+                self._check_fits(index, new, layer.tensors[index] if memory is None else memory)
+                self._views.adopt(index, new, self._write(index, new))
+            changes = layer.before.diff(Snapshot(layer.tensors))
+            for index in [change.index for change in changes if change.moved]:
+                memory, tensor = self._memory_of(index), layer.tensors[index]
+                self._check_fits(index, tensor, memory, cast=summoned is not None)
+                point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])
+
+    def take_changes(self, layer: Layer, found: Sequence[Any]) -> None:
+        """Take over the changes of values, gradients and ``requires_grad`` in ``layer``.
+
+        The layer was popped, with the tensors ``found`` in its places.
+        """
+        present = [before if tensor is None else tensor for before, tensor in zip(layer.tensors, found)]  # or deleted
+        changes = layer.before.diff(Snapshot(present))
+        written = {change.index for change in changes if change.replaced or change.moved or change.written}
+        with torch.no_grad():
+            if layer.compares_values:
+                written |= {i for i, tensor in enumerate(found) if tensor is not None and self._differs(i, tensor)}
+            for index in sorted(written) if layer.memory is None else ():
+                self._check_fits(index, found[index], layer.tensors[index], cast=True)
+                self._write(index, found[index])
+            self._views.note_writes(written)
+            for index, tensor in enumerate(found):
+                if tensor is not None and tensor.grad is not None:
+                    self._views.take_grad(index, tensor.grad)
+        if any(change.flag for change in changes):
+            self._views.take_flags([None if tensor is None else tensor.requires_grad for tensor in found])
+
+    def _memory_of(self, index: int) -> torch.Tensor:
+        """Return the memory of parameter ``index``: of the summoned one, else of this rank's part in the shard."""
+        layer = self._registration.summoned or self._registration.base
+        memory = layer.memory[index] if layer.memory is not None else None
+        return self._handle.sharded_views(self._handle.shard)[index] if memory is None else memory
+
+    def _write(self, index: int, new: torch.Tensor) -> torch.Tensor:
+        """Copy ``new``, a whole parameter or this rank's part of it, to the memory of parameter ``index``."""
+        memory, new = self._memory_of(index), local_of(new)
+        return memory.copy_(new if new.shape == memory.shape else self._handle.part_of(index, new))
+
+    def _differs(self, index: int, new: torch.Tensor) -> bool:
+        """Compare ``new`` with the values of parameter ``index``, bit by bit."""
+        memory, new = self._memory_of(index), local_of(new).detach()
+        new = new if new.shape == memory.shape else self._handle.part_of(index, new)
+        both = (memory, new.to(memory.device, memory.dtype))
+        return not torch.equal(*(values.reshape(-1).view(torch.uint8) for values in both))
+
+    def _check_fits(self, index: int, new: torch.Tensor, like: torch.Tensor, *, cast: bool = False) -> None:
+        """Raise if ``new`` cannot be parameter ``index``, whose values lie in ``like``.
+
+        With ``cast`` it may have another dtype or device.
+        """
+        layout, unit = self._handle.layout, self._handle.unit_name
+        is_flat = index == len(layout.params)
+        name = f"the flat parameter of {unit}" if is_flat else f"{layout.params[index].name!r} of {unit}"
+        whole = is_flat or like.shape == layout.params[index].shape
+        if not isinstance(new, nn.Parameter):
+            raise TypeError(f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}")
+        if isinstance(new, DTensor) and self._registration.summoned is None:
+            raise NotImplementedError(
+                f"Cannot writeback {name}: it became a DTensor while it is sharded. Assign one inside "
+                "summon_full_params(), or a plain torch.nn.Parameter of this rank's part"
+            )
+        new = local_of(new)
+        if new.shape != like.shape:
+            part = "the parameter" if whole else "this rank's part of it"
+            remedy = "" if whole else "; write the whole inside FSDP.summon_full_params(model)"
+            raise RuntimeError(
+                f"Cannot writeback {name}: its shape became {tuple(new.shape)}, and {part} has "
+                f"{tuple(like.shape)}{remedy}"
+            )
+        if not cast and (new.dtype, new.device.type) != (like.dtype, like.device.type):
+            kind = RuntimeError if new.device.type == like.device.type else MisplacedShardError
+            raise kind(
+                f"Cannot writeback {name}: it became {new.dtype} on {new.device}, and is sharded as {like.dtype} on "
+                f"{like.device}. Move or cast the wrapped module instead, all of it: .to(), .half() and the like"
+            )
+
+    # -- placeholders of a state dict ----------------------------------------------------------------------------------
+
+    def put_placeholders(
+        self,
+        placeholders: Sequence[torch.Tensor],
+        *,
+        flat: tuple[nn.Module, str] | None = None,
+        keep_writes: bool = False,
+        compared: bool = False,
+    ) -> None:
+        """Register ``placeholders``, one per parameter of the layout, until ``drop_placeholders``.
+
+        Args:
+            flat: a module and a name, to register one placeholder for the whole bucket there.
+            keep_writes: take over what users do to the placeholders, which are whole and alike on all ranks.
+            compared: compare values as well, for writes through ``.data``.
+        """
+        # without version counters, as in inference mode, no write is detected
+        keep_writes = keep_writes and not torch.is_inference_mode_enabled()
+        layer = Layer(placeholders, keeps_writes=keep_writes, compares_values=compared, flat_place=flat)
+        self._registration.push(layer)
+
+    def drop_placeholders(self) -> None:
+        """Register the layer below the placeholders again; idempotent."""
+        layer = self._registration.placeholders
+        if layer is not None:
+            found = self._registration.pop(layer)
+            if layer.keeps_writes:
+                self.take_changes(layer, found)
