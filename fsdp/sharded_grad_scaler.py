@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import default_group
-from fsdp.flat.visible import stepped_params
+from fsdp.flat.views import stepped_params
 
 __all__ = ["ShardedGradScaler"]
 

@@ -199,12 +199,13 @@ def _child_first(use_orig_params: bool) -> None:
 
 
 def _moved(use_orig_params: bool, first: bool) -> None:
-    """With one kind of device it is the shard that goes away, not the flat parameter's data."""
+    """With one kind of device, the memory of the shard is moved and not the flat parameter's data."""
     model = _model(use_orig_params)
     if not first:
         _forward(model)
-    (handle,) = handles_of(model)
-    handle._shard = handle.shard.to("meta")
+    flat_param, base = handles_of(model)[0].flat_param, model._fsdp_unit.views[0].registration.base
+    base.memory[-1] = flat_param.detach().to("meta")
+    flat_param.data = flat_param.detach().clone()
     _forward(model)
 
 

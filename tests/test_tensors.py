@@ -120,11 +120,11 @@ def _same_id() -> None:
     model = build()
     first, second = model.module.head.parameters()
     assert fsdp.global_shape(first) == (2, 6)
-    tensors._places[id(second)] = tensors._places[id(first)]  # as where one is deleted, and another gets its id
+    tensors._locations[id(second)] = tensors._locations[id(first)]  # as where one is deleted, and another gets its id
     assert fsdp.global_shape(second) == (2,)
     other = torch.zeros(1)
-    tensors._places[id(other)] = tensors._places[id(first)]
-    assert tensors._place_of(other) is None
+    tensors._locations[id(other)] = tensors._locations[id(first)]
+    assert tensors._location_of(other) is None
 
 
 def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:

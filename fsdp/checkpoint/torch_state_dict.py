@@ -41,7 +41,7 @@ from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
-from fsdp.flat.visible import stepped_params
+from fsdp.flat.views import stepped_params
 from fsdp.runtime import hooks
 from fsdp.runtime.unit import units_of
 

@@ -1,33 +1,33 @@
-"""One bucket of a unit: its shard, its full buffer and its leaves; gathering and releasing them.
+"""One bucket of a unit: shard, full buffer and leaves; gathering and releasing the full buffer.
 
 See [Note: Permanent tensors, pooled memory] in ``full_copy.py``.
 
 [Note: The tensors of a bucket]
-Of each bucket there are, of ``shard_numel`` elements (1/N of the padded flat vector) or ``padded_numel`` (all of it):
+Each bucket has these tensors, of ``shard_numel`` elements (1/N of the padded flat vector) or ``padded_numel`` (all):
 
 ===================  ========  =============  ==============================================  ========================
-tensor               elements  dtype          has memory                                      its memory belongs to
+tensor               elements  dtype          has memory                                      owner of the memory
 ===================  ========  =============  ==============================================  ========================
 shard, the data of   shard     parameter      always; in host memory with CPU offload         the compute stream
 ``flat_param``
-cast shard           shard     compute        during a gather; where ``no_sync`` gathers      the gather stream
-                                              again what has not changed, until it has
-part for those       padded/k  compute        from a forward to the end of the backward,      the gather stream
-nearby                                        where k ranks stay sharded
+cast shard           shard     compute        during a gather; if the backward gathers the    the gather stream
+                                              same values again, until then
+slice for nearby     padded/k  compute        from a forward to the end of the backward, if   the gather stream
+ranks                                         units stay sharded over k ranks
 full buffer, and     padded    compute        while the unit is gathered                      the gather stream's pool
-its leaves
-reduce buffer, and   padded    reduce         from a backward's first gradient until it is    the compute stream's pool
-its slots                                     reduced
-accumulator          padded    reduce         under ``no_sync``, until it is reduced or the   the compute stream
-                                              user drops it; it is ``.grad`` meanwhile
+the leaves
+reduce buffer, and   padded    reduce         from the first gradient of a backward until     the compute stream's pool
+the slots                                     the reduction
+accumulator          padded    reduce         under ``no_sync``, until the reduction, or      the compute stream
+                                              until the user drops it; it is ``.grad``
 reduced gradient     shard     parameter      from the reduction on; ``.grad`` from the end   the compute stream
                                               of the backward until the user drops it
 ===================  ========  =============  ==============================================  ========================
 
-The original parameters (``use_orig_params=True``) are views of the shard, placeholders (False) have no memory. Each
-dtype that was computed in has a full buffer of its own, and one that is as the shard (one rank, same dtype and device)
-is the shard. A stream that reads memory of another one's leaves an event, for which the owner waits before it uses
-that memory again: see [Note: Memory across streams] in ``fsdp/comm/streams.py``.
+The original parameters (``use_orig_params=True``) are views of the shard; placeholders (False) have no memory. Each
+compute dtype has a full buffer of its own. A full buffer on one rank with the dtype and device of the shard is the
+shard. A stream that reads memory of another stream records an event, and the owner waits for the event before it uses
+the memory again: see [Note: Memory across streams] in ``fsdp/comm/streams.py``.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ LOST_WRITE = (
 
 
 class MisplacedShardError(RuntimeError, AssertionError):
-    """A shard was moved to another device than its unit computes on, past ``.to()`` and the like.
+    """An error for a shard that was moved to another device than that of the unit, but not by ``.to()`` and the like.
 
-    Callers of FSDP1 expect the one type at the first use and the other one later.
+    FSDP1 raises AssertionError at the first use, and RuntimeError later.
     """
 
 
@@ -74,10 +74,10 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """One bucket's parameters as a 1-D ``nn.Parameter`` that holds this rank's shard.
+    """A 1-D ``nn.Parameter`` with this rank's shard of one bucket.
 
-    Constructing one gives a plain ``nn.Parameter`` marked as flat, and ``isinstance`` goes by that mark, so that code
-    which looks for exact types (optimizers, serialisation) sees nothing special.
+    The constructor returns a plain ``nn.Parameter`` with a mark, and ``isinstance`` checks the mark. So code that
+    compares exact types (optimizers, serialization) treats it as any parameter.
     """
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> FlatParameter:
@@ -92,13 +92,13 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
     """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``.
 
-    Returns whether autograd makes a new accumulator for ``param`` from now on, on which nothing is hooked.
+    Returns whether autograd makes a new accumulator for ``param`` from now on, without the hooks of the old one.
     """
     if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
         param.grad = grad
         return False
     shard = param.data
-    param.data = grad  # autograd compares the two when the gradient is assigned, and only then
+    param.data = grad  # autograd compares the two only when the gradient is assigned
     param.grad = grad
     param.data = shard
     return (grad.dtype, grad.device) != (shard.dtype, shard.device)
@@ -117,21 +117,23 @@ class GatherSource:
 
 
 class FlatParamHandle:
-    """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
+    """One bucket: the parameters of a unit that share a dtype and a ``requires_grad`` (and a user's label).
 
-    It computes in ``layout.compute_dtype``, or in full precision (``layout.dtype``) while that is asked for. Each dtype
-    has a full copy of its own, so graphs of both may be alive at once.
+    A bucket computes in ``layout.compute_dtype`` or in full precision, ``layout.dtype``. Each of the two dtypes has a
+    full buffer of its own, so graphs of both may be alive at once.
 
     Attributes:
-        layout: where each parameter lies; public, and all there is to know about shapes, offsets and ranges.
-        flat_param: the :class:`FlatParameter`; its data is this rank's shard (``layout.shard_numel`` elements).
-        groups: the ranks it is sharded and replicated over.
-        device: where it computes.
-        offload: where shards and gradients live while nothing computes.
-        tp: of each parameter of the layout how tensor parallelism has placed it, if it has. The layout's shapes are
-            those of this rank's parts then, and leaves are ``DTensor`` s.
-        full_precision: whether it computes, and reduces gradients, in ``layout.dtype``.
-        unit_name: what errors call the unit.
+        layout: shapes, offsets and ranges of the parameters; public.
+        flat_param: the :class:`FlatParameter`, over this rank's shard (``layout.shard_numel`` elements).
+        groups: the ranks that the bucket is sharded and replicated over.
+        device: the device that computes.
+        offload: whether shards and gradients are in host memory between uses.
+        tp: the placement of each parameter by tensor parallelism, or None. With a placement, the shape in the layout
+            is that of this rank's part, and the leaf is a ``DTensor``.
+        has_tp: whether some parameter has a placement.
+        full_precision: whether the bucket computes, and reduces gradients, in ``layout.dtype``.
+        copy: the full buffer in use.
+        unit_name: the name of the unit in errors.
     """
 
     def __init__(
@@ -146,22 +148,26 @@ class FlatParamHandle:
         *,
         with_whole: bool,
     ) -> None:
-        """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``with_whole``:
-        there are leaves for the whole vector as well."""
+        """Take ``shard`` over. ``params`` give ``requires_grad`` and the attributes that users have set.
+
+        With ``with_whole`` there is a leaf for the whole vector as well.
+        """
         self.layout = layout
         self.groups = groups
         self.device = device
         self.offload = offload
         self.tp = tuple(tp)
-        self.has_tp = any(self.tp)  # whether some has
-        self._cuts, self._places = layout.once(("cuts", groups.shard_rank), lambda: _cuts(layout, groups.shard_rank))
+        self.has_tp = any(self.tp)
+        self._lengths, self._parts = layout.once(
+            ("lengths", groups.shard_rank), lambda: _lengths_and_parts(layout, groups.shard_rank)
+        )
         self.full_precision = False
         self._source: GatherSource | None = None  # kept for the next gather
         self.unit_name = "its unit"
 
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
-        # Its version counter is its own: it tells what users change in place, and not what we write to the shard.
+        # It has a version counter of its own, which counts in-place writes of users, and not those of the engine.
         self.flat_param: Any = FlatParameter(torch.empty_like(self._shard[:0]), requires_grad=requires_grad)
         self.flat_param.data = self._shard
         self.flat_param.__dict__.update(for_tools(layout, groups.shard_rank), _local_shard=self._shard)
@@ -180,7 +186,7 @@ class FlatParamHandle:
         *,
         with_whole: bool,
     ) -> FlatParamHandle:
-        """A handle with the values of ``params``, which stay as they are."""
+        """Make a handle with the values of ``params``, which do not change."""
         zeros = functools.partial(torch.zeros, dtype=layout.dtype, device=device)
         parts, end = list[torch.Tensor](), 0
         for record, piece, param in zip(layout.params, layout.pieces(groups.shard_rank), params):
@@ -193,7 +199,7 @@ class FlatParamHandle:
         return FlatParamHandle(layout, shard, params, groups, device, offload, tp, with_whole=with_whole)
 
     def clone(self) -> FlatParamHandle:
-        """One with the same values, in memory of its own."""
+        """Make a handle with the same values, in memory of its own."""
         shard = self._shard.clone()
         with_whole = self.copy.whole is not None
         return FlatParamHandle(
@@ -201,20 +207,24 @@ class FlatParamHandle:
         )
 
     def _put_at_rest(self, shard: torch.Tensor) -> torch.Tensor:
-        """``shard``, in host memory if that is where it lives."""
+        """Return ``shard``, in host memory if it is offloaded.
+
+        Pinned memory is not mapped in child processes that the program forks: a child that reads an offloaded parameter
+        there crashes. Pass ``CPUOffload(pin_memory=False)``, or read ``full_tensor(param)`` before the fork.
+        """
         if not self.offload.offload_params or self.device.type == "cpu":
             return shard
         memory = streams_for(self.device).host_memory(shard.nbytes, pinned=self.offload.pin_memory)
         return place(memory, shard).copy_(shard)
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        its = list(itertools.zip_longest(self.tp, params))
-        leaves = new_leaves(dtype, self.device, [param.requires_grad and tp is None for tp, param in its])
-        for index, (tp, param) in enumerate(its):
-            if tp is not None:  # it keeps the offset that its local tensor has when it is made, and compilers compare
+        pairs = list(itertools.zip_longest(self.tp, params))
+        leaves = new_leaves(dtype, self.device, [param.requires_grad and tp is None for tp, param in pairs])
+        for index, (tp, param) in enumerate(pairs):
+            if tp is not None:  # compilers compare the offset, which the DTensor keeps from its construction
                 local = leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
                 leaves[index] = tp.around(local, requires_grad=param.requires_grad)
-            leaves[index].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
+            leaves[index].__dict__.update(param.__dict__)  # forwards read the attributes that users set
         return leaves
 
     def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter]) -> FullCopy:
@@ -226,7 +236,7 @@ class FlatParamHandle:
         self._copies[dtype] = copy = FullCopy(self.layout, buffer, views, leaves, resident=resident, differs=differs)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
-                memory.explain = functools.partial(_why_not, weakref.ref(self), weakref.ref(copy), index)
+                memory.explain = functools.partial(_error_of_use, weakref.ref(self), weakref.ref(copy), index)
         return copy
 
     def set_unit_name(self, name: str) -> None:
@@ -238,52 +248,52 @@ class FlatParamHandle:
         self.layout = dataclasses.replace(self.layout, reduce_dtype=dtype)
 
     def compute_in_full_precision(self, full_precision: bool) -> None:
-        """Compute and reduce in ``layout.dtype`` from here on, or in the layout's own dtypes again."""
+        """Compute and reduce in ``layout.dtype`` from now on, or in the layout's own dtypes again."""
         self.full_precision = full_precision
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         copy = self._copies.get(dtype)
         if copy is None:
-            with torch.inference_mode(False):  # it outlives this forward, and the next one may want gradients
+            with torch.inference_mode(False):  # later forwards may need gradients
                 copy = self._make_copy(dtype, self._new_leaves(dtype, self.copy.all_leaves))
         self.copy = copy
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it computes or reduces in another dtype than the shard has, unless in full precision."""
+        """Whether the layout's compute or reduce dtype differs from the shard's."""
         return (self.layout.compute_dtype, self.layout.reduce_dtype) != (self.layout.dtype, self.layout.dtype)
 
     @property
     def casts(self) -> bool:
-        """Whether it computes in another dtype than the shard has, unless in full precision."""
+        """Whether the layout's compute dtype differs from the shard's."""
         return self.layout.compute_dtype != self.layout.dtype
 
     @property
     def full(self) -> torch.Tensor:
-        """The full buffer that is computed with now."""
+        """The tensor of the full buffer in use."""
         return self.copy.tensor
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The leaves that are computed with now."""
+        """The leaves over the full buffer in use."""
         return self.copy.leaves
 
     @property
     def all_leaves(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """(index, leaf) of every dtype that was computed in; the whole vector's comes behind those of the layout."""
+        """(index, leaf) in every dtype that was used; the whole vector's leaf follows those of the layout."""
         return ((index, leaf) for copy in self._copies.values() for index, leaf in enumerate(copy.all_leaves))
 
     def name_of(self, index: int) -> str:
-        """What errors call leaf ``index``."""
+        """Return the name of leaf ``index`` in errors."""
         return self.layout.params[index].name if index < len(self.layout.params) else "_flat_param"
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """In which gradients are gathered up and reduced."""
+        """The dtype of the reduce buffer."""
         return self.layout.dtype if self.full_precision else self.layout.reduce_dtype
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the full buffer while it has memory of its own."""
+        """The bytes of the full buffer, if it has memory of its own."""
         return self.copy.pooled.nbytes if self.copy.pooled is not None else 0
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -303,7 +313,7 @@ class FlatParamHandle:
         return self.device.type != "cpu" and self.offload.gradients
 
     def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one of ``tensors`` lies in the full buffer, and so loses its values when that is released."""
+        """Whether one of ``tensors`` lies in the full buffer, so that a release would drop the values."""
         if self.copy.pooled is None or self.copy.state is BufferState.SHARDED:
             return False
         start = self.copy.tensor.data_ptr()
@@ -315,7 +325,7 @@ class FlatParamHandle:
         return False
 
     def describe_sharded(self, index: int) -> str:
-        """Why parameter ``index`` of the layout cannot be read, and what to do."""
+        """Return the text of errors for a read of parameter ``index`` while it is sharded."""
         return (
             f"parameter {self.name_of(index)!r} of {self.unit_name} is sharded; its values are there only "
             "while the unit runs. Call the wrapped module itself, or a module that contains it, instead of reading the "
@@ -330,7 +340,7 @@ class FlatParamHandle:
         """Give the full buffer memory, and return the gather that fills it; see :func:`gather`."""
         copy = self.copy
         if not communicator.is_chosen:
-            communicator.choose(self.device)  # which may fail, and decides which memory is of use
+            communicator.choose(self.device)  # this may raise, and decides on the kind of memory
         assert copy.pooled is not None
         if copy.state is not BufferState.SHARDED:
             self.wait()
@@ -345,7 +355,7 @@ class FlatParamHandle:
         elif self.groups.sharded:
             source = self._whole_shard(copy, communicator.streams, keep_cast=keep_cast)
         else:
-            source = self._shard  # it is moved and cast as it is copied
+            source = self._shard  # the copy moves and casts it
         return Gather(copy.tensor, source, copy.cut)
 
     def _whole_shard(self, copy: FullCopy, streams: Streams, *, keep_cast: bool) -> torch.Tensor:
@@ -361,13 +371,13 @@ class FlatParamHandle:
         return shard
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
-        """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
+        """Return the shard on the device, in ``dtype``. It is uploaded first, so that the device casts it."""
         if self._shard.dtype == dtype and self._shard.device == self.device:
             return self._shard
         return streams.upload(self._shard).to(dtype)
 
     def part_for_others(self, streams: Streams, *, full_precision: bool) -> Gather:
-        """For a gather that only other ranks need, in the dtype that they need; the full buffer is left alone."""
+        """Make this rank's part in a gather that only other ranks need, in their dtype, without the full buffer."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return Gather(unread, self._shard_as(dtype, streams))
@@ -390,10 +400,10 @@ class FlatParamHandle:
         self._source = None
 
     def wait(self) -> None:
-        """The full buffer is filled when this returns (for the current stream)."""
+        """Wait until the full buffer is filled (for the current stream)."""
         copy = self.copy
         if copy.pending is not None:  # another stream may have waited before
-            copy.pending.wait()  # where that is interrupted, the gather is still under way
+            copy.pending.wait()  # after an interrupt, the gather is still in flight
             if copy.state is BufferState.GATHERING:
                 copy.enter(BufferState.UNSHARDED)
 
@@ -408,8 +418,8 @@ class FlatParamHandle:
         pool.free(copy.pooled, last_use)
 
     def leave_buffer(self) -> None:
-        """Have another full buffer, without memory: to this one may still be written, by a gather that nobody can wait
-        for, and which holds it. Graphs of before are refused: they have saved its memory."""
+        """Replace the full buffer by a new one, without memory: a gather that cannot be waited for may still write to
+        the old one, and keeps it alive. Backwards of earlier forwards, which saved the old memory, are refused."""
         copy = self.copy
         copy.outdate()
         with torch.inference_mode(False):
@@ -423,8 +433,8 @@ class FlatParamHandle:
         expected = self._shard.to(self.device).to(self.full.dtype).view(torch.uint8)
         if torch.equal(now, expected):
             return None
-        place = start + int((now != expected).nonzero()[0]) // self.full.element_size()
-        return next((index for index, p in enumerate(self.layout.params) if p.offset <= place < p.end), None)
+        offset = start + int((now != expected).nonzero()[0]) // self.full.element_size()
+        return next((index for index, p in enumerate(self.layout.params) if p.offset <= offset < p.end), None)
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
@@ -433,17 +443,17 @@ class FlatParamHandle:
 
     @property
     def wholes(self) -> list[nn.Parameter]:
-        """What modules show for the flat parameter while the unit runs, in every dtype that was computed in."""
+        """The leaves for the whole vector, in every dtype that was used."""
         return [copy.whole for copy in self._copies.values() if copy.whole is not None]
 
     def is_cut(self, index: int) -> bool:
-        """Whether tensor parallelism has cut parameter ``index``: of others every rank of it has all."""
+        """Whether tensor parallelism has cut parameter ``index``, so that no rank has all of it."""
         tp = self.tp[index]
         return tp is not None and tp.dim is not None
 
     @property
     def tp_group(self) -> Any | None:
-        """The ranks that its parameters of tensor parallelism are placed on; None where there are none."""
+        """The group of the bucket's parameters of tensor parallelism; None without such parameters."""
         return next((tp.group for tp in self.tp if tp is not None), None)
 
     def is_leaf(self, tensor: Any, index: int) -> bool:
@@ -451,9 +461,9 @@ class FlatParamHandle:
         return any(copy.leaves[index] is tensor for copy in self._copies.values())
 
     def replace_shard(self, new: torch.Tensor, compute_device: torch.device, precision: MixedPrecision) -> None:
-        """Let ``new``, of another dtype or device or just other memory, be the shard; the layout keeps its offsets.
+        """Let ``new``, of another dtype or device or in other memory, be the shard. The layout keeps the offsets.
 
-        The flat parameter and the leaves stay the same objects, but for ``DTensor`` s, which keep their dtype. The full
+        The flat parameter and the leaves stay the same objects, except ``DTensor`` s, whose dtype is fixed. The full
         buffer must have been released.
         """
         self.forget_source()
@@ -477,18 +487,20 @@ class FlatParamHandle:
     # -- the shard's views ---------------------------------------------------------------------------------------------
 
     def sharded_views(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part in a vector of ``layout.shard_numel`` elements that lies like this rank's shard.
+        """Return each parameter's part of a vector of ``layout.shard_numel`` elements in the order of the shard.
 
-        Sharded: 1-D, of size 0 where this rank owns nothing of the parameter. Not sharded: the parameter's own shape.
+        Sharded: 1-D, of size 0 for a parameter without elements on this rank. Not sharded: in the parameter's shape.
         """
         if not self.groups.sharded:
             return parameter_views(self.layout, flat_shard)
-        parts = flat_shard.split_with_sizes(self._cuts)
-        return [parts[place] for place in self._places]
+        parts = flat_shard.split_with_sizes(self._lengths)
+        return [parts[number] for number in self._parts]
 
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape, or with tensor
-        parallelism in that of this rank's part of it."""
+        """Return this rank's part of ``whole``, values of parameter ``index``, in the shape of :meth:`sharded_views`.
+
+        ``whole`` has the true shape or, with tensor parallelism, that of the rank's local tensor.
+        """
         record, tp = self.layout.params[index], self.tp[index]
         if tp is not None and whole.shape != record.shape:
             whole = tp.part_of(whole)
@@ -506,11 +518,12 @@ def gather(
     keep_cast: bool = False,
     nearby: bool = False,
 ) -> None:
-    """Start filling the full buffers of a unit as one collective, on the current stream; refill those that are filled
-    already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
+    """Start filling the full buffers of a unit by one collective, on the current stream, even if they are filled.
 
-    With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
-    :meth:`FlatParamHandle.forget_source` drops them.
+    Args:
+        keep_cast: keep the shards in the compute dtype for the next gather of the same values;
+            :meth:`FlatParamHandle.forget_source` drops them.
+        nearby: gather the slices that the ranks of ``communicator`` have kept.
     """
     parts, issues = [], False
     try:
@@ -525,7 +538,8 @@ def gather(
             if handle.copy.state is BufferState.GATHERING:
                 handle.copy.pending = pending
     except BaseException as error:
-        # No room: nothing was issued. On an accelerator what was is over before the gather stream uses the memory.
+        # Without memory no collective was issued. On an accelerator, a collective ends before the gather stream, which
+        # owns the memory, uses it again.
         is_over = isinstance(error, OSError) or not issues or not communicator.streams.asynchronous_work
         for handle in handles:
             if handle.state is BufferState.GATHERING:
@@ -538,7 +552,7 @@ def gather(
 
 
 def _piece_of(record: ParamRecord, piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    """What is to lie in a shard of ``whole``, a parameter's values: 1-D, maybe a view."""
+    """Return the ``piece`` of ``whole``, a parameter's values, for a shard: 1-D, possibly a view."""
     whole = whole.detach()
     if whole.stride() != record.stride:
         in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
@@ -546,18 +560,20 @@ def _piece_of(record: ParamRecord, piece: Piece, whole: torch.Tensor) -> torch.T
     return whole.as_strided((piece.numel,), (1,), whole.storage_offset() + piece.start)
 
 
-def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
-    """The lengths of what a shard consists of, nothing first: by turns what lies before a parameter's piece, and the
-    piece; and which of these each parameter has. Many have nothing here."""
-    cuts, places, end = [0], list[int](), 0
+def _lengths_and_parts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
+    """Divide a shard into parts: an empty one, then in turn the gap before a piece of a parameter, and the piece.
+
+    Returns the lengths of the parts, and the number of the part of each parameter; 0 for one without elements here.
+    """
+    lengths, parts, end = [0], list[int](), 0
     for piece in layout.pieces(rank):
         if piece.numel == 0:
-            places.append(0)
+            parts.append(0)
             continue
-        places.append(len(cuts) + 1)
-        cuts += [piece.shard_offset - end, piece.numel]
+        parts.append(len(lengths) + 1)
+        lengths += [piece.shard_offset - end, piece.numel]
         end = piece.shard_offset + piece.numel
-    return [*cuts, layout.shard_numel - end], places
+    return [*lengths, layout.shard_numel - end], parts
 
 
 _KEPT = (
@@ -566,10 +582,10 @@ _KEPT = (
 )
 
 
-def _why_not(
+def _error_of_use(
     handle_ref: weakref.ref[FlatParamHandle], copy_ref: weakref.ref[FullCopy], index: int, written: bool
 ) -> str | None:
-    """What a :class:`CheckedLeaf` of the handle's copy asks before it is read, or ``written``."""
+    """Return the error for a read or write of a :class:`CheckedLeaf`, or None."""
     handle, copy = handle_ref(), copy_ref()
     if handle is None:
         return "a parameter was read after its unit was deleted"

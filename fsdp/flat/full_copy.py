@@ -1,12 +1,12 @@
-"""The whole flat vector of a bucket: its buffer, the leaves over it, and whether there is memory behind them.
+"""The full buffer of a bucket, the leaves over it, and the state of the memory.
 
 [Note: Permanent tensors, pooled memory]
-A full buffer is a tensor whose identity and views are permanent while its memory comes from a pool and goes back. So
-nothing is split, viewed or allocated per step, and what autograd saved in forward is valid again once the buffer has
-been refilled in backward. The leaves, which the modules compute with, are parameters made empty and given their view
-of the buffer through ``.data``: they share no version counter with it, so a refill is not taken for an in-place
-change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
-``FSDP_DEBUG=1``, poisoning take its place. That there is no memory it does notice: then leaves have another version.
+A full buffer is a tensor with permanent identity and views, while the memory comes from a pool and returns there. So no
+step splits, views or allocates tensors, and the tensors that autograd saved in forward are valid again after the refill
+in backward. The leaves, with which modules compute, are parameters made empty, with a view of the buffer assigned
+through ``.data``. They share no version counter with the buffer, so a refill is no in-place change. The price is that
+autograd does not detect a wrong fill; the states below and, with ``FSDP_DEBUG=1``, poisoning replace that check.
+Autograd does detect released memory: then the leaves have another version.
 
 ``memory.py`` allocates the memory and frees it. This file and ``flat_param.py`` alone (with ``ownership.py``, while a
 unit is built) assign ``.data``.
@@ -30,23 +30,23 @@ from fsdp.flat.tensor_parallel import local_of
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Each parameter of ``layout`` as a view of ``flat`` (``padded_numel`` elements), with its own shape and
+    """Return each parameter of ``layout`` as a view of ``flat`` (``padded_numel`` elements), with its shape and
     strides."""
     start = flat.storage_offset()
     return [flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params]
 
 
 def point_at(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Let each tensor hold its one of ``values``; it stays the same object."""
+    """Let each tensor have the data of one of ``values``; it stays the same object."""
     for param, value in zip(params, values):
         param.data = value
 
 
 class BufferState(Enum):
     SHARDED = auto()  # the full buffer has no memory
-    GATHERING = auto()  # a gather into it is under way
-    UNSHARDED = auto()  # it holds every parameter
-    RESIDENT = auto()  # it is the shard: nothing to gather, nothing to release
+    GATHERING = auto()  # a gather into it is in flight
+    UNSHARDED = auto()  # it has the values of every parameter
+    RESIDENT = auto()  # it is the shard, and is neither gathered nor released
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
@@ -60,18 +60,20 @@ _TRANSITIONS = {
 
 
 class FullCopy:
-    """The whole flat vector in one dtype: its buffer, and the leaves that the modules compute with.
+    """The full buffer in one dtype, and the leaves that the modules compute with.
 
     Attributes:
-        tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
-        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``; a ``DTensor``
-            where tensor parallelism has placed it.
-        state: what is in the memory; changed by ``enter`` alone.
-        whole: one for all of the vector, without padding, where the modules have a flat parameter.
-        memories: of each leaf the plain tensor over ``tensor``, which is itself or what a ``DTensor`` is made around.
-        pooled: the buffer's memory; None where the shard has it.
-        differs: whether the shard has another dtype, or is on another device.
-        keeps_writes: whether what is written to the leaves reaches the shard.
+        tensor: ``layout.padded_numel`` elements; the shard itself if it is whole and has this dtype and device.
+        leaves: one ``nn.Parameter`` per parameter of the layout, in its true shape, over ``tensor``; a ``DTensor``
+            for a parameter of tensor parallelism.
+        whole: a leaf for the whole vector, without padding, if the modules have a flat parameter.
+        all_leaves: ``leaves``, and ``whole`` behind them.
+        memories: the plain tensor of each leaf: the leaf itself, or the local tensor of a ``DTensor``.
+        state: of the memory; changed by ``enter`` alone.
+        pending: the gather in flight, or the last one.
+        pooled: the memory of the buffer; None if it is the shard's.
+        differs: whether the shard has another dtype or device.
+        keeps_writes: whether a write to a leaf is a write to the shard.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class FullCopy:
         resident: bool,
         differs: bool,
     ) -> None:
-        """Points the leaves, the whole vector's behind those of its parameters, at the ``views`` of ``tensor``, whose
+        """Point the leaves, the whole vector's behind those of the parameters, at the ``views`` of ``tensor``, whose
         memory is released unless it is ``resident``."""
         count = len(layout.params)
         self.tensor, self.all_leaves = tensor, leaves
@@ -103,7 +105,7 @@ class FullCopy:
         self._cuts: dict[int, Sequence[torch.Tensor]] = {}
 
     def cut(self, count: int) -> Sequence[torch.Tensor]:
-        """``tensor`` in ``count`` equal pieces, which are there as long as it is."""
+        """Return ``tensor`` in ``count`` equal pieces, which are made once."""
         pieces = self._cuts.get(count)
         if pieces is None:
             with torch.inference_mode(False):
@@ -144,12 +146,12 @@ class FullCopy:
         return found
 
     def enter(self, state: BufferState) -> None:
-        """From here on it is in ``state``."""
+        """Change to ``state``."""
         if state not in _TRANSITIONS[self.state]:
             raise AssertionError(f"a full buffer went from {self.state.name} to {state.name}")
         if state is BufferState.SHARDED:
-            # Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a
-            # leaf which is not there, past all that would have gathered it.
+            # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
+            # past every hook that would have gathered it, ends in an error.
             self._versions = [leaf._version for leaf in self._unchecked]
             set_versions(self._unchecked, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
@@ -157,16 +159,16 @@ class FullCopy:
         self.state = state
 
     def outdate(self) -> None:
-        """Autograd refuses to read what it has saved of the leaves so far."""
+        """Let autograd refuse to read the leaves that it has saved so far."""
         set_versions(self._unchecked, [leaf._version + 1 for leaf in self._unchecked])
 
 
-RELEASED_VERSION = 1 << 30  # the version of a leaf while there is nothing behind it
+RELEASED_VERSION = 1 << 30  # the version of a leaf without memory
 
 
 class SlotBuffer:
-    """A flat gradient vector in the reduce dtype, its slots, one view per parameter with its strides, and its
-    padding, one per gap."""
+    """A flat gradient vector in the reduce dtype, with a slot per parameter (a view with the parameter's strides) and a
+    view of the padding per gap."""
 
     __slots__ = ("flat", "layout", "padding", "pooled", "slots")
 

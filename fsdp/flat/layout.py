@@ -24,7 +24,7 @@ Computed = TypeVar("Computed")
 
 
 class ParamSpec(NamedTuple):
-    """A parameter before it has a place."""
+    """A parameter before it has an offset."""
 
     name: str  # fully qualified, relative to the unit
     shape: tuple[int, ...]  # ``()`` for a scalar, and sizes may be 0
@@ -34,7 +34,7 @@ class ParamSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """A parameter with its place: ``flat[offset:end]`` holds its elements in memory order, and is this parameter when
+    """A parameter in a flat vector: ``flat[offset:end]`` holds its elements in memory order, and is the parameter when
     viewed with ``shape`` and ``stride``."""
 
     name: str
@@ -51,9 +51,9 @@ class ParamRecord:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that one rank owns: its elements ``start`` to ``end``, counted in memory order, which
-    lie in the rank's shard from ``shard_offset`` on. Where the rank owns nothing of it, ``start == end``, and slicing
-    by these numbers still gives an empty slice."""
+    """The part of one parameter that one rank owns: the elements ``start`` to ``end``, counted in memory order, which
+    lie in the rank's shard from ``shard_offset`` on. If the rank owns no element, ``start == end``, and slicing by
+    these numbers gives an empty slice."""
 
     start: int
     end: int
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One flat vector: its parameters, its dtypes, its shards. Made by :meth:`build`; equal on every rank.
+    """The layout of one flat vector: parameters, dtypes and shards. Made by :meth:`build`; equal on every rank.
 
     Attributes:
         params: in the order of the flat vector.
@@ -96,16 +96,16 @@ class FlatLayout:
         param_alignment: int = 1,
         shard_alignment: int = 1,
     ) -> FlatLayout:
-        """Lays out ``specs`` in the order given. Units that are alike, as blocks of a model are, have one layout.
+        """Lay out ``specs`` in the order given. Equal units, such as the blocks of a model, share one layout.
 
         Args:
             dtype: of the shard.
             compute_dtype: of the gathered vector; None means ``dtype``.
             reduce_dtype: of the gradient reduction; None means ``compute_dtype``.
-            param_alignment: bytes; every parameter's first element is at a multiple of it in the gathered vector.
-            shard_alignment: bytes; the shard's length is a multiple of it in each of the three dtypes. With 1, shards
-                are what ``torch.chunk`` gives, the last ones padded to the length of the first. With more, parameters
-                are aligned in each of the three dtypes as well, since then the vector travels in all of them.
+            param_alignment: bytes; in the gathered vector, the offset of every parameter is a multiple of this.
+            shard_alignment: bytes; the length of the shard is a multiple of this in each of the three dtypes. With 1,
+                shards are those of ``torch.chunk``, the last ones padded to the length of the first. With more,
+                parameters are aligned in each of the three dtypes as well, since the vector travels in all of them.
 
         Raises:
             ValueError: two parameters or aliases have the same name, ``world_size`` is less than 1, a size is negative,
@@ -126,7 +126,7 @@ class FlatLayout:
         return {}
 
     def once(self, what: Hashable, compute: Callable[[], Computed]) -> Computed:
-        """``compute()``, which is ``what`` of the layout: computed once for all units that have it."""
+        """Return ``compute()``, a property ``what`` of the layout, computed once for all units with this layout."""
         if what not in self._computed:
             self._computed[what] = compute()
         computed: Computed = self._computed[what]
@@ -134,37 +134,48 @@ class FlatLayout:
 
     @property
     def padded_numel(self) -> int:
-        """Length of the flat vector with all its padding: ``world_size * shard_numel``."""
+        """Length of the flat vector with all padding: ``world_size * shard_numel``."""
         return self.world_size * self.shard_numel
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The (start, end) ranges of the padded vector that belong to no parameter: ascending, none of them empty."""
+        """The (start, end) ranges of the padded vector that belong to no parameter, ascending, without empty ones."""
         starts = [0, *(param.end for param in self.params)]
         ends = [*(param.offset for param in self.params), self.padded_numel]
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The (start, end) of this rank's shard in the padded vector. ValueError for a rank outside the world."""
+        """Return the (start, end) of the shard of ``rank`` in the padded vector.
+
+        Raises:
+            ValueError: the rank is not in the group.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"expected a rank in [0, {self.world_size}), but got {rank}")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def shard_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The (start, end) ranges of this rank's shard that belong to no parameter, counted in the shard: ascending,
-        none of them empty. ValueError for a rank outside the world."""
+        """Return the (start, end) ranges of the shard of ``rank`` that belong to no parameter, counted in the shard.
+
+        Raises:
+            ValueError: the rank is not in the group.
+        """
         shard_start, shard_end = self.shard_range(rank)
         inside = [(max(start, shard_start), min(end, shard_end)) for start, end in self.gaps]
         return tuple((start - shard_start, end - shard_start) for start, end in inside if start < end)
 
     def shard_runs(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The (start, end) ranges between this rank's ``shard_gaps``: all that belongs to parameters."""
+        """Return the (start, end) ranges between the ``shard_gaps`` of ``rank``: the elements of parameters."""
         gaps = self.shard_gaps(rank)
         starts, ends = [0, *(end for _, end in gaps)], [*(start for start, _ in gaps), self.shard_numel]
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def piece(self, index: int, rank: int) -> Piece:
-        """What ``rank`` owns of ``params[index]``. ValueError for a rank outside the world."""
+        """Return the part of ``params[index]`` that ``rank`` owns.
+
+        Raises:
+            ValueError: the rank is not in the group.
+        """
         param = self.params[index]
         shard_start, shard_end = self.shard_range(rank)
         start = _clamp(shard_start - param.offset, param.numel)
@@ -172,11 +183,11 @@ class FlatLayout:
         return Piece(start, end, shard_offset=_clamp(param.offset - shard_start, self.shard_numel))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` owns of each parameter, in the order of ``params``."""
+        """Return the part of each parameter that ``rank`` owns, in the order of ``params``."""
         return self.once(("pieces", rank), lambda: tuple(self.piece(i, rank) for i in range(len(self.params))))
 
     def owners(self, index: int) -> tuple[tuple[int, int, int], ...]:
-        """The (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
+        """Return the (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
         return self.once(("owners", index), lambda: self._owners_of(self.params[index], index))
 
     def _owners_of(self, param: ParamRecord, index: int) -> tuple[tuple[int, int, int], ...]:
@@ -211,7 +222,7 @@ def _laid_out(
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
+    """Return the strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
     stride = []
     step = 1
     for size in reversed(shape):
@@ -241,7 +252,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
         return True
     step = 1
     for dim_stride, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:  # its stride is never used, and torch lets it be anything
+        if size == 1:  # the stride is never used, and torch allows any
             continue
         if dim_stride != step:
             return False
@@ -250,7 +261,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _elements(alignment: int, itemsize: int, argument: str) -> int:
-    """The number of elements that every multiple of ``alignment`` bytes is a multiple of, at least 1."""
+    """Return the least number of elements, at least 1, whose multiples are aligned to ``alignment`` bytes."""
     # Powers of two only: then a multiple in a small dtype is also one in every larger dtype.
     if alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"{argument} must be a power of two (bytes), but got {alignment}")

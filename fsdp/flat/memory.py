@@ -1,7 +1,7 @@
-"""The memory of full and reduce buffers: tensors that outlive it, and the pools that it comes from.
+"""Permanent tensors of full and reduce buffers, and the pools that lend them memory.
 
 See [Note: Permanent tensors, pooled memory] in ``full_copy.py``. This file alone resizes or exchanges storages;
-``released.py`` sets up what they hold meanwhile.
+``released.py`` sets up storages without memory.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
 
-_NO_MATTER = 1 << 20  # bytes: new memory that ranks share costs more than to keep these
+_ALWAYS_KEPT = 1 << 20  # bytes: new shared memory costs more than keeping these
 
 
 class PooledTensor:
-    """A 1-D tensor whose identity and views are permanent while its memory comes from a :class:`MemoryPool`."""
+    """A 1-D tensor with permanent identity and views, whose memory a :class:`MemoryPool` lends."""
 
     __slots__ = ("_block", "_storage", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Takes ``tensor`` over and releases its memory; its contents are lost."""
+        """Take ``tensor`` over and release the memory; the values are lost."""
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self._block: torch.UntypedStorage | None = None
@@ -38,7 +38,7 @@ class PooledTensor:
 
     @property
     def has_block(self) -> bool:
-        """Whether its memory is a block of a pool that exchanges them."""
+        """Whether the memory is a block of a pool that exchanges blocks."""
         return self._block is not None
 
     def attach(self, block: torch.UntypedStorage) -> None:
@@ -53,28 +53,27 @@ class PooledTensor:
 
 
 class MemoryPool:
-    """Allocates memory for :class:`PooledTensor` s and keeps a bounded amount of what came back for the next one.
+    """A pool that allocates memory for :class:`PooledTensor` s and keeps a bounded amount of returned memory.
 
-    All calls happen on the stream that owns the pool, which waits for a returned block's last use before using it
-    again (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a
-    reused block.
+    All calls are made on the stream that owns the pool. It waits for the last use of a returned block before the next
+    use (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a reused
+    block.
 
     Attributes:
-        kept_nbytes: how much returned memory to keep.
-        kept_block_nbytes: the largest block to keep; larger ones serve hardly any buffer.
-        exchanges_blocks: whether buffers get blocks that others have given back; else storages are resized, and nothing
-            is kept.
+        kept_nbytes: the bytes of returned memory to keep.
+        kept_block_nbytes: the largest block to keep; larger ones fit few buffers.
+        exchanges_blocks: whether buffers get returned blocks; else storages are resized, and no memory is kept.
     """
 
     def __init__(self, device: torch.device, streams: Streams, group: Any = None) -> None:
-        """``group``: whose ranks may read the memory."""
+        """The ranks of ``group`` may read the memory."""
         self.kept_nbytes = self.kept_block_nbytes = 0
         self.exchanges_blocks = STORAGES_SWAP
         self._device = device
         self._streams = streams
         self._group = group
         self._free: list[tuple[torch.UntypedStorage, int, StreamEvent]] = []  # blocks, bytes and last use, oldest first
-        self._free_nbytes = 0  # of all these
+        self._free_nbytes = 0
 
     def keep_up_to(self, nbytes: int, *, largest_block: int) -> None:
         """Keep at most ``nbytes`` of returned memory, in blocks of at most ``largest_block`` bytes."""
@@ -87,34 +86,34 @@ class MemoryPool:
         if not self.exchanges_blocks:
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
-        # A small buffer in a large block would make the next large one ask for more.
-        wanted = buffer.nbytes
-        fitting = largest = 2 * wanted + 1
-        place = 0
-        if self._free and self._free[0][1] == wanted:  # nearly always
-            fitting = wanted
+        # With a small buffer in a large block, the next large buffer would need new memory.
+        needed = buffer.nbytes
+        best = limit = 2 * needed + 1
+        chosen = 0
+        if self._free and self._free[0][1] == needed:  # nearly always
+            best = needed
         else:
             for position, (_, nbytes, _) in enumerate(self._free):
-                if wanted <= nbytes < fitting:
-                    fitting, place = nbytes, position
-        if fitting < largest:
-            block, _, last_use = self._free.pop(place)
-            self._free_nbytes -= fitting
+                if needed <= nbytes < best:
+                    best, chosen = nbytes, position
+        if best < limit:
+            block, _, last_use = self._free.pop(chosen)
+            self._free_nbytes -= best
             if last_use is not None:
                 self._streams.wait(last_use)
         else:
-            self._shrink_to(self.kept_nbytes - wanted)
-            block = self._new_block(wanted)
+            self._shrink_to(self.kept_nbytes - needed)
+            block = self._new_block(needed)
         buffer.attach(block)
 
     def may_refill(self, buffer: PooledTensor) -> bool:
-        """Whether nobody reads what is in ``buffer``'s memory any more; else it gets other memory first."""
+        """Whether ``buffer`` may be filled again in the same memory: no other rank reads the memory any more."""
         lent = shared_memory.lent_at(buffer.tensor.data_ptr())
         return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
-        """Take ``buffer``'s memory; other streams have used it until ``last_use``. Idempotent: whoever was interrupted
-        here, where a pool may wait for other ranks, calls it again."""
+        """Take the memory of ``buffer`` back, which other streams have used until ``last_use``. Idempotent: after an
+        interrupt, which may come while a pool waits for other ranks, the call is repeated."""
         if buffer.nbytes == 0:
             return
         if not self.exchanges_blocks:
@@ -131,18 +130,18 @@ class MemoryPool:
             self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
-        """Give the kept blocks back to the allocator, and to the system what other ranks have read. Those of its
-        ``group`` are about to: they trim theirs at the same place."""
+        """Return the kept blocks to the allocator, and shared memory that other ranks have read to the system. The
+        ranks of the group trim at the same point."""
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
             segment.trim(patient=shared_memory.known_channel(self._group) is not None)
 
     def rest(self) -> None:
-        """``trim``, but what the next pass will want may stay for a while."""
+        """Trim at the end of a pass. Memory for the next pass may stay for a while."""
         self.trim()
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of such memory as the buffers have, for users to hold."""
+        """Make a tensor of the same kind of memory, for users to hold."""
         return host_memory.empty(numel, dtype=dtype, device=device)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
@@ -151,23 +150,23 @@ class MemoryPool:
     def _shrink_to(self, nbytes: int) -> None:
         too_large = [i for i, (_, each, _) in enumerate(self._free) if each > self.kept_block_nbytes]
         while too_large or (self._free and self._free_nbytes > nbytes):
-            # what is too large to keep at all would only push out the others; else the oldest goes
+            # first the blocks that are too large to keep, then the oldest
             _, freed, last_use = self._free.pop(too_large.pop() if too_large else 0)
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             self._free_nbytes -= freed
 
 
 class SharedPool(MemoryPool):
-    """Allocates what the other ranks of a group can read, once they share memory. Its blocks know who still reads them,
-    so the segment keeps them."""
+    """A pool of memory that the other ranks of a group can read, once they share memory. The segment keeps the blocks,
+    because it knows which ranks still read them."""
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
-        self._channel: shared_memory.Channel | None = None  # once the group's ranks have decided to have one
+        self._channel: shared_memory.Channel | None = None  # once the group's ranks have agreed on one
 
     @property
     def _segment(self) -> Segment | None:
-        """Where the memory is, if the ranks share some."""
+        """The shared memory of the ranks, if there is some."""
         channel = self._channel
         if channel is None:
             channel = self._channel = shared_memory.known_channel(self._group)
@@ -188,8 +187,8 @@ class SharedPool(MemoryPool):
         if buffer.nbytes and (segment := self._segment) is not None:
             if buffer.has_block:
                 segment.free(buffer.detach())
-            # for the pool of the tree's reductions as well
-            segment.keep(max(2 * self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
+            # twice as much, for the pool of the tree's reductions
+            segment.keep(max(2 * self.kept_nbytes, _ALWAYS_KEPT), max(self.kept_block_nbytes, _ALWAYS_KEPT))
         else:
             super().free(buffer, last_use)
 
@@ -202,8 +201,8 @@ class SharedPool(MemoryPool):
 
 
 class PoisoningPool(MemoryPool):
-    """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
-    release shows as NaN at the place that did it instead of a crash or another unit's weights."""
+    """A pool for debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN. A use after release
+    shows as NaN, instead of a crash or another unit's weights."""
 
     def allocate(self, buffer: PooledTensor) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
@@ -219,8 +218,8 @@ class PoisoningPool(MemoryPool):
 
 
 def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
-    """A pool for ``device``, of memory that the ranks of ``group`` (None: of no group) may share; a poisoning one under
-    ``FSDP_DEBUG=1``."""
+    """Make a pool for ``device``, of memory that the ranks of ``group`` (None: of no group) may share; a poisoning one
+    under ``FSDP_DEBUG=1``."""
     if environment.DEBUG.value:
         return PoisoningPool(device, streams)
     if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share(group, device):

@@ -1,4 +1,4 @@
-"""What a wrapped model looks like from outside: every unit, its buckets, and where each parameter lies in them."""
+"""Descriptions of a wrapped model: units, buckets and the offset of each parameter, for users and for FSDP1's tools."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """The parameters of a unit that share a dtype and were all trainable, or all frozen, when it was wrapped.
+    """The parameters of a unit that share a dtype and were all trainable, or all frozen, at wrapping.
 
     Attributes:
         layout: names (relative to the unit), shapes, strides, offsets, padding and every rank's ranges.
         rank: this process's rank in the shard group; ``layout.world_size`` is the group's size.
         flat_param: 1-D, ``layout.shard_numel`` elements: this rank's shard, padding included.
-        params: what users and optimizers hold: with ``use_orig_params=True`` one ``nn.Parameter`` per entry of
+        params: the parameters that users and optimizers hold: with ``use_orig_params=True`` one per entry of
             ``layout.params``, else the flat parameter alone.
     """
 
@@ -32,8 +32,7 @@ class BucketInfo:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """For each entry of ``layout.params``, the half-open range of it that this rank owns and where it lies in the
-        shard."""
+        """The half-open range of each entry of ``layout.params`` that this rank owns, with the offset in the shard."""
         return self.layout.pieces(self.rank)
 
 
@@ -42,11 +41,11 @@ class UnitInfo:
     """One unit.
 
     Attributes:
-        name: the path of its module in the model asked about, without wrapper parts ("" for the model); of several
-            modules, the paths of all, with ", " between them.
-        path: what the layouts' names are relative to: the same, but for several modules that around all of them.
-        shares_memory: whether the ranks of its shard group communicate through memory that they share; they decide when
-            they first communicate.
+        name: the path of the unit's module in the described model, without wrapper parts ("" for the model). The paths
+            of several modules are joined by ", ".
+        path: the path that the names in the layouts are relative to: of the module, or of the module around several.
+        shares_memory: whether the ranks of the shard group communicate through shared memory, which they decide at the
+            first collective.
     """
 
     name: str
@@ -55,13 +54,13 @@ class UnitInfo:
     shares_memory: bool = False
 
     def full_name(self, record: ParamRecord) -> str:
-        """A parameter's name in the model asked about."""
+        """Return the name of a parameter in the described model."""
         return f"{self.path}.{record.name}" if self.path else record.name
 
 
 class ShardParamInfo(NamedTuple):
-    """What a rank's shard has of a parameter, as FSDP1 tells it. ``intra_param_end_idx`` is the last element's; where
-    there is none, all but ``in_shard`` are None."""
+    """The part of a parameter in a rank's shard, in FSDP1's form. ``intra_param_end_idx`` is the index of the last
+    element. Without elements, all fields but ``in_shard`` are None."""
 
     in_shard: bool
     offset_in_shard: int | None = None
@@ -71,8 +70,8 @@ class ShardParamInfo(NamedTuple):
 
 
 class ParamInfo(NamedTuple):
-    """Where a parameter is registered, as FSDP1 tells it: ``module.<param_name>``, a module that is ``module_name`` in
-    its unit."""
+    """The registration of a parameter, in FSDP1's form: ``module.<param_name>``. ``module_name`` is the path of the
+    module in the unit."""
 
     param_name: str
     module: nn.Module | None
@@ -80,10 +79,10 @@ class ParamInfo(NamedTuple):
 
 
 class ParamInfos(Sequence[ParamInfo]):
-    """One per parameter of a flat one, which must not keep its modules alive."""
+    """The ``ParamInfo`` of each parameter of a flat parameter, without references that keep modules alive."""
 
     def __init__(self, places: Iterable[tuple[nn.Module, str, str]]) -> None:
-        """``places``: of each its module, its attribute there, and its name in the unit."""
+        """Each of ``places`` is a module, an attribute and the name in the unit."""
         self._places = [(weakref.ref(module), attribute, name) for module, attribute, name in places]
 
     def __len__(self) -> int:
@@ -100,7 +99,7 @@ class ParamInfos(Sequence[ParamInfo]):
 
 
 def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
-    """What tools read of a flat parameter, by FSDP1's names; all sizes in elements."""
+    """Return the attributes of a flat parameter that tools read, by FSDP1's names; all sizes in elements."""
     known = layout.once(("for tools", rank), lambda: _for_tools(layout, rank))
     return {**known, **{name: list(value) for name, value in known.items() if isinstance(value, list)}}
 
@@ -108,7 +107,7 @@ def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
 def _for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
     spans = [(record.offset, record.end, False) for record in layout.params]
     spans += [(start, end, True) for start, end in layout.gaps if start < layout.numel]
-    spans.sort()  # by place, and told whether it is padding
+    spans.sort()  # by offset
     start, stop = (min(bound, layout.numel) for bound in layout.shard_range(rank))
     return {
         "_fqns": [record.name for record in layout.params],

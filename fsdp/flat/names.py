@@ -1,5 +1,5 @@
-"""The names of modules, parameters and buffers, and the walks that find them: what wrappers of all kinds add to them is
-known here alone."""
+"""The names of modules, parameters and buffers, and walks through modules. This file alone knows the parts that
+wrappers add to names."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _COMPILED_MODULE = "_orig_mod"
 
 
 def clean(name: str) -> str:
-    """``name`` without the parts that this package's and torch's checkpoint wrappers add: as in state dicts."""
+    """Remove the parts of ``name`` that this package's and torch's checkpoint wrappers add, as in state dicts."""
     return ".".join(part for part in name.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE))
 
 
 def clean_text(text: str) -> str:
-    """``text`` with the names in it as ``clean`` makes them."""
+    """Remove these parts from the names in ``text``."""
     return text.replace(f"{WRAPPED_MODULE}.", "").replace(f"{CHECKPOINTED_MODULE}.", "")
 
 
 def joined(path: str, name: str) -> str:
-    """The name of what is called ``name`` in the module at ``path``."""
+    """Join ``path``, of a module, and ``name``, relative to the module."""
     return f"{path}.{name}" if path else name
 
 
 def bare(name: str) -> str:
-    """``name`` without anything that wrappers of any kind may have added: what renamed keys have in common."""
+    """Remove the parts of ``name`` that a wrapper of any kind may have added."""
     parts = clean(name.removeprefix("module.")).split(".")
     return ".".join(part for part in parts if part != _COMPILED_MODULE)
 
@@ -39,8 +39,9 @@ def bare(name: str) -> str:
 
 
 class ModuleGroup(nn.Module):
-    """The modules that are one unit, by their paths in the plain model below the module in which they were grouped,
-    which names of the unit's parameters are relative to. It is in no model; each of its members has a wrapper there."""
+    """The modules of one unit, by their paths in the plain model below the module in which they were grouped. Names of
+    the unit's parameters are relative to that module. The group itself is in no model; each member has a wrapper there.
+    """
 
     def __init__(self, members: Mapping[str, nn.Module]) -> None:
         """``members`` has all paths to each."""
@@ -57,8 +58,8 @@ class ModuleGroup(nn.Module):
 
 
 def members_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules by which the unit of ``module`` is called, with what the names in it begin with: nearly always itself
-    alone, with nothing."""
+    """Return the modules whose forwards are forwards of the unit of ``module``, by the prefix of the names in them:
+    nearly always the module itself, with the prefix ""."""
     if not isinstance(module, ModuleGroup):
         return {"": module}
     first: dict[nn.Module, str] = {}
@@ -69,7 +70,7 @@ def members_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def unit_name(wrapper: Any, path: str) -> str:
-    """The name of the unit that ``wrapper``, at ``path`` in the plain model, belongs to: the paths of its modules."""
+    """Return the name of the unit of ``wrapper``, at ``path`` in the plain model: the paths of the unit's modules."""
     place, members = wrapper._fsdp_place, members_of(unit_of(wrapper).module)
     if not place:
         return path
@@ -78,7 +79,7 @@ def unit_name(wrapper: Any, path: str) -> str:
 
 
 def path_of(unit: Any, name: str) -> str:
-    """The path that the names of the unit's parameters are relative to where the unit has this name."""
+    """Return the path that the names of the unit's parameters are relative to; ``name`` is the name of the unit."""
     first = next(iter(members_of(unit.module)))
     return name.split(", ")[0].removesuffix(first).removesuffix(".") if first else name
 
@@ -87,7 +88,7 @@ def path_of(unit: Any, name: str) -> str:
 
 
 def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(path, module) for ``module`` and its descendants, every path to each, without entering nested units."""
+    """Return (path, module) for ``module`` and its descendants, every path to each, without entering nested units."""
     found: list[tuple[str, nn.Module]] = []
     _add_own(module, "", found)
     return found
@@ -105,25 +106,25 @@ def _add_own(module: nn.Module, path: str, found: list[tuple[str, nn.Module]]) -
 
 
 def unit_of(module: nn.Module) -> Any:
-    """The unit of ``module`` if that is a wrapped module, else None."""
+    """Return the unit of ``module`` if that is a wrapped module, else None."""
     return module.__dict__.get("_fsdp_unit")
 
 
 def wrappers_in(module: nn.Module) -> list[Any]:
-    """Every wrapped module in ``module``, itself included, depth first."""
+    """Return every wrapped module in ``module``, itself included, depth first."""
     return [m for m in module.modules() if unit_of(m) is not None]
 
 
 def plain_children(module: nn.Module, path: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """(name, path in the plain model, module) for the children of a module at ``path`` there: what a wrapper wraps has
-    the path of the wrapper."""
+    """Iterate over (name, path in the plain model, module) of the children of a module at ``path`` there. A wrapped
+    module has the path of the wrapper."""
     for name, child in module._modules.items():
         if child is not None:
             yield name, path if _is_hidden(module, name) else joined(path, name), child
 
 
 def _is_hidden(module: nn.Module, child: str) -> bool:
-    """Whether ``module`` is a wrapper of any kind, and ``child`` what it calls that which it wraps."""
+    """Whether ``module`` is a wrapper of any kind, and ``child`` the attribute for the wrapped module."""
     if child == _COMPILED_MODULE:  # by type, without importing the compiler: a user's module may have this name
         kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
         return ("torch._dynamo.eval_frame", "OptimizedModule") in kinds
@@ -133,20 +134,20 @@ def _is_hidden(module: nn.Module, child: str) -> bool:
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules()``, every path to each, by the plain model's names."""
+    """Iterate like ``named_modules()``, with every path to each module, by the plain model's names."""
     for plain, _, module in _walk(model, "", ""):
         yield plain, module
 
 
 def _walk(module: nn.Module, plain: str, now: str) -> Iterator[tuple[str, str, nn.Module]]:
-    """(path in the plain model, path now, module)."""
+    """Iterate over (path in the plain model, path now, module)."""
     yield plain, now, module
     for name, path, child in plain_children(module, plain):
         yield from _walk(child, path, clean(joined(now, name)))
 
 
 def inside(model: nn.Module) -> nn.Module:
-    """Past ``DistributedDataParallel`` and ``torch.compile``'s outermost module."""
+    """Return the module inside ``DistributedDataParallel`` and ``torch.compile``'s outermost module."""
     for name, child in model._modules.items():
         if child is not None and name not in (WRAPPED_MODULE, CHECKPOINTED_MODULE) and _is_hidden(model, name):
             return inside(child)
@@ -154,8 +155,8 @@ def inside(model: nn.Module) -> nn.Module:
 
 
 class PlainNames:
-    """Turns the names in a model's state dict into those of the plain model, which ``DistributedDataParallel`` and
-    ``torch.compile`` have added to, and back."""
+    """A translation between the names in a model's state dict and those of the plain model, to which
+    ``DistributedDataParallel`` and ``torch.compile`` add parts."""
 
     def __init__(self, model: nn.Module) -> None:
         walked = list(_walk(model, "", ""))
@@ -163,16 +164,16 @@ class PlainNames:
         self._now = {plain: now for plain, now, _ in walked}  # the innermost's, where the parameters are
 
     def plain(self, name: Any) -> Any:
-        """The plain model's name; what is no string stays."""
+        """Return the plain model's name; a key that is no string stays."""
         return _renamed(name, self._plain)
 
     def now(self, name: Any) -> Any:
-        """The inverse of ``plain``."""
+        """Return the name in the state dict: the inverse of ``plain``."""
         return _renamed(name, self._now)
 
 
 def _renamed(name: Any, paths: dict[str, str]) -> Any:
-    """``name`` with its longest part that is a module's path in ``paths`` replaced."""
+    """Replace the longest prefix of ``name`` that is a module's path in ``paths``."""
     if not isinstance(name, str):
         return name
     path = name

@@ -1,7 +1,7 @@
-"""What a unit owns: the parameters of its subtree that no nested unit has and nobody asked to ignore, in buckets.
+"""The parameters that a unit owns, in buckets: all of the subtree, except those of nested units and ignored ones.
 
-And what happens to them before they are flattened: materialised from the meta device, moved, synchronised from rank 0.
-All of it unit by unit, innermost first, so that the peak is the sharded model plus one unit.
+Before they are flattened, they are materialized from the meta device, moved, and synchronized from rank 0. Units are
+flattened one by one, innermost first, so that the peak of memory is the sharded model plus one unit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ONE_UNIT_ONLY = (
     "FullyShardedDataParallel.group(), or wrap the lowest module that contains both, and neither of the two apart"
 )
 _TORCH = "torch.distributed.fsdp"  # never imported
-_GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # by which FSDP2 gathers tensor subclasses
-ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
+_GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # FSDP2 gathers tensor subclasses by these
+ALIGNMENT = 16  # bytes; collectives and kernels have slow paths for less aligned memory
 
 
 @dataclass
-class Place:
+class Site:
     """One registration of a parameter: ``module.<attribute>``, known in the unit as ``name``."""
 
     module: nn.Module
@@ -47,36 +47,37 @@ class Place:
 
 @dataclass
 class OwnedParam:
-    """A parameter of the unit and every place where it is registered; the first place names it."""
+    """A parameter of the unit, with each registration of it; the first one gives the name."""
 
     param: nn.Parameter
-    places: list[Place]
-    tp: TensorParallel | None = None  # how tensor parallelism has placed it, if it has; ``param`` is this rank's part
-    dtensor: nn.Parameter | None = None  # what was registered, in the place of which ``param`` comes
+    sites: list[Site]
+    tp: TensorParallel | None = None  # the placement by tensor parallelism; then ``param`` is this rank's part
+    dtensor: nn.Parameter | None = None  # the registered ``DTensor``, which ``param`` replaces
 
     @property
     def name(self) -> str:
-        return self.places[0].name
+        return self.sites[0].name
 
 
 def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Groups | None = None) -> list[OwnedParam]:
-    """The parameters that ``module``'s unit owns, in registration order, depth first; shared ones once. ``groups`` are
-    those that it is to be sharded over.
+    """Return the parameters of the unit of ``module``, in registration order, depth first, each once. ``groups`` will
+    shard them.
 
     Raises:
-        ValueError: a parameter already belongs to another unit, or its kind or its module's cannot be flattened.
-        NotImplementedError: so it is with a ``DTensor``; see ``TensorParallel``.
+        ValueError: a parameter already belongs to another unit, or it, or the module, is of a kind that cannot be
+            flattened.
+        NotImplementedError: the same for a ``DTensor``; see ``TensorParallel``.
     """
     owned = []
-    for param, places in _places(module, ignored):
-        _check(param, places, unit_name)
+    for param, sites in _sites_of(module, ignored):
+        _check(param, sites, unit_name)
         if isinstance(param, DTensor):
-            tp = TensorParallel.of(param, f"{places[0].name!r} of {unit_name}", groups)
+            tp = TensorParallel.of(param, f"{sites[0].name!r} of {unit_name}", groups)
             local = nn.Parameter(local_of(param).detach(), param.requires_grad)
             local.__dict__.update(param.__dict__)
-            owned.append(OwnedParam(local, places, tp, param))
+            owned.append(OwnedParam(local, sites, tp, param))
         else:
-            owned.append(OwnedParam(param, places))
+            owned.append(OwnedParam(param, sites))
     several = {tuple(item.tp.spec.mesh.mesh.tolist()): item.name for item in owned if item.tp is not None}
     if len(several) > 1:
         raise NotImplementedError(
@@ -87,11 +88,11 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
 
 
 def check_not_wrapped(module: nn.Module, ignored: Ignored) -> None:
-    """Check that no other engine shards or replicates what is to be wrapped.
+    """Check that no other engine shards or replicates ``module``.
 
     Raises:
-        ValueError: torch's own FSDP has wrapped ``module``, something in it or something around it; or
-            ``DistributedDataParallel`` has wrapped ``module``, or something in it that is not ignored.
+        ValueError: torch's own FSDP has wrapped ``module``, or a module inside or around it; or
+            ``DistributedDataParallel`` has wrapped ``module``, or a module inside that is not ignored.
     """
     found = torchs_own(module)
     if found is not None:
@@ -111,7 +112,8 @@ def check_not_wrapped(module: nn.Module, ignored: Ignored) -> None:
 
 
 def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
-    """In words, what torch's own FSDP has wrapped in or around ``module``; what ``fully_shard`` has as well, or not."""
+    """Describe the module that torch's own FSDP has wrapped, in or around ``module``; with ``fully_shard`` also the one
+    that ``fully_shard`` has."""
     modules = list(module.modules())
     if any(_wrapped_by(kind, fully_shard) for kind in set(map(type, modules))):
         for name, submodule in module.named_modules():
@@ -125,7 +127,7 @@ def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
 
 
 def _wrapped_by(kind: Any, fully_shard: bool) -> str | None:
-    """What of torch's own FSDP a class of modules is made by."""
+    """Return the name of the class of torch's own FSDP that ``kind``, a class of modules, derives from."""
     classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
     bases = (base for base in kind.__mro__ if base.__module__.startswith(_TORCH) and base.__name__ in classes)
     return next((f"{base.__module__}.{base.__name__}" for base in bases), None)
@@ -136,27 +138,27 @@ def _is_torchs(param: Any) -> bool:
     return foreign and getattr(param, "_fsdp_flattened", False)
 
 
-def _places(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, list[Place]]]:
-    """Every parameter below ``module`` that is neither ignored nor in a nested unit, with all its registrations."""
-    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}  # by id: to hash a tensor is a call of Python
+def _sites_of(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, list[Site]]]:
+    """Return each parameter below ``module`` that is neither ignored nor in a nested unit, with all registrations."""
+    found: dict[int, tuple[nn.Parameter, list[Site]]] = {}  # by id: the hash of a tensor is a Python function
     skipped = set(map(id, ignored.params))
     for prefix, owner in own_modules(module):
         for attribute, param in owner._parameters.items():
             if param is None or id(param) in skipped:
                 continue
-            place = Place(owner, attribute, joined(prefix, attribute))
+            site = Site(owner, attribute, joined(prefix, attribute))
             if id(param) not in found:
-                found[id(param)] = param, [place]
+                found[id(param)] = param, [site]
             elif all((other.module, other.attribute) != (owner, attribute) for other in found[id(param)][1]):
-                found[id(param)][1].append(place)
+                found[id(param)][1].append(site)
     return list(found.values())
 
 
-def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
-    name = places[0].name
+def _check(param: nn.Parameter, sites: list[Site], unit_name: str) -> None:
+    name = sites[0].name
     if getattr(param, "_fsdp_flattened", False):
         other = getattr(param, "_fsdp_owner", "a flat parameter")
-        if any("_is_fsdp_managed_module" in place.module.__dict__ for place in places):
+        if any("_is_fsdp_managed_module" in site.module.__dict__ for site in sites):
             raise ValueError(
                 f"parameter {name!r} of {unit_name} lies in a module that was wrapped before, as {other}, and the "
                 "wrapper is not in the model. FullyShardedDataParallel(layer) returns a wrapper, unlike torch's "
@@ -166,8 +168,8 @@ def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
         raise ValueError(
             f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. {ONE_UNIT_ONLY}"
         )
-    for place in places:
-        if isinstance(place.module, torch.jit.ScriptModule):
+    for site in sites:
+        if isinstance(site.module, torch.jit.ScriptModule):
             raise ValueError(
                 f"parameter {name!r} of {unit_name} is in a compiled script (torch.jit), whose parameters cannot be "
                 "sharded. Wrap the module that the script was made of, or pass the script in ignored_modules"
@@ -193,7 +195,7 @@ def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
 
 
 def _memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides to keep: those of a dense tensor that is not row-major. None stores it row-major."""
+    """Return the strides of a dense tensor that is not row-major; None to store the parameter row-major."""
     if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
         return None
     return tuple(param.stride())
@@ -227,7 +229,7 @@ def bucket_layouts(
                 name=item.name,
                 shape=tuple(item.param.shape),
                 stride=_memory_order(item.param),
-                aliases=tuple(place.name for place in item.places[1:]),
+                aliases=tuple(site.name for site in item.sites[1:]),
             )
             for item in members
         ]
@@ -256,12 +258,12 @@ def _label_of(item: OwnedParam, key: FlatParamKey) -> Hashable:
     return label
 
 
-# -- what is left alone ------------------------------------------------------------------------------------------------
+# -- ignored modules and parameters ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ignored:
-    """The modules and parameters that no unit owns. A module brings all that is below it, nested units apart."""
+    """The modules and parameters that no unit owns. A module includes all modules below, except nested units."""
 
     modules: frozenset[nn.Module] = frozenset()
     params: frozenset[nn.Parameter] = frozenset()
@@ -272,7 +274,7 @@ class Ignored:
         ignored_modules: Iterable[nn.Module] | None,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
     ) -> Ignored:
-        """What the two arguments of the constructor name, and subtrees under torch's composable ``replicate``.
+        """Collect the two arguments of the constructor, and subtrees under torch's composable ``replicate``.
 
         Raises:
             TypeError: ``ignored_modules`` is not iterable.
@@ -331,9 +333,8 @@ def materialize(
 ) -> None:
     """Give the unit's meta parameters and buffers memory and values, module by module.
 
-    ``param_init_fn`` is called on each module of the unit; it should initialise that module's own parameters and
-    buffers.
-    Without it each module that has some is emptied on the device and its ``reset_parameters()`` called.
+    ``param_init_fn`` is called with each module of the unit; it should initialize the module's own parameters and
+    buffers. Without it, each module with meta tensors is emptied on the device, and ``reset_parameters()`` is called.
 
     Raises:
         ValueError: ``param_init_fn`` left a parameter on the meta device.
@@ -342,7 +343,7 @@ def materialize(
         return
     modules = _breadth_first(module, ignored)
     own = [owner for _, owner in modules if _is_meta(owner, ignored)]
-    ties = [places for _, places in _places(module, ignored) if len(places) > 1]
+    ties = [sites for _, sites in _sites_of(module, ignored) if len(sites) > 1]
     if param_init_fn is not None:
         for _, owner in modules:
             param_init_fn(owner)
@@ -352,9 +353,9 @@ def materialize(
             for owner in own:
                 owner.to_empty(device=device, recurse=False)
                 owner.reset_parameters()  # type: ignore[operator]
-    for first, *others in ties:  # each module was given parameters of its own
-        for place in others:
-            setattr(place.module, place.attribute, getattr(first.module, first.attribute))
+    for first, *others in ties:  # each module has new parameters of its own
+        for site in others:
+            setattr(site.module, site.attribute, getattr(first.module, first.attribute))
     for name, owner in modules:
         if _is_meta(owner, ignored):
             raise ValueError(
@@ -365,8 +366,7 @@ def materialize(
 
 
 def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> None:
-    """Raises AttributeError if ``materialize`` without ``param_init_fn`` could not initialise some module of the tree;
-    all of them are listed."""
+    """Raise AttributeError, with all names, if ``materialize`` without ``param_init_fn`` cannot initialize modules."""
     if not has_meta(module, ignored):
         return
     lacking = [
@@ -390,7 +390,7 @@ def _breadth_first(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Mo
 
 
 def has_meta(module: nn.Module, ignored: Ignored) -> bool:
-    """Whether anything of the unit of ``module`` has neither memory nor values yet."""
+    """Whether the unit of ``module`` has parameters or buffers on the meta device."""
     return any(_is_meta(owner, ignored) for _, owner in own_modules(module) if owner not in ignored.modules)
 
 
@@ -409,12 +409,11 @@ def move_to(
     inner: Iterable[torch.device] = (),
     group: Any = None,
 ) -> torch.device:
-    """Move the unit's parameters and its modules' buffers to where the unit computes, which is returned.
+    """Move the unit's parameters, and the buffers of the modules, to the device of the unit, and return that.
 
-    That is ``device_id`` if given, or where parameters are if not on CPU. Else a unit without parameters computes where
-    the units in it do (``inner``), and any other on the current accelerator, which is said in a warning if it has
-    parameters, or on CPU where there is none, or where ``group`` serves the CPU and not the accelerator. Parameters
-    stay the same objects.
+    The device is ``device_id`` if given, else the accelerator that the parameters are on. For parameters on CPU it is
+    the current accelerator, with a warning. It is the CPU without an accelerator, or if ``group`` serves the CPU alone.
+    A unit without parameters computes on the device of the units inside (``inner``). Parameters stay the same objects.
 
     Raises:
         RuntimeError: parameters lie on several accelerator devices, or partly on one without ``device_id``.
@@ -462,8 +461,8 @@ def move_to(
 
 
 def count_writes(owned: Iterable[OwnedParam]) -> None:
-    """Parameters that were made in inference mode, where nothing counts writes, become ordinary ones; they stay the
-    same objects."""
+    """Turn parameters from inference mode, which have no version counters, into ordinary ones; they stay the same
+    objects."""
     for param in [item.param for item in owned if item.param.is_inference()]:
         ordinary: Any = torch.Tensor._make_subclass(type(param), param.detach().clone(), param.requires_grad)
         ordinary.__dict__.update(param.__dict__)
@@ -471,15 +470,15 @@ def count_writes(owned: Iterable[OwnedParam]) -> None:
 
 
 def own_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """The buffers of the unit of ``module``, without those of units inside, each once."""
+    """Return the buffers of the unit of ``module``, without those of nested units, each once."""
     owners = [owner for _, owner in own_modules(module)]
     found = dict.fromkeys(buffer for owner in owners for buffer in owner._buffers.values() if buffer is not None)
     return [local_of(buffer).detach() for buffer in found]
 
 
 def synchronize(tensors: list[torch.Tensor], groups: Groups) -> None:
-    """Give ``tensors`` the values that the first rank has: of the shard group, and of those the first replica's."""
-    if groups.replica is not None and groups.shard_rank == 0:  # the others get it inside of their shard group
+    """Give ``tensors`` the values of the first rank of the shard group, in the first replica."""
+    if groups.replica is not None and groups.shard_rank == 0:  # the other ranks receive them in the shard group
         broadcast(tensors, groups.replica)
     if groups.shard is not None:
         broadcast(tensors, groups.shard)

@@ -113,7 +113,7 @@ class ParamGuard:
         """Whether the values are those of the mark ``before``."""
         if self._handle.copy is not before.buffer:
             return False
-        return not self._checks or Snapshot(self._views.params).has_values_of(before.params)
+        return not self._checks or before.params.has_values(self._views.params)
 
     def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
         """Raise RuntimeError if the leaves ``expected``, by index, have other values than at the mark ``before``."""

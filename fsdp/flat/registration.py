@@ -28,7 +28,7 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import FullCopy
 from fsdp.flat.metadata import ParamInfos
 from fsdp.flat.names import own_modules
-from fsdp.flat.ownership import OwnedParam, Place
+from fsdp.flat.ownership import OwnedParam, Site
 from fsdp.flat.snapshot import Snapshot
 
 Guard = tuple[Any, Any, Any]  # an entry that refuses forwards of a module: dictionary, key, value
@@ -89,21 +89,18 @@ class Slot:
     Attributes:
         index: the number of the parameter in the layout.
         hidden: whether the base and the leaves are plain attributes, which ``parameters()`` does not return.
+        owner: the dictionary for the base and the leaves.
         plain: whether a dictionary write is enough. A class with a ``__setattr__`` of its own (torch's RNNs) keeps
             records, which a dictionary write would bypass.
     """
 
-    __slots__ = ("attribute", "hidden", "index", "module", "name", "plain")
+    __slots__ = ("attribute", "hidden", "index", "module", "name", "owner", "plain")
 
-    def __init__(self, place: Place, index: int, *, hidden: bool) -> None:
-        self.module, self.attribute, self.name = place.module, place.attribute, place.name
+    def __init__(self, site: Site, index: int, *, hidden: bool) -> None:
+        self.module, self.attribute, self.name = site.module, site.attribute, site.name
         self.index, self.hidden = index, hidden
-        self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
-
-    @property
-    def owner(self) -> dict[str, Any]:
-        """The dictionary for the base and the leaves."""
-        return self.module.__dict__ if self.hidden else self.module._parameters
+        self.owner: dict[str, Any] = site.module.__dict__ if hidden else site.module._parameters
+        self.plain = type(site.module).__setattr__ is nn.Module.__setattr__
 
     def current(self) -> Any:
         """Return the tensor that is here now. ``nn.Module`` registers a parameter that a user assigns."""
@@ -180,7 +177,7 @@ class Layer:
     @property
     def is_as_before(self) -> bool:
         """Whether each tensor has the data pointer and ``requires_grad`` of the snapshot."""
-        return Snapshot(self.tensors).has_data_and_flags_of(self.before)
+        return self.before.has_data_and_flags(self.tensors)
 
     def accept_flags(self) -> None:
         """Let the snapshot have the present ``requires_grad`` of each tensor."""
@@ -234,10 +231,10 @@ class Registration:
         self.handle = handle
         self._home, self._guards = home, guards
         self._slots = [
-            Slot(place, index, hidden=home is not None) for index, item in enumerate(owned) for place in item.places
+            Slot(site, index, hidden=home is not None) for index, item in enumerate(owned) for site in item.sites
         ]
-        first = (item.places[0] for item in owned)
-        handle.flat_param._param_infos = ParamInfos((place.module, place.attribute, place.name) for place in first)
+        first = (item.sites[0] for item in owned)
+        handle.flat_param._param_infos = ParamInfos((site.module, site.attribute, site.name) for site in first)
         self._slots_of: dict[int, list[Slot]] = {}  # by index of the parameter
         for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)
@@ -333,7 +330,11 @@ class Registration:
                 slot.module._parameters.pop(slot.attribute, None)
         self._written = entries
         entries.write()
-        self._guard(on=not self.shows_leaves)
+        if self.shows_leaves:
+            self._allow_forwards()
+        else:
+            for dictionary, key, guard in self._guards:
+                dictionary[key] = guard
 
     def _entries(self, tensors: Sequence[Any]) -> _Entries:
         """Make the entries for the base or the leaves."""
@@ -363,15 +364,12 @@ class Registration:
             module._parameters.update({name: entries.pop(name) for name in order if name in entries})
             module._parameters.update(entries)
         if layer is self.summoned:
-            self._guard(on=False)
+            self._allow_forwards()
 
-    def _guard(self, *, on: bool) -> None:
-        """Refuse, or allow, forwards of modules whose parameters are shards."""
-        for dictionary, key, guard in self._guards:
-            if on:
-                dictionary[key] = guard
-            else:
-                dictionary.pop(key, None)
+    def _allow_forwards(self) -> None:
+        """Remove the guards that refuse forwards of modules whose parameters are shards."""
+        for dictionary, key, _ in self._guards:
+            dictionary.pop(key, None)
 
     # -- assignments of users ------------------------------------------------------------------------------------------
 
@@ -455,19 +453,19 @@ class Registration:
         memo[id(self.handle.flat_param)] = handle.flat_param
 
     def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], Home | None]:
-        """Return the places in the copies of the modules, without parameters, and clear these for a new registration.
+        """Return the sites in the copies of the modules, without parameters, and clear these for a new registration.
         ``memo`` has the copies."""
         unknown: Any = None
         owned = [OwnedParam(unknown, []) for _ in self.handle.layout.params]
         for slot in self._slots:
-            owned[slot.index].places.append(Place(memo[id(slot.module)], slot.attribute, slot.name))
+            owned[slot.index].sites.append(Site(memo[id(slot.module)], slot.attribute, slot.name))
         if self._home is None:
             return owned, None
         home = memo[id(self._home.module)]
         del home._parameters[self.name]
-        for place in (place for item in owned for place in item.places):
-            place.module.__dict__.pop(place.attribute)
-            place.module._parameters[place.attribute] = None
+        for site in (site for item in owned for site in item.sites):
+            site.module.__dict__.pop(site.attribute)
+            site.module._parameters[site.attribute] = None
         return owned, Home(home, {memo[id(module)]: order for module, order in self._orders.items()})
 
 

@@ -1,15 +1,14 @@
 """Guards of released memory: a read is an error where torch allows that, and never a crash of the process.
 
-A program may keep what it read inside a forward: a leaf, or a view of one. Once the unit is resharded there is no
-memory behind it, and torch's kernels do not check for that: on CPU the process would die.
+A program may keep a leaf, or a view of one, from inside a forward. Once the unit is resharded, it has no memory.
+The kernels of torch do not check for that: on CPU the process would crash.
 
 [Note: Released memory]
-The storage of a released buffer has 0 bytes, so what looks at its size (views, matrix products) refuses it. Where torch
-can have a storage refuse every access (in builds for CUDA) it does, with a message. Elsewhere, on CPU, it refuses to be
-written, and points to address space without memory of its own, in which whatever reads it nevertheless finds NaN. All
-of this is set up once per buffer and changes places with the memory from the pool, so it costs nothing per step. On
-accelerators of other builds nothing is set up. With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the
-parameter in every build.
+The storage of a released buffer has 0 bytes. Operations that check the size (views, matrix products) refuse it. In
+builds for CUDA, torch lets a storage refuse every access with a message. Elsewhere, on CPU, the storage refuses writes,
+and points to address space without memory of its own, where every read finds NaN. The guard is set up once per buffer
+and is exchanged with the memory from the pool, so it costs nothing per step. On accelerators of other builds there is
+no guard. With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _MESSAGE = (
 
 
 def guard_released(tensor: torch.Tensor, nbytes: int) -> None:
-    """Make the storage of ``tensor``, which has 0 bytes while ``nbytes`` of memory are away, safe to use by mistake.
+    """Guard the storage of ``tensor``, which has 0 bytes while the ``nbytes`` of memory are released.
 
-    What is set here goes to the other storage when the two exchange their memory, and comes back with it.
+    The guard belongs to the data pointer: when two storages exchange their memory, they exchange the guard as well.
     """
     storage: Any = tensor.untyped_storage()
     if _storages_refuse():
@@ -46,7 +45,7 @@ def guard_released(tensor: torch.Tensor, nbytes: int) -> None:
     elif tensor.device.type == "cpu" and sys.platform == "linux":
         try:
             nowhere = _without_memory(nbytes)
-        except OSError:  # a system that gives no address space: nothing is guarded, and nothing else depends on it
+        except OSError:  # the system has no address space left; no other code depends on the guard
             return
         torch._C._set_throw_on_mutable_data_ptr(nowhere)
         storage._swap_data_ptr_(nowhere.untyped_storage())
@@ -54,7 +53,7 @@ def guard_released(tensor: torch.Tensor, nbytes: int) -> None:
 
 @functools.cache
 def _storages_refuse() -> bool:
-    """Whether a storage can be told to refuse every access, and whether that goes with the memory it has."""
+    """Whether a storage can refuse every access, and whether the refusal is exchanged with the memory."""
     refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if refuse is None:
         return False
@@ -76,7 +75,7 @@ def _storages_refuse() -> bool:
 
 
 class _DLTensor(ctypes.Structure):
-    """The exchange format of tensors between libraries (DLPack), here of 1-D ones of bytes in host memory."""
+    """The exchange format of tensors between libraries (DLPack), here for 1-D tensors of bytes in host memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -95,7 +94,7 @@ class _DLTensor(ctypes.Structure):
 
 
 def _without_memory(nbytes: int) -> torch.Tensor:
-    """A tensor of 0 bytes on CPU, at whose address ``nbytes`` can be read: of any floating point type, NaN."""
+    """Make a CPU tensor of 0 bytes, at whose address ``nbytes`` can be read: NaN in each floating point type."""
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     described = _address_space(max(nbytes, mmap.PAGESIZE).bit_length())
@@ -104,8 +103,10 @@ def _without_memory(nbytes: int) -> torch.Tensor:
 
 @functools.cache
 def _address_space(bits: int) -> _DLTensor:
-    """``2 ** bits`` bytes of address space, all ones, described as a tensor of none. It lasts as long as the process,
-    and takes little memory: a few pages that appear again and again."""
+    """Map ``2 ** bits`` bytes of address space, with all bits set, and describe them as a tensor of 0 bytes.
+
+    The mapping lasts as long as the process, and takes little memory: a few pages are mapped again and again.
+    """
     nbytes = 1 << bits
     chunk = max(nbytes >> 9, mmap.PAGESIZE)
     pages = os.memfd_create("fsdp")
@@ -123,24 +124,23 @@ def _address_space(bits: int) -> _DLTensor:
     return described
 
 
-_described: list[_DLTensor] = []  # every tensor made of one looks at it when it is freed
+_described: list[_DLTensor] = []  # kept, because a tensor reads its description when it is freed
 
 
-# -- leaves that know whether they may be read -------------------------------------------------------------------------
+# -- leaves that check reads and writes --------------------------------------------------------------------------------
 
 
 def new_leaves(dtype: torch.dtype, device: torch.device, flags: list[bool]) -> list[Any]:
-    """Empty parameters, which require grad or not; under ``FSDP_DEBUG=1`` :class:`CheckedLeaf` s."""
+    """Make empty parameters with these ``requires_grad``; under ``FSDP_DEBUG=1`` :class:`CheckedLeaf` s."""
     kind: Any = CheckedLeaf if environment.DEBUG.value else torch.nn.Parameter
     return [kind(torch.empty(0, dtype=dtype, device=device), flag) for flag in flags]
 
 
 class CheckedLeaf(torch.Tensor):
-    """A parameter, or a view of one, that raises when its values are used while they are not there, or written where
-    that would be lost.
+    """A parameter, or a view of one, that raises when values are read while they are released, or written where the
+    write would be lost.
 
-    ``explain``, told whether they are written, returns the error's text, and None where there is none. Views take it
-    over, and so does ``.data``.
+    ``explain(written)`` returns the text of the error, or None without an error. Views and ``.data`` inherit it.
     """
 
     explain: Callable[[bool], str | None]
@@ -167,7 +167,7 @@ class CheckedLeaf(torch.Tensor):
         if any(
             isinstance(value, torch.Tensor) and type(value) not in PLAIN_KINDS for value in pytree.tree_leaves(args)
         ):
-            args = pytree.tree_map(_unchecked, args)  # a tensor of another kind has its own say
+            args = pytree.tree_map(_unchecked, args)  # another subclass handles the operation
             return func(*args, **(kwargs or {}))
         with torch._C._DisableTorchDispatch():
             result = func(*args, **(kwargs or {}))
@@ -191,7 +191,7 @@ PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
 
 
 def _unchecked(value: Any) -> Any:
-    """A :class:`CheckedLeaf` as a plain tensor in its memory; anything else as it is."""
+    """Return a :class:`CheckedLeaf` as a plain tensor over the same memory; any other value as it is."""
     if not isinstance(value, CheckedLeaf):
         return value
     with torch._C._DisableTorchDispatch():
@@ -199,7 +199,7 @@ def _unchecked(value: Any) -> Any:
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation of this schema writes to."""
+    """Return the arguments that an operation of this schema writes to."""
     named = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
     changed = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return pytree.tree_leaves(changed)

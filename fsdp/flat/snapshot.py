@@ -30,17 +30,19 @@ class Snapshot:
 
     def __init__(self, tensors: Sequence[Any], *, origin: int = 0) -> None:
         """Record ``tensors``. Pointers are relative to ``origin``, for views of a buffer whose memory is exchanged."""
-        plain = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         self.ids = list(map(id, tensors))
-        self.pointers = [  # a tensor without elements points nowhere, but has a storage
-            pointer - origin if (pointer := tensor.data_ptr()) else tensor.untyped_storage()._cdata for tensor in plain
-        ]
+        self.pointers = _pointers_of(tensors, origin)
         self.versions = [tensor._version for tensor in tensors]
         self.flags = [tensor.requires_grad for tensor in tensors]
 
-    def has_data_and_flags_of(self, other: Snapshot) -> bool:
-        """Compare data pointers and ``requires_grad``. In-place writes do not count."""
-        return self.pointers == other.pointers and self.flags == other.flags
+    def has_values(self, tensors: Sequence[Any]) -> bool:
+        """Compare identities and versions with those of ``tensors`` now."""
+        return self.ids == list(map(id, tensors)) and self.versions == [tensor._version for tensor in tensors]
+
+    def has_data_and_flags(self, tensors: Sequence[Any]) -> bool:
+        """Compare data pointers and ``requires_grad`` with those of ``tensors`` now. In-place writes do not count."""
+        flags = [tensor.requires_grad for tensor in tensors]
+        return self.flags == flags and self.pointers == _pointers_of(tensors, 0)
 
     def has_values_of(self, other: Snapshot) -> bool:
         """Compare identities and versions: whether no tensor was replaced or written in place."""
@@ -55,3 +57,9 @@ class Snapshot:
             for index, (then, now) in enumerate(zip(before, after, strict=True))
             if then != now
         ]
+
+
+def _pointers_of(tensors: Sequence[Any], origin: int) -> list[int]:
+    """Return data pointers relative to ``origin``; for a tensor without elements the address of the storage."""
+    plain = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [pointer - origin if (pointer := tensor.data_ptr()) else tensor.untyped_storage()._cdata for tensor in plain]

@@ -1,9 +1,8 @@
-"""Parameters of tensor parallelism: ``DTensor`` s over another dimension of the mesh than that which units shard over.
+"""Parameters of tensor parallelism: ``DTensor`` s over another dimension of the mesh than the shard group's.
 
-A bucket flattens what this rank has of such a parameter, its *local tensor*, as it flattens any other parameter, and
-the shard group's ranks, which all have the same local tensor, share that. Modules compute with ``DTensor`` s again:
-leaves, and what is summoned, are made around views of the full buffer. What users and optimizers hold between the steps
-are plain parameters, as with all that is sharded.
+A bucket flattens the *local tensor* of such a parameter like any other parameter. All ranks of a shard group have the
+same local tensor, and shard it. Modules compute with ``DTensor`` s: leaves and summoned parameters, made around views
+of the full vector. Between steps users and optimizers hold plain parameters, as for all sharded parameters.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from fsdp.comm.groups import Groups, rank_names
 
 
 def local_of(tensor: Any) -> Any:
-    """What this rank has of a ``DTensor``, in the memory that it has; anything else as it is."""
+    """Return the local tensor of a ``DTensor``, without a copy; any other value as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, eq=False)
 class TensorParallel:
-    """How tensor parallelism has placed a parameter on the ranks of one mesh dimension: cut along one of its own
-    dimensions, by the rule of ``torch.chunk``, or the same on all.
+    """The placement of a parameter on the ranks of one mesh dimension: cut along one tensor dimension, by the rule of
+    ``torch.chunk``, or replicated.
 
     Attributes:
-        spec: that of the ``DTensor``.
+        spec: the spec of the ``DTensor``.
     """
 
     spec: DTensorSpec
 
     @staticmethod
     def of(param: DTensor, name: str, groups: Groups | None) -> TensorParallel:
-        """How ``param``, which errors call ``name``, is placed; ``groups`` are what it is to be sharded over.
+        """Return the placement of ``param``, which errors call ``name``, and which ``groups`` will shard.
 
         Raises:
-            NotImplementedError: it is placed over several mesh dimensions, or neither cut in chunks nor replicated.
-            ValueError: it is placed over ranks that it is to be sharded over, or this rank's part is no chunk.
+            NotImplementedError: several mesh dimensions, or a placement other than ``Shard`` and ``Replicate``.
+            ValueError: the ranks are those of the shard group, or this rank's part is no chunk.
         """
         mesh, found = param.device_mesh, TensorParallel(param._spec)
         kinds = {type(placement) for placement in param.placements}
@@ -71,7 +70,7 @@ class TensorParallel:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, on all ranks together."""
+        """The shape of the whole parameter, on all ranks together."""
         return tuple(self.spec.shape)
 
     @property
@@ -80,17 +79,17 @@ class TensorParallel:
 
     @property
     def group(self) -> Any:
-        """The ranks that it is placed on."""
+        """The group of the ranks that the parameter is placed on."""
         return self.spec.mesh.get_group(0)
 
     @cached_property
     def dim(self) -> int | None:
-        """Along which it is cut; None if every rank has all of it."""
+        """The dimension that the parameter is cut along; None if it is replicated."""
         placement = self.spec.placements[0]
         return placement.dim % len(self.shape) if isinstance(placement, Shard) else None
 
     def _bounds(self, rank: int) -> list[tuple[int, int]]:
-        """In each dimension, where in the whole the part of ``rank`` of the group begins and ends."""
+        """Return the (start, end) of the part of ``rank``, in the group, in each dimension of the whole parameter."""
         bounds = [(0, size) for size in self.shape]
         if self.dim is not None:
             size = self.shape[self.dim]
@@ -99,30 +98,30 @@ class TensorParallel:
         return bounds
 
     def offsets(self, rank: int) -> tuple[int, ...]:
-        """Where in the whole the part of ``rank`` of the group begins."""
+        """Return the offsets of the part of ``rank``, in the group, in the whole parameter."""
         return tuple(start for start, _ in self._bounds(rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part of ``rank`` of the group."""
+        """Return the shape of the part of ``rank``, in the group."""
         return tuple(end - start for start, end in self._bounds(rank))
 
     def around(self, local: torch.Tensor, *, requires_grad: bool) -> Any:
-        """The parameter, a ``DTensor``, of which this rank has ``local``, in that memory."""
+        """Make the parameter, a ``DTensor``, with the local tensor ``local``, over the same memory."""
         assert self.spec.tensor_meta is not None
         meta = TensorMeta(self.spec.shape, self.spec.tensor_meta.stride, local.dtype)
         spec = DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
         return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of ``whole``, a plain tensor, as a view of it."""
+        """Return this rank's part of ``whole``, a plain tensor, as a view."""
         if self.dim is None:
             return whole
         rank = self.spec.mesh.get_local_rank()
         return whole.narrow(self.dim, self.offsets(rank)[self.dim], self.local_shape(rank)[self.dim])
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """What this rank has of ``grad``, once that is placed as the parameter is: what the ranks computed from parts
-        of the input is summed up over them. All of them have to call."""
+        """Return the local tensor of ``grad``, redistributed to the placement of the parameter: partial gradients are
+        summed over the ranks. All ranks of the group must call."""
         if not isinstance(grad, DTensor):
             return grad
         if grad.placements != self.spec.placements:

@@ -187,7 +187,7 @@ class OriginalViews(CommonViews):
             visible.append(Visible(item.name, item.param, (index,), absent))
         self._set_visible(visible)
         changed = [handle.groups.sharded or tp is not None for tp in handle.tp]  # whether the base has another shape
-        owners = {p.module: index for index, item in enumerate(owned) for p in item.places if changed[index]}
+        owners = {p.module: index for index, item in enumerate(owned) for p in item.sites if changed[index]}
         guards = [refuse(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
         super().__init__(handle, Registration(handle, owned, None, guards))
         handle.flat_param._params = self._originals
@@ -227,7 +227,12 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        return self.handle.has_tp or any(original._backward_hooks for original in self._originals)
+        if self.handle.has_tp:
+            return True
+        for original in self._originals:
+            if original._backward_hooks:
+                return True
+        return False
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:

@@ -1,9 +1,8 @@
-"""A hint under an uncaught error of torch, where a sharded parameter is the cause and torch cannot know it.
+"""A hint under an uncaught error of torch that a sharded parameter has caused.
 
-Between the steps a parameter with ``use_orig_params=True`` is an ordinary one that holds this rank's shard, so an
-operation that expects its full shape fails in torch's words, or autograd finds that a released parameter is not there.
-The hint is computed from the traceback when Python shows an error that nobody caught, so a program that makes no
-mistake pays nothing.
+Between steps a parameter with ``use_orig_params=True`` is an ordinary one that holds this rank's shard. An operation on
+the full shape fails with a message of torch, and so does a backward that reads a released parameter. The hint is
+computed from the traceback when Python prints an uncaught error, so other programs pay nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SHOWN = 4  # parameters that may be meant
 
 @functools.cache
 def explain_uncaught_errors() -> None:
-    """From now on, add the hint of ``explain`` to what Python prints of an uncaught error."""
+    """Print the hint of ``explain`` after each uncaught error from now on."""
     shows: Callable[..., Any] = sys.excepthook
 
     def explain_and_show(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -46,7 +45,7 @@ def explain_uncaught_errors() -> None:
 
 
 def explain(error: BaseException) -> str:
-    """The hint for ``error``, which was raised and not caught; "" where no sharded parameter explains it."""
+    """Return the hint for the uncaught ``error``; "" if no sharded parameter explains it."""
     released = _RELEASED.search(str(error))
     if released is not None:
         return _released([int(size) for size in released[1].split(",") if size.strip()])
@@ -60,7 +59,7 @@ def explain(error: BaseException) -> str:
         frame = where.tb_frame
         package = str(frame.f_globals.get("__name__", "")).split(".")[0]
         if package == "fsdp":
-            return ""  # an error of this package, which says what it is about
+            return ""  # an error of this package explains itself
         optimizer = frame.f_locals.get("self")
         if isinstance(optimizer, Optimizer) and frame.f_code.co_name == "load_state_dict":
             return _of_another_optimizer(optimizer)
@@ -81,7 +80,7 @@ def _traceback(error: BaseException) -> Iterator[TracebackType]:
 
 
 def _source(where: TracebackType) -> str:
-    """The lines of the expression that failed."""
+    """Return the lines of the expression that failed."""
     code, first, last = where.tb_frame.f_code, where.tb_lineno, where.tb_lineno
     if sys.version_info >= (3, 11):
         position = next(itertools.islice(code.co_positions(), where.tb_lasti // 2, None), None)
@@ -92,7 +91,7 @@ def _source(where: TracebackType) -> str:
 
 
 def _tensors_named(source: str, frame: FrameType) -> Iterator[torch.Tensor]:
-    """The tensors that names in ``source`` lead to in ``frame``. No property and no method of the program is called."""
+    """Find the tensors of the names in ``source`` in ``frame``, without calling properties or methods."""
     for chain in _CHAIN.findall(source):
         first, *rest = re.findall(r"\w+", chain)
         value = frame.f_locals.get(first, frame.f_globals.get(first))
@@ -116,7 +115,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _used(tensor: torch.Tensor) -> str:
-    """Say of ``tensor``, if it is a sharded parameter, what it holds now."""
+    """Describe the contents of ``tensor`` if it is a sharded parameter, else return ""."""
     for unit in every_unit():
         for views in unit.views if unit.is_sharded else ():
             for visible in views.visible if views.registration.summoned is None else ():
@@ -135,8 +134,7 @@ def _used(tensor: torch.Tensor) -> str:
 
 
 def _released(shape: list[int]) -> str:
-    """Say which parameters a backward may have read after they were released, of which ``shape`` or its transpose is
-    known."""
+    """Name the parameters of ``shape``, or transposed, that a backward may have read after their release."""
     names = sorted(
         f"{handle.name_of(index)!r} of {handle.unit_name}"
         for unit in every_unit()
@@ -154,8 +152,8 @@ def _released(shape: list[int]) -> str:
 
 
 def _of_another_optimizer(optimizer: Optimizer) -> str:
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if not any(id(param) in held for unit in every_unit() if unit.is_sharded for param in unit.visible_params()):
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if not any(id(param) in params for unit in every_unit() if unit.is_sharded for param in unit.visible_params()):
         return ""
     return (
         f"{type(optimizer).__name__} holds sharded parameters, of which an optimizer of the plain model knows nothing: "

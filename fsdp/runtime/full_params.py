@@ -1,4 +1,4 @@
-"""``summon_full_params``: show every parameter whole for a while, and write back what was changed.
+"""``summon_full_params``: show full parameters inside a context, and write changes back.
 
 Each unit's parameters are gathered into memory of their own, and parameters over it are registered on the modules. A
 forward inside computes with these. On exit each rank copies its own part back into its shard.
@@ -35,11 +35,11 @@ class SummonOptions:
 
     @property
     def call(self) -> str:
-        """The call in words, with the argument that decides which collectives the ranks issue."""
+        """The call, with the argument that determines the collectives."""
         return "summon_full_params(with_grads=True)" if self.with_grads else "summon_full_params()"
 
     def check(self, unit: Unit) -> None:
-        """Raises NotImplementedError for what does not go together."""
+        """Raise NotImplementedError if options conflict."""
         sharded = unit.groups.sharded
         for conflict, words in (
             (self.with_grads and not unit.policy.tree.use_orig_params, "with_grads=True with use_orig_params=False"),
@@ -53,10 +53,10 @@ class SummonOptions:
 
 @contextlib.contextmanager
 def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) -> Iterator[None]:
-    """Show the full parameters of ``units`` inside; all ranks of their groups have to come here alike.
+    """Show the full parameters of ``units`` inside the context, which all ranks of the groups must enter alike.
 
     Raises:
-        AssertionError: a unit is in its forward or backward, or shown already.
+        AssertionError: a unit runs, or is summoned already.
     """
     if options.offload_to_cpu and not options.rank0_only:
         warn_user(
@@ -78,7 +78,7 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether ``device`` has memory of its own, apart from the host's."""
+    """Whether ``device`` has other memory than the host."""
     return device.type != "cpu"
 
 
@@ -102,7 +102,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
             views.summon(parameter_views(views.handle.layout, value), grads)
         yield
     finally:
-        with torch.no_grad(), contextlib.ExitStack() as undo:  # all of it, though a part may raise
+        with torch.no_grad(), contextlib.ExitStack() as undo:  # all callbacks run, even if one raises
             undo.callback(unit.end_summon)
             for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # the last comes first
                 undo.callback(_end_summon, views, guard, value, writes=writes, casts=options.writeback)
@@ -130,8 +130,10 @@ def _end_summon(views: BucketViews, guard: ParamGuard, value: torch.Tensor, *, w
 
 @contextlib.contextmanager
 def without_shards(unit: Unit) -> Iterator[None]:
-    """Inside, the modules of ``unit``, which is summoned, show its full parameters and gradients only: neither shards
-    of buckets that this rank does not show, nor gradients of shards. Buffers have their own dtypes."""
+    """Hide shards, and gradients of shards, on the modules of a summoned ``unit`` inside the context.
+
+    The modules show full parameters and gradients only. Buffers have their own dtypes.
+    """
     unit.precision.release_buffers(unit.device)
     hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
     for views in unit.views:
@@ -151,7 +153,7 @@ def without_shards(unit: Unit) -> Iterator[None]:
 
 
 def _full_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
-    """Each bucket's gradients in full shape; None where no rank has one, zeros from ranks that have none."""
+    """Return each bucket's gradients in full shape; zeros from ranks without one, and None if no rank has one."""
     result = []
     for bucket, handle in enumerate(unit.handles):
         if not handle.groups.sharded:
@@ -163,11 +165,12 @@ def _full_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
 
 
 def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list[int]]:
-    """The full gradient vector of a bucket, with zeros from ranks that have none; and of each visible parameter whether
-    some rank has one.
+    """Gather the full gradient vector of a bucket, with zeros from ranks without a gradient.
+
+    Returns the vector, and for each visible parameter whether some rank has a gradient.
 
     Raises:
-        RuntimeError: they are not reduced yet.
+        RuntimeError: gradients are not reduced yet.
     """
     unit.check_gradients(call)
     handle = unit.handles[bucket]
@@ -183,10 +186,10 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of the units in ``module``, whole, as (clean name, parameter), one unit gathered at a time.
+    """Iterate over (clean name, full parameter) of the units in ``module``, and gather one unit at a time.
 
-    A parameter is good until the next one is asked for; with ``writeback``, so are changes made to it. All ranks have
-    to run the loop alike and to its end.
+    A parameter is valid until the next iteration. With ``writeback`` changes of it are written back. All ranks must run
+    the loop to the end.
     """
     for name_of_unit, unit, _ in list(units_in(module)):
         with torch.inference_mode(False):

@@ -1,4 +1,4 @@
-"""Habits that raise nothing with sharded parameters and train something else: warned of where they can be seen."""
+"""Warnings about habits that raise no error with sharded parameters, but change the training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
 def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
-    """At its first step, ``optimizer`` holds parameters that no module has any more."""
+    """Warn at the first step of ``optimizer`` if it holds parameters that modules no longer have."""
     params = list(params)
     stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
     if stale:
@@ -49,10 +49,10 @@ def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
 
 
 def warn_of_habits(optimizer: Optimizer) -> None:
-    """At its first step, ``optimizer``, which holds shards, is used as one for whole parameters.
+    """Warn at the first step of ``optimizer``, which holds shards, of uses that need whole parameters.
 
     Raises:
-        RuntimeError: it would send them as if all ranks had the same.
+        RuntimeError: the optimizer sends parameters between ranks as if these had equal ones.
     """
     groups, kinds = optimizer.param_groups, {base.__name__.lower() for base in type(optimizer).__mro__}
     if "zeroredundancyoptimizer" in kinds:
@@ -81,7 +81,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
         if getattr(param, "_is_flat_param", False) and param._backward_hooks:
             warn_of_hooks("a flat parameter")
     low = [param.dtype for param in params if getattr(param, "_fsdp_flattened", False) and param.dtype in _ROUNDING]
-    if low and type(optimizer).step.__module__.startswith("torch.optim."):  # others may keep what is rounded away
+    if low and type(optimizer).step.__module__.startswith("torch.optim."):  # others may compensate for rounding
         warn_user(
             f"{type(optimizer).__name__} trains {len(low)} of {len(params)} parameters in {low[0]}: an update "
             f"of less than 1/{4 / torch.finfo(low[0]).eps:.0f} of a value is rounded away, as it would be under "
@@ -89,7 +89,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
             f"(model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={low[0]})"
         )
     frame: Any = sys._getframe(1)
-    for _ in range(6):  # from the optimizer's hooks to whoever steps it
+    for _ in range(6):  # from the optimizer's hooks to the caller of the step
         if frame is not None and frame.f_code in _STEPPING:
             scaler = frame.f_locals["self"]
             if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
@@ -103,7 +103,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
 
 
 def warn_of_pickling(optimizer: Optimizer) -> None:
-    """Warn that ``optimizer``, which holds shards, is pickled itself."""
+    """Warn that ``optimizer``, which holds shards, is pickled directly."""
     warn_user(
         f"{type(optimizer).__name__} is pickled, as by torch.save(optimizer), with this rank's shards: what is loaded "
         "of it steps copies of them, and not the model. Save FSDP.optim_state_dict(model, optimizer) instead, or "
@@ -113,11 +113,11 @@ def warn_of_pickling(optimizer: Optimizer) -> None:
 
 def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
     """Warn at the first step of ``optimizer``, which holds parameters of wrapped modules, of other parameters with
-    gradients. No unit owns these (``owned`` has the ids of the parameters that units own) and nobody reduces their
-    gradients, so their values differ between ranks after the step.
+    gradients. ``owned`` has the ids of the parameters that units own. The gradients of others are not reduced, so their
+    values differ between ranks after the step.
 
-    Parameters that the program told the wrapper to ignore are left out, and so are those that others reduce: DTensors,
-    and the parameters under DistributedDataParallel.
+    Ignored parameters are not counted, and neither are DTensors and parameters under DistributedDataParallel, whose
+    gradients are reduced elsewhere.
     """
     others = {
         id(param): param
@@ -151,13 +151,13 @@ def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
 
 
 def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) -> None:
-    """``optimizer`` is about to step parameters of ``units``.
+    """Check the gradients of ``units`` before a step of ``optimizer``.
 
-    Replicas that are not sharded may be stepped apart from each other: a warning at the ``first`` step, unless the
-    gradients were changed in place, as by a reduction of the program's own.
+    Gradients of replicas that were not reduced cause a warning at the ``first`` step, unless they were changed in
+    place, as by a reduction of the program's own.
 
     Raises:
-        RuntimeError: it would step shards by gradients of whole parameters, which were not reduced.
+        RuntimeError: the step would apply unreduced gradients of whole parameters to shards.
     """
     ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
     of_shards, of_replicas = list[str](), list[str]()
@@ -183,7 +183,7 @@ def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) ->
 
 
 def warn_of_hooks(name: str) -> None:
-    """A hook that was registered on parameter ``name`` will never fire."""
+    """Warn that a hook on parameter ``name`` will never fire."""
     warn_user(
         f"a hook that was registered on {name} by register_hook() never fires: gradients of flat parameters come "
         "reduced and sharded, not from autograd. Pass use_orig_params=True, or use "
@@ -192,8 +192,10 @@ def warn_of_hooks(name: str) -> None:
 
 
 def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[str | None]]) -> None:
-    """``by_rank`` has what tells of each of the parameters ``names`` with what values that rank wrapped it; None where
-    they do not count."""
+    """Warn if ranks wrapped one of the parameters ``names`` with different values.
+
+    ``by_rank`` has a digest of the values of each parameter, or None if other values were loaded since.
+    """
     first = next(iter(by_rank.values()))
     found = []
     if all(len(digests) == len(names) for digests in by_rank.values()):  # else ranks have different units
@@ -214,10 +216,10 @@ def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[
 
 @functools.cache
 def check_variables() -> None:
-    """Look at the environment, once in a process: warn of variables that nobody reads.
+    """Check the environment, once in a process, and warn of unknown variables.
 
     Raises:
-        ValueError: a variable has a value that it may not have.
+        ValueError: a variable has an invalid value.
     """
     environment.check()
     for message in environment.unknown():

@@ -1,9 +1,9 @@
 """Gradients of parameters that a program uses outside of their unit's forward.
 
 A unit that is not sharded shows all values of its parameters between forwards, and a program may compute with them: a
-head tied to an embedding, an inner module called by itself, a penalty. Such a graph leads to the tensors that users
-hold and not to the leaves, and autograd would add the gradient of this rank to their ``.grad``. Hooks take it before
-that, and the unit reduces it: with its other gradients, or at the end of the backward.
+head tied to an embedding, an inner module called by itself, a penalty. The graph leads to the tensors that users hold
+and not to the leaves, and autograd would add the gradient of this rank to their ``.grad``. Hooks take the gradient
+before that, and the unit reduces it: with the other gradients, or at the end of the backward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class OutsideUses:
     """The hooks on the tensors that users hold of one unit, where it is not sharded."""
 
     def __init__(self, views: Sequence[BucketViews], take: Callable[[int, int, torch.Tensor], None]) -> None:
-        """``take`` takes a gradient, by bucket and index in it, inside of the backward that computes it."""
+        """``take`` takes a gradient, by bucket and index in the bucket, inside of the backward that computes it."""
         self._views, self._take = views, take
-        # (tensor, accumulator) by bucket and index. An accumulator is held so that it stays, with the hook on it.
+        # (tensor, accumulator) by bucket and index. A reference keeps the accumulator and its hook alive.
         self._hooked: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
         for bucket, its in enumerate(views):  # which this refers to
             its.notify_of_accumulators(functools.partial(_hook_again, weakref.ref(self), bucket))
 
     def watch(self) -> None:
-        """Hook the tensors that require grad now, as far as they are not hooked."""
+        """Hook the tensors that require grad now and are not hooked."""
         for bucket, views in enumerate(self._views):
             for index, tensor in views.used_outside():
                 hooked = self._hooked.get((bucket, index))
@@ -39,12 +39,12 @@ class OutsideUses:
                     self.hook(bucket, index, tensor)
 
     def renew(self) -> None:
-        """Hook all of them again: their dtype, device or stream has changed, and the old accumulators match nothing."""
+        """Hook all tensors again: the dtype, device or stream has changed, and the old accumulators do not fit."""
         self._hooked.clear()
         self.watch()
 
     def hook(self, bucket: int, index: int, tensor: torch.Tensor) -> None:
-        """Hook the accumulator that autograd has for ``tensor`` now, if it has one."""
+        """Hook the accumulator that autograd uses for ``tensor`` now, if there is one."""
         self._hooked.pop((bucket, index), None)
         if tensor.requires_grad:
             with torch.inference_mode(False), torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Whole parameters and gradients, from the parts that users hold: their shapes, values and numbers."""
+"""Whole parameters and gradients, from the parts that users hold: shapes, values and sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fsdp.runtime.unit import Phase, Unit, every_unit, units_in, units_of
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter that users hold is in its unit."""
+class _Location:
+    """The position of a visible parameter in its unit."""
 
     unit_ref: weakref.ref[Unit]
     bucket: int
@@ -44,7 +44,7 @@ class _Place:
         return self.unit.handles[self.bucket]
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of the bucket's full vector, in its true shape; with tensor parallelism, for which its
+        """Return the parameter in a bucket's full vector, in the true shape; with tensor parallelism, for which the
         ranks communicate, a copy."""
         if not self.unit.policy.tree.use_orig_params:
             return full[: self.handle.layout.numel]
@@ -53,11 +53,11 @@ class _Place:
 
     @property
     def tp(self) -> TensorParallel | None:
-        """How tensor parallelism has placed the parameter, if it has; a flat one has local tensors of many."""
+        """The placement of the parameter by tensor parallelism; None without one, and for a flat parameter."""
         return self.handle.tp[self.position] if self.unit.policy.tree.use_orig_params else None
 
     def check(self, call: str) -> None:
-        """Raises RuntimeError where the shards do not have the values."""
+        """Raise RuntimeError if the shards do not have the values now."""
         if self.unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"{call} in the middle of the {self.unit.phase.name.lower()} of {self.unit.name}: call it outside; "
@@ -65,77 +65,83 @@ class _Place:
             )
 
 
-_places: dict[int, _Place] = {}  # by the parameter's id; looked at anew where that is another parameter's by now
+_locations: dict[int, _Location] = {}  # by the parameter's id, which may be another parameter's by now
 
 
-def _place_of(param: torch.Tensor) -> _Place | None:
-    """None for what is no parameter of a unit. Raises TypeError for what is no tensor."""
+def _location_of(param: torch.Tensor) -> _Location | None:
+    """Return the position of ``param``; None for other tensors. Raises TypeError for other objects."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"expected a parameter, one of model.parameters(), but got a {type(param).__name__}")
-    place = _places.get(id(param))
-    if place is not None and place.holds(param):
-        return place
+    location = _locations.get(id(param))
+    if location is not None and location.holds(param):
+        return location
     if getattr(param, "_fsdp_flattened", False):
-        _places.clear()
+        _locations.clear()
         for unit in every_unit():
             for bucket, views in enumerate(unit.views):
                 for position, visible in enumerate(views.visible):
-                    _places[id(visible.param)] = _Place(weakref.ref(unit), bucket, position)
-        place = _places.get(id(param))
-    return place if place is not None and place.holds(param) else None
+                    _locations[id(visible.param)] = _Location(weakref.ref(unit), bucket, position)
+        location = _locations.get(id(param))
+    return location if location is not None and location.holds(param) else None
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter of which ``param``, from ``parameters()`` of a wrapped module, is this rank's
-    part; of a flat parameter that of its vector, without padding (with tensor parallelism of the vector that the ranks
-    of one shard group share); of any other tensor its own shape."""
-    place = _place_of(param)
-    if place is None:
+    """Return the shape of the whole parameter of which ``param`` is this rank's part.
+
+    ``param`` comes from ``parameters()`` of a wrapped module. For a flat parameter it is that of the vector without
+    padding (with tensor parallelism, of the vector of one shard group); for any other tensor the tensor's shape.
+    """
+    location = _location_of(param)
+    if location is None:
         return param.shape
-    layout = place.handle.layout
-    if place.tp is not None:
-        return torch.Size(place.tp.shape)
+    layout = location.handle.layout
+    if location.tp is not None:
+        return torch.Size(location.tp.shape)
     return torch.Size(
-        layout.params[place.position].shape if place.unit.policy.tree.use_orig_params else (layout.numel,)
+        layout.params[location.position].shape if location.unit.policy.tree.use_orig_params else (layout.numel,)
     )
 
 
 @torch.no_grad()
 def full_tensor(param: torch.Tensor) -> torch.Tensor:
-    """The whole parameter of which ``param`` is this rank's part: a copy, of shape ``global_shape(param)``, in the
-    parameter's dtype, on the device where its unit computes. All ranks have to call it for the same parameters in the
-    same order; it gathers the part of the unit that has the parameter's dtype. Of any other tensor a copy
-    (``DTensor.full_tensor()`` where it is one).
+    """Gather the whole parameter of which ``param`` is this rank's part.
+
+    All ranks must call it for the same parameters in the same order. It gathers the bucket of the parameter.
+
+    Returns:
+        A copy of shape ``global_shape(param)``, in the parameter's dtype, on the device of the unit. For any other
+        tensor a copy, or ``DTensor.full_tensor()``.
 
     Raises:
-        RuntimeError: a forward or backward of its unit is under way, or it is inside ``summon_full_params``.
+        RuntimeError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
     """
-    place = _place_of(param)
-    if place is None:
+    location = _location_of(param)
+    if location is None:
         return _alone(param)
-    place.check("full_tensor()")
-    unit = place.unit
+    location.check("full_tensor()")
+    unit = location.unit
     with join(unit).calling("full_tensor()", often=True):
         unit.follow_parameters()
-        full = unit.gather_now(place.bucket, place.handle.shard.to(unit.device))
-        return place.part_of(full).clone()
+        full = unit.gather_now(location.bucket, location.handle.shard.to(unit.device))
+        return location.part_of(full).clone()
 
 
 @torch.no_grad()
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of the parameter of which ``param`` is this rank's part, as :func:`full_tensor` has its
-    values; zeros from ranks without one, and None if no rank has one.
+    """Gather the whole gradient of the parameter of which ``param`` is this rank's part, like :func:`full_tensor`.
+
+    Ranks without a gradient contribute zeros. Returns None if no rank has one.
 
     Raises:
-        RuntimeError: as :func:`full_tensor`; or there are gradients of ``no_sync`` that are not reduced yet.
+        RuntimeError: as :func:`full_tensor`; or gradients of ``no_sync`` are not reduced yet.
     """
-    place = _place_of(param)
-    if place is None:
+    location = _location_of(param)
+    if location is None:
         return None if param.grad is None else _alone(param.grad)
-    place.check("full_grad()")
-    with join(place.unit).calling("full_grad()", often=True):
-        full, there = gather_grads(place.unit, place.bucket, "full_grad()")
-        return place.part_of(full).clone() if there[place.position] else None
+    location.check("full_grad()")
+    with join(location.unit).calling("full_grad()", often=True):
+        full, there = gather_grads(location.unit, location.bucket, "full_grad()")
+        return location.part_of(full).clone() if there[location.position] else None
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,8 +149,8 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_params(module: nn.Module, *, only_trainable: bool = False) -> int:
-    """How many numbers the parameters of ``module`` have, over all ranks, each counted once; with ``only_trainable``
-    those that require grad."""
+    """Count the elements of the parameters of ``module`` over all ranks, each once; with ``only_trainable`` only those
+    of parameters that require grad."""
     several: list[tuple[int, nn.Parameter]] = []
     for unit in units_of(module):
         for handle, views in zip(unit.handles, unit.views):
@@ -224,10 +230,10 @@ def _options(rule: Rule, name: str, shape: torch.Size) -> Mapping[str, Any]:
 def _wholes_of(name: str, param: nn.Parameter, paths: Mapping[Unit, str]) -> list[tuple[str, torch.Size]]:
     """Return the name and whole shape of each original parameter that ``param`` stands for. ``paths`` has the path of
     each unit in the model."""
-    place = _place_of(param)
-    if place is None or place.unit.policy.tree.use_orig_params:
+    location = _location_of(param)
+    if location is None or location.unit.policy.tree.use_orig_params:
         return [(clean(name), global_shape(param))]
-    prefix, handle = paths.get(place.unit, ""), place.handle
+    prefix, handle = paths.get(location.unit, ""), location.handle
     return [
         (clean(joined(prefix, record.name)), torch.Size((tp or record).shape))
         for tp, record in zip(handle.tp, handle.layout.params)

@@ -352,7 +352,7 @@ class _Tree:
             self.wrapped.append(unit)
         self.order.append((unit.index, True))
         # a shared parameter's gradient arrives once, at the first place, which a backward reaches last
-        trained = {item.places[0].module for item in unit.owned if item.param.requires_grad}
+        trained = {item.sites[0].module for item in unit.owned if item.param.requires_grad}
         for path, module in _modules(wrapper.inner[0], name):
             if not isinstance(module, _Wrapped):
                 unit.opens_early |= behind and module in trained
@@ -390,8 +390,8 @@ class _Tree:
             dtype = unit.options["mixed_precision"] and unit.options["mixed_precision"].param_dtype
             for item in unit.owned if dtype else ():
                 cast = item.param.to(dtype) if item.param.is_floating_point() else item.param
-                for place in item.places:
-                    setattr(place.module, place.attribute, nn.Parameter(cast, requires_grad=item.param.requires_grad))
+                for site in item.sites:
+                    setattr(site.module, site.attribute, nn.Parameter(cast, requires_grad=item.param.requires_grad))
         for param in self._root.parameters():
             kept[param.untyped_storage()._cdata] = param
         dtype = self._root.options["mixed_precision"].param_dtype
