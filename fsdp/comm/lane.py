@@ -174,8 +174,8 @@ class Lane(Issuer):
         self._settled = self._progress()
 
     def prepare(self, doing: str) -> None:
-        """Call :meth:`begin` if this rank has issued anything since :meth:`settle`."""
-        if len(self.names) > 1 and self._settled != self._progress():
+        """Call :meth:`begin` if this rank has issued anything since :meth:`settle`, or the carrier was destroyed."""
+        if len(self.names) > 1 and (self._settled != self._progress() or self.carrier.is_destroyed):
             self.begin(doing)
 
     def settle(self) -> None:
