@@ -13,6 +13,7 @@ implementation.
 
 from typing import TYPE_CHECKING, Any
 
+from fsdp import export, optim
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -79,6 +80,7 @@ __all__ = [
     "UnitInfo",
     "UnshardHandle",
     "describe",
+    "export",
     "full_grad",
     "full_params",
     "full_tensor",
@@ -89,6 +91,7 @@ __all__ = [
     "offload",
     "offloaded",
     "onload",
+    "optim",
     "param_groups",
     "plan",
     "register_forward_method",
