@@ -9,9 +9,9 @@ of ``use_orig_params``, and once with torch's FSDP2. Then they take turns, ``--r
 * taking the full model state and the full optimizer state: on rank 0 alone, offloaded to CPU, and on all ranks;
 * loading what was taken: the model state, which all ranks have; the optimizer state of rank 0, or of all ranks;
 * saving model and optimizer, sharded, to a directory, and loading them from there. This package writes by
-  ``fsdp.checkpoint.save``: files with SHA-256 checksums, synced to the disk, published by a rename; ``load`` verifies
-  all of them before anything changes. The others write by ``torch.distributed.checkpoint.save``, which syncs its files
-  to the disk too, and checks nothing when it loads;
+  ``fsdp.checkpoint.save``: files with a checksum for each block, synced to the disk, published by a rename; ``load``
+  verifies everything that it reads before anything changes. The others write by ``torch.distributed.checkpoint.save``,
+  which syncs files to the disk too, and checks nothing in a load;
 * beginning the same save in the background: how long the call blocks, beside a bare copy of what it has to copy.
 
 Prints for each of these and for each contender the median time of the slowest rank and the fastest and slowest round;
@@ -62,7 +62,7 @@ MB = 1e6
 
 
 class Model(nn.Module):
-    """What of a language model has parameters."""
+    """The modules of a language model that have parameters."""
 
     def __init__(self, width: int, depth: int, vocabulary: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Trained:
 
 
 class FSDP1(Trained):
-    """The usual recipes for state of torch's, or of what has the same interface."""
+    """The usual recipes for state of torch's FSDP1, or of a package with the same interface."""
 
     def __init__(self, model: Model, device: torch.device, package: Any, use_orig_params: bool) -> None:
         self.api, self.cls = package, package.FullyShardedDataParallel
@@ -153,7 +153,7 @@ class Ours(FSDP1):
         return fsdp.checkpoint.async_save(path, self.model, self.optimizer)
 
     def copy(self) -> list[Tensor]:
-        """Of what this rank has of parameters and optimizer state, in CPU memory."""
+        """Copy this rank's parameters and optimizer state to CPU memory."""
         held = [value for param in self.model.parameters() for value in (param, *self.optimizer.state[param].values())]
         return [value.detach().to("cpu", copy=True) for value in held]
 
@@ -168,7 +168,7 @@ class FSDP2(Trained):
         for block in model.blocks:
             torch.distributed.fsdp.fully_shard(block, mesh=mesh)
         torch.distributed.fsdp.fully_shard(model, mesh=mesh)
-        self.background = dist.new_group(backend="gloo")  # what talks in a thread must not meet other talk
+        self.background = dist.new_group(backend="gloo")  # messages of a thread need a group of their own
 
     @staticmethod
     def full(everywhere: bool) -> dsd.StateDictOptions:
@@ -241,7 +241,7 @@ class Meter:
         self.trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
 
     def measure(self, action: Callable[[], Any]) -> tuple[Any, Cost]:
-        """What ``action`` returns, and its cost; all ranks begin at the same time."""
+        """Return the result and the cost of ``action``; all ranks begin at the same time."""
         gc.collect()
         self.trim(0)  # memory that malloc keeps would hide what the action takes
         held = peak = 0

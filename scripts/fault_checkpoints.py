@@ -1,4 +1,4 @@
-"""Kill saves, damage checkpoints, make disks fail, at random: what is then loaded is the old or the new one, whole.
+"""Kill saves, damage checkpoints and make disks fail at random; a load then gives the old or the new checkpoint, whole.
 
     python scripts/fault_checkpoints.py [--kills 200] [--damages 500] [--errors 500] [--seed N]
 
@@ -6,11 +6,10 @@
 * damages: a bit of one of the files is flipped, or it is cut, made longer, zeroed in part, or lost.
 * errors: an operation of one save on the file system fails, a write in its middle.
 
-After each, the checkpoint that is loaded holds the values of one save alone, the new one's if a rank was told that it
-is there, and the next save works. What does not hold is counted, and printed with its seed: lost (nothing can be
-loaded), torn (values of two saves), wrong (a damage that was not noticed, or a model that has changed although its load
-failed).
-Exits with 0 only if nothing was. Every test has a seed of its own, from which alone it can be run again
+After each, the loaded checkpoint holds the values of one save alone, of the new one if a save returned on some rank,
+and the next save works. A violation is counted, and printed with the seed of the test: lost (no checkpoint can be
+loaded), torn (values of two saves), wrong (a damage that was not found, or a model that has changed although the load
+failed). The exit code is 0 only without violations. Every test has a seed, from which it can be repeated alone
 (`--seed N --kills 1` ...).
 """
 
@@ -73,7 +72,7 @@ def trained(value: float, *, wrapped: bool) -> tuple[nn.Module, torch.optim.Opti
 
 
 def value_in(root: Path) -> float | None:
-    """The one value that is in the latest checkpoint; None if there are several."""
+    """Return the value of all tensors in the latest checkpoint; None if there are several values."""
     model, optimizer, extras = load_plain(root, progress=False)
     assert optimizer is not None
     states = [value for of in optimizer["state"].values() for value in of.values()]
@@ -86,7 +85,7 @@ def value_in(root: Path) -> float | None:
 
 
 def rank_saves(rank: int, root: Path, store: Path, value: float, keep: int | None, begins: int) -> None:
-    """In a process of its own. Writes to the pipe `begins` when it begins; exits with 0 if it was told of success."""
+    """Save in a forked process: write to the pipe `begins` at the start, and exit with 0 if the save returned."""
     code = 1
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -104,7 +103,7 @@ def rank_saves(rank: int, root: Path, store: Path, value: float, keep: int | Non
 
 
 def save_in_ranks(root: Path, value: float, keep: int | None, killed: dict[int, float]) -> tuple[list[int], float]:
-    """How each rank's process has ended, and how long the save took. `killed`: after so many seconds."""
+    """Return the exit code of each rank, and the seconds of the save. `killed`: ranks to kill, and after which time."""
     store = Path(tempfile.mkdtemp()) / "store"
     reading, writing = os.pipe()
     ranks = []

@@ -1,15 +1,14 @@
-"""What a checkpoint costs at many ranks, of which there is one process: ``bench_checkpoint.py --simulate-ranks N``.
+"""The cost of a checkpoint at many ranks, in one process: ``bench_checkpoint.py --simulate-ranks N``.
 
-Each rank is a thread with a state of its own, as flat shards of a model have it: plans, files, agreement and loads are
-those of :mod:`fsdp.checkpoint`, and only the messages go through queues instead of the network. One thread runs at a
-time, so that its processor time is what a rank of a real job would take; threads wait for each other as ranks do. The
-model grows with the number of ranks, so that each has as much: what grows in the table is what the number costs.
+Each rank is a thread with the state of flat shards of a model. Files, agreement and loads are those of
+:mod:`fsdp.checkpoint`, and only the messages go through queues instead of the network. One thread runs at a time, so
+the processor time of a thread is that of a rank in a real job. The model grows with the number of ranks, so that each
+rank has the same number of elements: a number that grows in the table is the cost of more ranks.
 
-The garbage collector rests: it would look through the objects of all ranks, at the expense of the one that has the
-processor.
+The garbage collector is off: it would search the objects of all ranks in the time of one.
 
-Besides, what it takes a rank to plan and pack its messages where sharded state becomes chunks of rows, or goes to rank
-0, the first time, and when the geometry is known; and what the first plan of 10^12 parameters takes.
+The table also has the time of a rank to plan and pack messages when sharded state becomes chunks of rows or goes to
+rank 0, with and without cached geometry, and the time to describe 10^12 parameters.
 """
 
 import gc
@@ -47,7 +46,7 @@ RANDOM = torch.zeros(8192, dtype=torch.uint8)  # in place of the states of rando
 
 
 class Cost(NamedTuple):
-    """Of one call on one rank: seconds of the processor, messages sent, and bytes sent and received."""
+    """The cost of one call on one rank: processor seconds, messages sent, and bytes sent and received."""
 
     seconds: float
     messages: int
@@ -56,7 +55,7 @@ class Cost(NamedTuple):
 
 
 class Network:
-    """Queues between ranks, and the processor, which one of them has at a time."""
+    """Queues between ranks, and the lock of the processor, which one rank holds at a time."""
 
     def __init__(self) -> None:
         self.processor = threading.Lock()
@@ -67,7 +66,7 @@ class Network:
 
 
 class Side:
-    """What a rank talks over; see ``fsdp.comm.consensus``."""
+    """The messages of one rank, in place of the side group of ``fsdp.comm.consensus``."""
 
     def __init__(self, network: Network, rank: int, size: int) -> None:
         self._network, self._rank, self.global_ranks = network, rank, range(size)
@@ -109,13 +108,13 @@ def ranks_of(rank: int, size: int, network: Network) -> tuple[Ranks, Side]:
 
 
 def shapes(size: int) -> dict[str, tuple[int, ...]]:
-    """Of one unit: each rank has 264 elements, in a few boxes."""
+    """Return the shapes of one unit's parameters; each rank holds 264 elements, in a few boxes."""
     return {"in": (8 * size, 16), "in_bias": (16,), "out": (16, 8 * size), "out_bias": (8 * size,)}
 
 
 @lru_cache(1)
 def spans_of(size: int) -> dict[str, list[tuple[int, int]]]:
-    """Of each parameter of a unit, which elements each rank has."""
+    """Return for each parameter of a unit the interval of elements of each rank."""
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes(size).items()}
     shard, offset, found = -(-sum(sizes.values()) // size), 0, {}
     for name, numel in sizes.items():
@@ -126,7 +125,7 @@ def spans_of(size: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def state_of(rank: int, size: int, units: int) -> dict[str, Any]:
-    """What a rank has of model and optimizer, as :meth:`Save.take` leaves it."""
+    """Return the state of the model and the optimizer on a rank, by keys of the checkpoint."""
     parts = [(name, shapes(size)[name], *its[rank]) for name, its in spans_of(size).items()]
     state: dict[str, Any] = {}
     for param, shape, start, end in ((f"{unit}.{name}", *rest) for unit in range(units) for name, *rest in parts):
@@ -139,7 +138,7 @@ def state_of(rank: int, size: int, units: int) -> dict[str, Any]:
 
 
 def on_all(size: int, action: Callable[[int, Network], list[Cost]]) -> list[list[Cost]]:
-    """What ``action`` costs on each rank."""
+    """Return the costs of ``action`` on each rank."""
     network, results = Network(), [list[Cost]()] * size
 
     def rest(rank: int) -> None:
@@ -156,7 +155,7 @@ def on_all(size: int, action: Callable[[int, Network], list[Cost]]) -> list[list
 
 
 def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> list[Cost]:
-    """Of a save, of another one of the same, and of a load."""
+    """Return the costs of a save, of a second save, and of a load."""
     ranks, side = ranks_of(rank, size, network)
     costs = []
 
@@ -197,7 +196,7 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
 
 
 def moved(rank: int, size: int, units: int, form: Form) -> tuple[Cost, Cost]:
-    """What it costs ``rank`` to plan and pack what its shards become in ``form``, the first time and again."""
+    """Return the cost for ``rank`` to plan and pack messages to ``form``, the first time and the second."""
     channel = redistribute.Channel(None, torch.device("cpu"))
     channel.rank, channel.size = rank, size
     messages = [0, 0, 0]
@@ -224,12 +223,12 @@ def moved(rank: int, size: int, units: int, form: Form) -> tuple[Cost, Cost]:
 
 
 def owners(spans: list[tuple[int, int]]) -> Callable[[], list[tuple[int, int, int]]]:
-    """What a unit says of one of its parameters."""
+    """Return the function that lists the intervals of a parameter, as a unit has it."""
     return lambda: [(rank, start, end) for rank, (start, end) in enumerate(spans) if start < end]
 
 
 def of_large_model(rank: int, size: int, unit: int, width: int) -> dict[str, Any]:
-    """What ``rank`` has, in memory that is not there, of a transformer's block and of its two optimizer states."""
+    """Return meta tensors of a transformer's block and the two optimizer states, as ``rank`` holds them."""
     wide, long = 4 * width, {"norm1", "norm2", "out_bias", "down_bias"}
     several = dict.fromkeys(long, (width,)) | {"in": (3 * width, width), "in_bias": (3 * width,)}
     several |= {"out": (width, width), "up": (wide, width), "up_bias": (wide,), "down": (width, wide)}
@@ -245,8 +244,8 @@ def of_large_model(rank: int, size: int, unit: int, width: int) -> dict[str, Any
 
 
 def plan_of_large_model(size: int, units: int, width: int) -> None:
-    """What the first save costs of such a model: what a rank describes, and what those hear, join and write through
-    whom all of it comes to rank 0. What is in the files is not there."""
+    """Print the cost of a save of such a model without the files: of the description on a rank, and of joining
+    descriptions on rank 0."""
 
     def described(rank: int, units: Iterable[int]) -> tuple[index.Table, float]:
         state = {key: its for unit in units for key, its in of_large_model(rank, size, unit, width).items()}
@@ -258,7 +257,7 @@ def plan_of_large_model(size: int, units: int, width: int) -> None:
         return saving.table, time.thread_time() - begin
 
     def of_all_units(table: index.Table) -> index.Table:
-        """As those of the first are, so are all."""
+        """Repeat the entries of the first unit for all units."""
         return {key.replace("0.", f"{unit}.", 1): its for unit in range(units) for key, its in table.items()}
 
     numel = units * sum(math.prod(its.shape) for key, its in of_large_model(0, 1, 0, width).items() if MODEL in key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -89,5 +90,7 @@ def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) ->
     state: dict[str, Any] = {"model": plain.model}
     if plain.optimizer is not None:
         state["optim"] = plain.optimizer
-    dcp.save(state, checkpoint_id=Path(directory), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
+        dcp.save(state, checkpoint_id=Path(directory), no_dist=True)
     return Path(directory)

@@ -14,7 +14,7 @@
 A checkpoint is a directory with such a name and a valid manifest. An unfinished save is a directory with such a name
 that holds files with names that a save uses. Links with these names are read, but a removal never removes or enters
 them. The removal of a checkpoint first renames its manifest to ``retired``, so that half a checkpoint is never taken
-for one. Then it removes the files with names that a save uses, and the directory if that is empty. Other files stay,
+for one. Then it removes the files with names that a save uses, and the directory if that is empty. A user's files stay,
 under the same path. An empty directory with the name of a checkpoint is left from an interrupted removal. The next save
 that removes checkpoints repeats a failed removal.
 

@@ -1,4 +1,4 @@
-"""A bar for what takes long: on one rank, on a terminal, and only if it does take long."""
+"""A progress bar for long saves and loads, on the terminal of one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DELAY = 3.0  # seconds before a bar appears
 
 @contextlib.contextmanager
 def bar(words: str, nbytes: int, shown: bool) -> Iterator[Advance]:
-    """Inside, what to call for bytes that are done, of ``nbytes`` in all."""
+    """Yield a function to call with the number of bytes that were written or read, of ``nbytes`` in all."""
     if not (shown and sys.stderr is not None and sys.stderr.isatty()):
         yield no_progress  # and no tqdm, which makes locks for all processes
         return

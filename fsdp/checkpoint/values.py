@@ -1,9 +1,9 @@
 """Values beside tensors in a checkpoint, as JSON: options of optimizers, extra state, and a user's ``extra``.
 
-Numbers, strings, None, lists and dicts with string keys are plain JSON. Other types are a dict with one key: the type
-after a ``$``. Tensors and bytes go to the file's tensors, and a number refers to them. NumPy scalars become Python
-numbers, because a learning rate is one as soon as a schedule uses NumPy. An object of another class is refused with the
-path to it, or pickled if the user trusts the files.
+Numbers, strings, None, lists and dicts with string keys are plain JSON. A value of another type is a dict with one
+key: the type after a ``$``. Tensors and bytes go to the file's tensors, and a number refers to them. NumPy scalars
+become Python numbers, because a learning rate is one as soon as a schedule uses NumPy. An object of another class is
+refused with the path to it, or pickled if the user trusts the files.
 """
 
 from __future__ import annotations
