@@ -375,7 +375,10 @@ def test_torchs_functions_and_storage_take_replicas_to_torch_and_back(tmp_path: 
 def written(directory: Path) -> dict[int, int]:
     """How many bytes of tensors each rank wrote."""
     files = [(int(path.name.split("_")[2]), path.stat().st_size) for path in directory.rglob("__*.distcp")]
-    return {rank: sum(size for its, size in files if its == rank) for rank, _ in files}
+    for path in directory.rglob("rank_*.safetensors"):
+        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+        files.append((int(path.stem.removeprefix("rank_")), path.stat().st_size - header))
+    return {rank: sum(size for each, size in files if each == rank) for rank, _ in files}
 
 
 def test_replicas_write_everything_once_and_share_the_work(tmp_path: Path) -> None:

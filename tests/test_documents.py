@@ -27,7 +27,7 @@ DOCUMENTS = [
 ]
 FILES = {  # what a document's snippets write, where that is their point
     "README.md": {"checkpoints", "weights"},
-    "fsdp/checkpoint/README.md": {"step_1000"},
+    "fsdp/checkpoint/README.md": {"step_1000", "checkpoints", "model.safetensors", "dcp"},
     "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
 }
 WITH_SNIPPETS = [name for name in DOCUMENTS if SNIPPET.search((ROOT / name).read_text())]

@@ -345,7 +345,7 @@ def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (
         "   rank 1 does not hang, it gets the error: ",
-        "   left behind: .checkpoint_00000003.tmp/__0_0.distcp",
+        "   left behind: .checkpoint_00000003.tmp/rank_0.safetensors",
         "   the latest whole checkpoint: checkpoint_00000002\n",
         "   loaded the checkpoint of step 6\n",
         "the same losses, to within 1e-12\n",
