@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import default_group
+from fsdp.comm.streams import streams_for
 from fsdp.flat.views import stepped_params
 
 __all__ = ["ShardedGradScaler"]
@@ -116,7 +117,7 @@ class ShardedGradScaler(GradScaler):
         found = torch.stack(flags).sum(dim=0)
         group = self.process_group if self.process_group is not None else default_group()
         if group.size() > 1:
-            combine(found, group, "agree on infinite gradients")
+            combine(found, group, streams_for(found.device), "agree on infinite gradients")
         state["found_inf_per_device"] = {found.device: found}
         return dict(state["found_inf_per_device"])
 

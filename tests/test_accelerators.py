@@ -129,7 +129,7 @@ def leave_the_order() -> tuple[str, int]:
         watcher.follow(NeverOver(), Work((), lane, f"gather {units[0].name}", on_host=False))
         with mock.patch.object(lane.carrier, "abort", ended.set):
             ended.wait(30)
-        combine(torch.ones(1), group, "the next collective")
+        combine(torch.ones(1), group, HostStreams(), "the next collective")
     except OutOfStep as error:
         return str(error), int(ended.is_set())
     return "nothing", 0

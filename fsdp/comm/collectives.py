@@ -31,7 +31,7 @@ from fsdp.comm.lane import Lane
 from fsdp.comm.native import Gather as Gather
 from fsdp.comm.native import Transfer as Transfer
 from fsdp.comm.shared_memory import PARTS, Channel, connect, why_not
-from fsdp.comm.streams import Streams
+from fsdp.comm.streams import Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import OutOfStep as OutOfStep
 from fsdp.comm.work import Work as Work
@@ -306,14 +306,14 @@ def reduce_compressed(
 # -- collectives of other tensors --------------------------------------------------------------------------------------
 
 
-def combine(values: torch.Tensor, group: Any, label: str, *, largest: bool = False) -> None:
+def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
     """Replace ``values`` by their sum over the ranks of ``group``, or by the ``largest``, element by element.
 
     On CPU the host waits, else the current stream does.
     """
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    lane, on_host = Lane.of(group, values.device), values.device.type == "cpu"
-    lane.collective("all_reduce", Event(label), values, asynchronous=on_host, control=True, op=op).wait()
+    lane, op = Lane.of(group, values.device), dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    asynchronous = streams.asynchronous_work
+    lane.collective("all_reduce", Event(label), values, asynchronous=asynchronous, control=True, op=op).wait()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -368,7 +368,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) ->
     """
     Lane.of(group, device)
     on_device = values.to(control_device(group, device))
-    combine(on_device, group, label, largest=True)
+    combine(on_device, group, streams_for(on_device.device), label, largest=True)
     values.copy_(on_device)
 
 

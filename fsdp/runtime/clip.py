@@ -147,7 +147,7 @@ def clip_grad_norm_(
 
     def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
         context.passes.announce(group)
-        combine(value, group, "sum up the gradient norm", largest=order.largest)
+        combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value
 
     def part(grads: _Grads) -> torch.Tensor:

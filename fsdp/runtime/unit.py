@@ -493,18 +493,22 @@ class Unit:
 
         The vector of a unit that is not sharded is the shard itself, if the shard is on the unit's device.
         """
-        shards = [handle.shard.to(self.device) for handle in self.handles]
-        if not (shards and self.groups.sharded):
-            return shards
+        if not (self.handles and self.groups.sharded):
+            return [handle.shard.to(self.device) for handle in self.handles]
         context, communicator = self.context, self.buffers.communicator
         assert context is not None and communicator is not None
         context.passes.about_to(GATHER, self)
-        parts = [
-            Gather(host_memory.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device), shard)
-            for handle, shard in zip(self.handles, shards)
+        vectors = [
+            host_memory.empty(handle.layout.padded_numel, dtype=handle.shard.dtype, device=self.device)
+            for handle in self.handles
         ]
-        communicator.gather(parts, self.buffers.events[0]).wait()
-        return [part.full for part in parts]
+        context.unsharder.gathers_follow_compute()
+        with communicator.streams.on_gather_stream():
+            shards = [communicator.streams.upload(handle.shard) for handle in self.handles]
+            work = communicator.gather(list(map(Gather, vectors, shards)), self.buffers.events[0])
+        work.wait()
+        context.unsharder.settle_offloaded()
+        return vectors
 
     def announce(self, *, replicas: bool = True) -> None:
         """Announce that the call under way communicates over the unit's groups, other than by ``gather``; without
