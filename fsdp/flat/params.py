@@ -26,7 +26,7 @@ from fsdp import environment
 from fsdp.flat.flat_param import LOST_WRITE, MisplacedShardError
 from fsdp.flat.full_copy import FullCopy, point_at
 from fsdp.flat.registration import Layer
-from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.snapshot import Snapshot, Values
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.views import BucketViews
 
@@ -37,10 +37,10 @@ _RENORMALIZED = (
 
 
 class Mark(NamedTuple):
-    """The values of a bucket at one moment: its full buffer, and a snapshot of the visible parameters."""
+    """The values of a bucket at one moment: its full buffer, and the visible parameters."""
 
     buffer: FullCopy
-    params: Snapshot
+    params: Values
 
 
 class ParamGuard:
@@ -107,35 +107,34 @@ class ParamGuard:
 
     def mark(self) -> Mark:
         """Record the values that a forward computes with."""
-        return Mark(self._handle.copy, Snapshot(self._views.params if self._checks else ()))
+        return Mark(self._handle.copy, Values(self._views.params if self._checks else ()))
 
     def has_values_of(self, before: Mark) -> bool:
         """Whether the values are those of the mark ``before``."""
         if self._handle.copy is not before.buffer:
             return False
-        return not self._checks or before.params.has_values(self._views.params)
+        return not self._checks or before.params.are_those_of(self._views.params)
 
     def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
         """Raise RuntimeError if the leaves ``expected``, by index, have other values than at the mark ``before``."""
-        now = self.mark()
-        if now.buffer is not before.buffer:
+        if self._handle.copy is not before.buffer:
             raise RuntimeError(
                 f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
                 "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
                 "forward again"
             )
-        for change in before.params.diff(now.params):
-            visible = self._views.visible[change.index]
-            if (change.replaced or change.written) and any(index in expected for index in visible.members):
+        for position in before.params.changed(self._views.params) if self._checks else ():
+            visible = self._views.visible[position]
+            if any(index in expected for index in visible.members):
                 raise RuntimeError(
                     f"{visible.name!r} of {self._handle.unit_name} was changed in place, or replaced, between a "
                     "forward and its backward, which would compute with other values than the forward did. Change "
                     "parameters, and step optimizers, after the backward; or run the forward again"
                 )
 
-    def values(self) -> Snapshot:
+    def values(self) -> Values:
         """Record the shard and the visible parameters, for a buffer that stays gathered from pass to pass."""
-        return Snapshot([self._handle.shard, *self._views.params])
+        return Values([self._handle.shard, *self._views.params])
 
     def check_kept(self) -> None:
         """Raise RuntimeError if a buffer that stayed gathered has other values than the shard, with ``FSDP_DEBUG=1``.

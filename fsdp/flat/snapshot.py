@@ -20,36 +20,51 @@ class Change:
     flag: bool  # another ``requires_grad``
 
 
-class Snapshot:
-    """Identity, data pointer, version and ``requires_grad`` of several tensors at one moment.
+class Values:
+    """Identity and version of several tensors at one moment. A write through ``tensor.data`` changes neither."""
+
+    __slots__ = ("ids", "versions")
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self.ids = list(map(id, tensors))
+        self.versions = [tensor._version for tensor in tensors]
+
+    def are_those_of(self, tensors: Sequence[Any]) -> bool:
+        """Compare with ``tensors`` now: whether no tensor was replaced or written in place."""
+        return self.ids == list(map(id, tensors)) and self.versions == [tensor._version for tensor in tensors]
+
+    def are_those_in(self, other: Values) -> bool:
+        """Compare with ``other``: whether no tensor was replaced or written in place."""
+        return self.ids == other.ids and self.versions == other.versions
+
+    def changed(self, tensors: Sequence[Any]) -> list[int]:
+        """Return the indices of the tensors that were replaced or written in place."""
+        return [i for i, t in enumerate(tensors) if self.ids[i] != id(t) or self.versions[i] != t._version]
+
+
+class Snapshot(Values):
+    """Identity, version, data pointer and ``requires_grad`` of several tensors at one moment.
 
     A write through ``tensor.data`` changes none of these. No function of Python is called per tensor.
     """
 
-    __slots__ = ("flags", "ids", "pointers", "versions")
+    __slots__ = ("flags", "pointers")
 
     def __init__(self, tensors: Sequence[Any], *, origin: int = 0) -> None:
         """Record ``tensors``. Pointers are relative to ``origin``, for views of a buffer whose memory is exchanged."""
-        self.ids = list(map(id, tensors))
+        super().__init__(tensors)
         self.pointers = _pointers_of(tensors, origin)
-        self.versions = [tensor._version for tensor in tensors]
         self.flags = [tensor.requires_grad for tensor in tensors]
-
-    def has_values(self, tensors: Sequence[Any]) -> bool:
-        """Compare identities and versions with those of ``tensors`` now."""
-        return self.ids == list(map(id, tensors)) and self.versions == [tensor._version for tensor in tensors]
 
     def has_data_and_flags(self, tensors: Sequence[Any]) -> bool:
         """Compare data pointers and ``requires_grad`` with those of ``tensors`` now. In-place writes do not count."""
         flags = [tensor.requires_grad for tensor in tensors]
         return self.flags == flags and self.pointers == _pointers_of(tensors, 0)
 
-    def has_values_of(self, other: Snapshot) -> bool:
-        """Compare identities and versions: whether no tensor was replaced or written in place."""
-        return self.ids == other.ids and self.versions == other.versions
-
     def diff(self, later: Snapshot) -> list[Change]:
         """Return the changes between this snapshot and a ``later`` one, in the order of the tensors."""
+        if self.are_those_in(later) and self.pointers == later.pointers and self.flags == later.flags:
+            return []
         before = zip(self.ids, self.pointers, self.versions, self.flags)
         after = zip(later.ids, later.pointers, later.versions, later.flags)
         return [

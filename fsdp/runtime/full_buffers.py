@@ -8,7 +8,7 @@ from typing import Any
 from fsdp.comm.collectives import Communicator, Event
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
-from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.snapshot import Values
 
 
 class FullBuffers:
@@ -28,7 +28,7 @@ class FullBuffers:
         self.nearby: Communicator | None = None
         self.events: list[Event] = []
         self.generation = -1
-        self.kept: list[Snapshot] | None = None
+        self.kept: list[Values] | None = None
         self.in_output = False
         self._handles = handles
         self._lists: Callable[[bool], list[Any] | None] | None = None
@@ -93,13 +93,13 @@ class FullBuffers:
         """Note that the values are those of forward ``generation`` as well."""
         self.generation = generation
 
-    def note_kept(self, values: list[Snapshot]) -> None:
-        """Note that the buffers stay filled with these ``values``, one snapshot per bucket."""
+    def note_kept(self, values: list[Values]) -> None:
+        """Note that the buffers stay filled with these ``values``, one per bucket."""
         self.kept = values
 
-    def has_kept(self, values: list[Snapshot]) -> bool:
+    def has_kept(self, values: list[Values]) -> bool:
         """Whether the buffers stayed filled with these ``values``."""
-        return self.kept is not None and all(now.has_values_of(then) for now, then in zip(values, self.kept))
+        return self.kept is not None and all(now.are_those_in(then) for now, then in zip(values, self.kept))
 
     def distrust(self) -> None:
         """Let the next forward gather again, even if no version has changed."""

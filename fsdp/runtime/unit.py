@@ -23,7 +23,7 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.flat.params import ParamGuard
-from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.snapshot import Values
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
@@ -308,7 +308,7 @@ class Unit:
         """Whether the parameters that an optimizer holds are parts."""
         return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
 
-    def values(self) -> list[Snapshot]:
+    def values(self) -> list[Values]:
         """Record the shards and the visible parameters of each bucket."""
         return [guard.values() for guard in self.guards]
 
