@@ -44,7 +44,7 @@ from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Event, Gather
-from fsdp.comm.groups import Groups
+from fsdp.comm.groups import Groups, rank_names
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import StreamEvent, Streams, streams_for
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
@@ -131,6 +131,8 @@ class FlatParamHandle:
         tp: the placement of each parameter by tensor parallelism, or None. With a placement, the shape in the layout
             is that of this rank's part, and the leaf is a ``DTensor``.
         has_tp: whether some parameter has a placement.
+        replicated_over: the ranks of tensor parallelism that hold equal parameters; None if ``tp`` has a placement, or
+            the tree has no tensor parallelism.
         full_precision: whether the bucket computes, and reduces gradients, in ``layout.dtype``.
         copy: the full buffer in use.
         unit_name: the name of the unit in errors.
@@ -158,6 +160,7 @@ class FlatParamHandle:
         self.offload = offload
         self.tp = tuple(tp)
         self.has_tp = any(self.tp)
+        self.replicated_over: Any | None = None
         self._lengths, self._parts = layout.once(
             ("lengths", groups.shard_rank), lambda: _lengths_and_parts(layout, groups.shard_rank)
         )
@@ -455,6 +458,15 @@ class FlatParamHandle:
     def tp_group(self) -> Any | None:
         """The group of the bucket's parameters of tensor parallelism; None without such parameters."""
         return next((tp.group for tp in self.tp if tp is not None), None)
+
+    def note_replicas(self, tp_group: Any) -> None:
+        """Note that the ranks of ``tp_group``, by which other units of the tree are cut, hold equal parameters here.
+
+        Nothing is noted for a bucket with parameters of tensor parallelism, or one that is sharded over these ranks.
+        """
+        shares = () if self.groups.shard is None else set(rank_names(self.groups.shard)) & set(rank_names(tp_group))
+        if self.tp_group is None and len(shares) < 2:
+            self.replicated_over = tp_group
 
     def is_leaf(self, tensor: Any, index: int) -> bool:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
