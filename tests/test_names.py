@@ -22,9 +22,7 @@ ABSENT = {
     ("", "FSDPModule"),
     ("", "MixedPrecisionPolicy"),
     ("", "OffloadPolicy"),
-    ("", "UnshardHandle"),
     ("", "fully_shard"),
-    ("", "register_fsdp_forward_method"),
     ("", "share_comm_ctx"),
     # a log that torch's scaler writes to; ours are errors
     (".sharded_grad_scaler", "logger"),
@@ -50,6 +48,7 @@ OWN_ARGUMENTS = {
     "clip_grad_norm_": ["error_if_nonfinite"],
 }
 OTHER_SIGNATURE = {
+    "UnshardHandle",  # made by unshard() alone, with the wait
     "FlatParamHandle",  # made by the wrapper only
     "_apply",  # torch's takes whatever it gets; ours what nn.Module's does
 }
