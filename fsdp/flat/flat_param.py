@@ -462,10 +462,12 @@ class FlatParamHandle:
     def note_replicas(self, tp_group: Any) -> None:
         """Note that the ranks of ``tp_group``, by which other units of the tree are cut, hold equal parameters here.
 
-        Nothing is noted for a bucket with parameters of tensor parallelism, or one that is sharded over these ranks.
+        Nothing is noted for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
+        over these ranks.
         """
-        shares = () if self.groups.shard is None else set(rank_names(self.groups.shard)) & set(rank_names(tp_group))
-        if self.tp_group is None and len(shares) < 2:
+        own = [group for group in (self.groups.shard, self.groups.replica) if group is not None]
+        spread = any(len({*rank_names(group)}.intersection(rank_names(tp_group))) > 1 for group in own)
+        if self.tp_group is None and not spread:
             self.replicated_over = tp_group
 
     def is_leaf(self, tensor: Any, index: int) -> bool:
