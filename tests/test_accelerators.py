@@ -31,10 +31,10 @@ import fsdp.flat.ownership as ownership_module
 from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
-from fsdp.checkpoint.rank_file import Piece
-from fsdp.checkpoint.save_checkpoint import Save
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm import host_memory, threads
 from fsdp.comm.collectives import Communicator, Event, combine
+from fsdp.comm.consensus import Ranks
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.lane import Lane
@@ -43,7 +43,6 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
-from fsdp.placement.boxes import Box
 from fsdp.runtime.nested import to_device
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.agreeing import new_group
@@ -523,19 +522,25 @@ class HostOfAccelerator:
 
 def test_a_save_stages_into_one_piece_of_host_memory() -> None:
     """A piece per tensor, each rounded up, would be kept for ever."""
-    tensors = [torch.empty(5, dtype=torch.bfloat16, device=AWAY), torch.empty(6, device=AWAY)]
-    saving = Save.__new__(Save)
-    saving._pieces = [Piece(f"{i}", tuple(t.shape), Box.whole(t.shape), t) for i, t in enumerate(tensors)]
-    saving._packed = {"extra": (3, [torch.empty(3, 7, device=AWAY), torch.ones(2)])}
+    saving = save_module.Save(Ranks.of(None), "", None, trusted=False)
+    saving.share(
+        {
+            "a": torch.empty(5, dtype=torch.bfloat16, device=AWAY),
+            "e": RaggedTensor(torch.empty(6, device=AWAY), (4, 6), 0),
+            "f": torch.empty(0, device=AWAY),
+        }
+    )
+    saving.pack("b", {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3})
     streams = HostOfAccelerator()
     with mock.patch.object(save_module, "streams_for", return_value=streams):
         saving._stage()
-    assert [room.numel() for room in streams.rooms] == [64 + 128 + 64] and streams.waited == 3
+    assert [room.numel() for room in streams.rooms] == [64 + 128 + 64] and streams.waited == 4
     room = streams.rooms[0].untyped_storage()._cdata
-    _, (inner, on_host) = saving._packed["extra"]
-    copies = [*(piece.values for piece in saving._pieces), inner]
+    (_, (inner, own)), pieces = saving._packed["b"], {piece.key: piece.values for piece in saving._pieces}
+    copies = [pieces["a"], inner, pieces["e"]]
     assert all(copy.untyped_storage()._cdata == room and bool((copy == 1).all()) for copy in copies)
-    assert [tuple(copy.shape) for copy in copies] == [(5,), (6,), (3, 7)] and torch.equal(on_host, torch.ones(2))
+    assert [tuple(copy.shape) for copy in copies] == [(5,), (3, 7), (1, 6)]
+    assert pieces["f"].shape == (0,) and torch.equal(own, torch.ones(2))
 
 
 def save_beside_an_accelerator(path: str) -> list[str]:

@@ -171,7 +171,7 @@ def check_dimensions() -> None:
     assert over_all is not None
     cut = {name: distribute_tensor(value, mesh_of((4, 1)), [Shard(0), Replicate()]) for name, value in plain.items()}
     given = cut if dist.get_rank() == 0 else over_all
-    with pytest.raises(RuntimeError, match="differs from that here in rows of 'bias'"):
+    with pytest.raises(RuntimeError, match="differs from that here in 'bias' of the root unit in rows"):
         load_model(FSDP, ours(True, device_mesh=flat), "SHARDED_STATE_DICT", given)
     elsewhere = {name: distribute_tensor(value, grid, [Shard(0), Shard(0)]) for name, value in plain.items()}
     with pytest.raises(RuntimeError, match="expected rows over one dimension of the mesh"):

@@ -81,7 +81,7 @@ def check_direct(uop: bool) -> None:
             flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
             weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
         found[way] = [on_rank0, everywhere, sharded, scattered, flattened, *weights]
-        moved = [record for record in log.records if not str(record.label).startswith(("agree", "tell"))]
+        moved = [record for record in log.records if not str(record.label).startswith(("agree", "describe"))]
         ops[way] = {record.op for record in moved if record.dtype in (torch.float32, torch.uint8)}
     os.environ["FSDP_COLLECTIVES"] = "auto"
     del model

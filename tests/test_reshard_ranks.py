@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.comm import nodes
+from fsdp.comm import groups, nodes
 from fsdp.comm.nodes import nearby_group, node_groups
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
@@ -284,8 +284,10 @@ def _chosen() -> None:
         for anew in made():
             assert dist.get_rank() in dist.get_process_group_ranks(anew)
             dist.all_reduce(torch.zeros(1), group=anew)
+    bound = SimpleNamespace(size=lambda: 4, bound_device_id="cuda:0")
     with (
-        mock.patch.object(nodes, "default_group", lambda: SimpleNamespace(size=lambda: 4, bound_device_id="cuda:0")),
+        mock.patch.object(nodes, "default_group", lambda: bound),
+        mock.patch.object(groups, "default_group", lambda: bound),
         pytest.raises(NotImplementedError, match="reshard over 1: not all ranks"),
     ):
         nearby_group(some, 1)
