@@ -4,6 +4,7 @@ transformer, with sequence parallelism of its norms, beside torch's DDP and the 
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterable
@@ -359,3 +360,36 @@ def save_beside_an_equal_mesh() -> None:
 
 def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
     run_ranks(8, save_beside_an_equal_mesh)
+
+
+def apart(world: World, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:
+    """Wrap the embedding, which tensor parallelism leaves alone, its own way; and the model if ``whole``."""
+    net = narrow(world, seed)
+    net.embed = FSDP(net.embed, **embed)
+    if whole:
+        return FSDP(net, **world.options)
+    for name in ("up", "down", "single"):
+        setattr(net, name, FSDP(getattr(net, name), **world.options))
+    return net
+
+
+def save_apart(root: str) -> None:
+    world = World.of(2, 2)
+    ways: dict[str, dict[str, Any]] = {
+        "over the ranks of data parallelism": world.options,
+        "sharded over all ranks": {},
+        "replicated over all ranks": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    }
+    values = {name: whole(param) for name, param in narrow(world).named_parameters()}
+    for (way, embed), one_root in itertools.product(ways.items(), (True, False)):
+        path = Path(root, f"{way}, {one_root}")
+        checkpoint.save(path, apart(world, 0, embed, whole=one_root), progress=False)
+        assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, path.name)
+        model = apart(world, 1, embed, whole=one_root)
+        checkpoint.load(path, model, progress=False)
+        checkpoint.save(path, model, progress=False)
+        assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{path.name}, loaded")
+
+
+def test_a_unit_beside_tensor_parallelism_is_saved_once_however_it_is_sharded(tmp_path: Path) -> None:
+    run_ranks(4, save_apart, str(tmp_path))

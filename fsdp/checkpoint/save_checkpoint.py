@@ -258,6 +258,7 @@ class Save:
                 self._path = Path(self._path).absolute()  # the working directory may change meanwhile
             if extra is not None:
                 self.pack(EXTRA, extra)
+            _note_replicas(model)
             state.update((MODEL + name, value) for name, value in get_model_state_dict(model, options=options).items())
 
         def of_optimizer() -> None:
@@ -443,6 +444,15 @@ def _check_dense(key: str, value: torch.Tensor) -> None:
             "dense tensors alone: register it with persistent=False if it is a buffer that can be made again, or keep "
             "it as a dense tensor"
         )
+
+
+def _note_replicas(model: nn.Module) -> None:
+    """Note the replicas of units without tensor parallelism, in whichever tree of ``model`` they are."""
+    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    tp_group = next((handle.tp_group for handle in handles if handle.tp_group is not None), None)
+    if tp_group is not None:
+        for handle in handles:
+            handle.note_replicas(tp_group)
 
 
 def _aligned(nbytes: int) -> int:

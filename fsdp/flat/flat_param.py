@@ -132,7 +132,7 @@ class FlatParamHandle:
             is that of this rank's part, and the leaf is a ``DTensor``.
         has_tp: whether some parameter has a placement.
         replicated_over: the ranks of tensor parallelism that hold equal parameters; None if ``tp`` has a placement, or
-            the tree has no tensor parallelism.
+            no save has noted them.
         full_precision: whether the bucket computes, and reduces gradients, in ``layout.dtype``.
         copy: the full buffer in use.
         unit_name: the name of the unit in errors.
@@ -460,7 +460,7 @@ class FlatParamHandle:
         return next((tp.group for tp in self.tp if tp is not None), None)
 
     def note_replicas(self, tp_group: Any) -> None:
-        """Note that the ranks of ``tp_group``, by which other units of the tree are cut, hold equal parameters here.
+        """Note that the ranks of ``tp_group``, by which other units of the model are cut, hold equal parameters here.
 
         Nothing is noted for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
         over these ranks.

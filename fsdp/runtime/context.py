@@ -85,10 +85,6 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        handles = [handle for unit in self.units for handle in unit.handles]
-        tp_group = next((handle.tp_group for handle in handles if handle.tp_group is not None), None)
-        for handle in handles if tp_group is not None else ():
-            handle.note_replicas(tp_group)
         self.passes = Passes(self.units, root.device, negotiate=root.policy.tree.reduce_unused)
         self.unsharder = Unsharder(root, self.units, self.streams, self.passes, gather_pool)
         self.size_pools()
