@@ -177,17 +177,22 @@ def test_steps_as_the_plain_model_without_sharding_and_with_replicas() -> None:
     run_ranks(4, _steps_with_replicas)
 
 
-def _steps_with_replicas() -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    model = wrapped(True, HYBRID, device_mesh=mesh)
-    optimizer, twin = whole(model), Twin(model)
-    for step in range(3):
+def train_beside(twin: Twin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
+    """Train `model` and the plain `twin` on the same gradients, and compare them after each step."""
+    for step in range(steps):
         loss_of(model, tokens(step)).backward()
         twin.take_gradients()
         optimizer.step()
         twin.step()
-        twin.check(f"step {step}")
+        twin.check(f"{words}step {step}")
         optimizer.zero_grad()
+
+
+def _steps_with_replicas() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = wrapped(True, HYBRID, device_mesh=mesh)
+    optimizer, twin = whole(model), Twin(model)
+    train_beside(twin, model, optimizer, 3)
 
 
 def adafactor(params: Iterable[nn.Parameter]) -> Optimizer:
@@ -223,13 +228,7 @@ def _steps_other_optimizers(use_orig_params: bool) -> None:
         model = wrapped(use_orig_params)
         twin = Twin(model, factory)
         optimizer = whole(model, factory)
-        for step in range(4):
-            loss_of(model, tokens(step)).backward()
-            twin.take_gradients()
-            optimizer.step()
-            twin.step()
-            twin.check(f"{factory.__name__}, step {step}")
-            optimizer.zero_grad()
+        train_beside(twin, model, optimizer, 4, f"{factory.__name__}, ")
         for group, other in zip(optimizer.param_groups, twin.optimizers[0].param_groups):
             assert {**group, "params": 0} == {**other, "params": 0}
 

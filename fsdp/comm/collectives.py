@@ -182,7 +182,7 @@ class Communicator:
     def _exchange(
         self, lane: Lane, event: Event, several: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]
     ) -> Work:
-        """Of each (sends, receives) send ``sends[i]`` to and receive ``receives[i]`` from each other rank i."""
+        """Send ``sends[i]`` to, and receive ``receives[i]`` from, each other rank i, for each (sends, receives)."""
         rank, size = self.groups.shard_rank, self.groups.shard_size
         transfers = []
         for distance in range(1, size):  # each rank starts with another peer

@@ -136,7 +136,7 @@ class Peer:
 
 
 class Block:
-    """A piece of the segment. It is reused only after the other ranks have read its last post."""
+    """A piece of the segment, reused only after the other ranks have read the last post in it."""
 
     __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "reserved", "storage")
 
