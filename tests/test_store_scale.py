@@ -226,6 +226,10 @@ def test_ranks_that_differ_are_told() -> None:
         index.joined([one, other])
     with pytest.raises(ValueError, match=r"'0' has 16 elements, and the ranks together have 8 of them"):
         index.check_complete(one)
+    both = index.joined([one, table_of(sharded([(4, 4)], 1, 2, False), 1, 2)])
+    index.check_complete(both, ["0"])
+    with pytest.raises(ValueError, match=r"no rank holds elements of '1' \(2 in all\)"):
+        index.check_complete(both, ["0", "1", "2"])
 
 
 def bytes_read() -> int:

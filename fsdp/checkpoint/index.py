@@ -119,12 +119,16 @@ def joined(tables: Sequence[Table]) -> Table:
     return result
 
 
-def check_complete(table: Table) -> None:
-    """Check that the ranks together hold every element once.
+def check_complete(table: Table, keys: Iterable[str] = ()) -> None:
+    """Check that the ranks together hold ``keys``, and every element once.
 
     Raises:
         ValueError: they do not.
     """
+    if missing := [key for key in keys if key not in table]:
+        raise ValueError(
+            f"no rank holds elements of {missing[0]!r} ({len(missing)} in all): let all ranks save together"
+        )
     for key, saved in table.items():
         numel = math.prod(saved.shape)
         found = sum(run.ranks * run.numel for run in saved.runs)

@@ -229,6 +229,7 @@ class Save:
         self._pieces: list[Piece] = []  # the parts of tensors that this rank writes
         self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the other values
         self.table: index.Table = {}  # a description of both
+        self._keys: tuple[str, ...] = ()  # all keys of the state, whichever rank writes them
         self._directory: Path | None = None  # on rank 0
 
     # -- taking the state ----------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ class Save:
             NotImplementedError: a tensor is sparse, quantized, nested or of a subclass.
             TypeError: another value holds an object of a class that is not loaded safely.
         """
-        rank, members = self._ranks.rank, self._ranks.members
+        rank, members, self._keys = self._ranks.rank, self._ranks.members, tuple(state)
         owners: dict[tuple[int, ...], list[int]] = {}  # the replicas that save, by all replicas
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -395,7 +396,7 @@ class Save:
     def _published(self, written: _Written, ranks: int) -> Sequence[tuple[Path, files.Share]]:
         """Publish the checkpoint on rank 0; return the path, and the files that each rank has to remove."""
         assert self._directory is not None
-        index.check_complete(written.table)
+        index.check_complete(written.table, self._keys)
         records = {**written.records}
         records[files.INDEX] = files.write_durably(self._directory / files.INDEX, index.packed(written.table))
         files.seal(self._directory, records, ranks)
