@@ -228,6 +228,7 @@ class FlatParamHandle:
                 local = leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
                 leaves[index] = tp.around(local, requires_grad=param.requires_grad)
             leaves[index].__dict__.update(param.__dict__)  # forwards read the attributes that users set
+            leaves[index].__dict__.pop("_local_shard", None)  # of the flat parameter: it would outlive a new shard
         return leaves
 
     def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter]) -> FullCopy:

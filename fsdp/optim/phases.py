@@ -63,6 +63,7 @@ def offload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -
 
     for unit in units:
         unit.reshard_by_hand()
+        unit.forget_initial_values()
         for handle in unit.handles:
             if handle.shard.device.type != "cpu":
                 unit.change_shard(handle, to_host(join(unit).streams))

@@ -468,6 +468,10 @@ class Unit:
         self.arrivals.renew()
         return self.device
 
+    def forget_initial_values(self) -> None:
+        """Release the samples by which ranks compare the values that they began with."""
+        self.initial = ()
+
     def change_shard(self, handle: FlatParamHandle, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the shard of one bucket, and the gradients, by ``change`` of them."""
         self.check_can_change()
