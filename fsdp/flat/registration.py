@@ -259,8 +259,10 @@ class Registration:
     # -- the stack -----------------------------------------------------------------------------------------------------
 
     def set_base(self, layer: Layer) -> None:
-        """Let ``layer`` be the base."""
+        """Let ``layer`` be the base, and drop the entries of leaves, which may keep a former full buffer alive."""
         self.base, self._base_entries = layer, self._entries(layer.tensors)
+        if not self.shows_leaves:
+            self._leaves_of, self._leaf_entries = None, _Entries([])
 
     def replace_base(self, index: int, tensor: Any) -> None:
         """Let ``tensor``, over the same memory, be the base of parameter ``index``."""
