@@ -52,7 +52,8 @@ class Snapshot(Values):
 
     def __init__(self, tensors: Sequence[Any], *, origin: int = 0) -> None:
         """Record ``tensors``. Pointers are relative to ``origin``, for views of a buffer whose memory is exchanged."""
-        super().__init__(tensors)
+        self.ids = list(map(id, tensors))
+        self.versions = [tensor._version for tensor in tensors]
         self.pointers = _pointers_of(tensors, origin)
         self.flags = [tensor.requires_grad for tensor in tensors]
 
