@@ -155,7 +155,7 @@ def losses_of(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 def test_names_may_differ() -> None:
-    """What the collectives do not depend on is no error, and changes nothing."""
+    """Differences that no collective depends on, such as names, are no error."""
     renamed = run_ranks(RANKS, train_as, "renamed")
     assert renamed == run_ranks(RANKS, train_as, "chain")
     assert renamed[0][2] < renamed[0][0] / 2

@@ -509,7 +509,7 @@ def results_that_make_no_sense() -> None:
 
 
 def test_registration() -> None:
-    """What is refused, and that nothing is registered then."""
+    """A refused hook is not registered."""
     run_ranks(2, registration)
 
 

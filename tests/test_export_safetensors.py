@@ -24,7 +24,7 @@ from tests.test_export import FULL, HYBRID, NONE, Block, Model, build, expected,
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """What another program reads from the files."""
+    """Read the files as another program does."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():

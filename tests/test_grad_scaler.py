@@ -128,7 +128,7 @@ def test_aa25_unscaling_sparse_float16_gradients_with_three_arguments() -> None:
 
 
 def test_order_of_calls() -> None:
-    """What torch's scaler raises."""
+    """Misuse raises the errors of torch's scaler."""
     scaler = alone(init_scale=4.0)
     param = param_with(torch.tensor([8.0]))
     optimizer = SGD([param], lr=1.0)

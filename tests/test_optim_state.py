@@ -413,7 +413,7 @@ def check_mixed() -> None:
 
 
 def test_groups_frozen_stateless_ignored_and_partial() -> None:
-    """What exists is saved, over buckets, groups and what no unit owns."""
+    """Existing states are saved, over buckets, groups and parameters that no unit owns."""
     for world_size in (1, 2, 3):
         run_ranks(world_size, check_mixed)
 
@@ -800,5 +800,5 @@ def with_scalar() -> WithScalar:
 
 
 def test_eager_states_scalars_and_parameters_without_dimensions_or_elements() -> None:
-    """What ranks that hold nothing of a parameter have of it is no state."""
+    """Ranks without elements of a parameter have no state of it."""
     run_ranks(3, check_optimizers)

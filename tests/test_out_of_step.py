@@ -400,7 +400,7 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
 
 
 def test_order_that_changes_at_every_step() -> None:
-    """What is remembered of it is bounded, and so is what is left in the store."""
+    """The record of the passes and the keys in the store are bounded."""
     for kept, limit, _ in run_ranks(2, drop_layers):
         records, keys = zip(*kept)
         assert max(records) <= limit and records[-1] == limit, records

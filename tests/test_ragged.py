@@ -121,7 +121,7 @@ def test_copies_work_on_the_interval() -> None:
 
 
 def test_copies_without_values_have_the_interval() -> None:
-    """What ``torch.distributed.checkpoint.async_save`` copies into."""
+    """``torch.distributed.checkpoint.async_save`` copies into a new tensor over the same interval."""
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     made = ragged.new_empty(ragged.shape)
     assert isinstance(made, RaggedTensor) and made.same_interval(ragged) and made.local.shape == (7,)

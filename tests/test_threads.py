@@ -218,7 +218,7 @@ def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyP
 
 
 def test_a_label_is_what_its_own_thread_communicates_for() -> None:
-    """What other ranks of the process begin and end changes nothing of it."""
+    """Passes of other ranks in the same process do not change the label of this rank."""
     meet = threading.Barrier(2, timeout=30)
 
     def label() -> tuple[str | None, str | None]:

@@ -292,8 +292,10 @@ class Unsharder:
         self.becomes(unit, why)
 
     def keep_to_others(self, unit: Unit) -> None:
-        """Keep ``unit``, of which some modules have run, for the others, at the latest to the end of the pass. Other
-        units keep their room."""
+        """Keep ``unit``, of which some modules have run, until the remaining modules run or the pass ends.
+
+        The unit does not count against the limit of gathered units.
+        """
         if self.residence_of(unit) is Residence.IN_USE:
             self.keep(unit, Residence.AWAITED)
 
