@@ -2,7 +2,7 @@
 
     python scripts/bench.py --ranks 2 --rounds 8 --contenders ddp fsdp1 fsdp2 auto bound
 
-Each contender runs in ``--ranks`` processes of its own. The contenders take turns, ``--rounds`` times, with ``--steps``
+Each contender runs in ``--ranks`` separate processes. The contenders take turns, ``--rounds`` times, with ``--steps``
 steps of each workload, while the others sleep. One step before each turn is not counted, because the memory of an idle
 process is slower.
 
@@ -28,11 +28,11 @@ Workloads:
 * ``muon``: the optimizer's step of the GPT of ``compute``, with Muon for the matrices of its blocks;
 * ``export``: all weights of the GPT of ``communication`` on rank 0, in bfloat16;
 * ``wrapping`` and ``from-meta``: no training. The GPT of ``communication`` is made, and wrapping it is timed, once a
-  round. In ``from-meta`` its modules begin on the meta device and are given their values meanwhile.
+  round. In ``from-meta`` the modules begin on the meta device and receive values while they are wrapped.
 
 The table has, for each contender: the median time of a step on the slowest rank, with the fastest and slowest round;
 processor time, page faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and
-the bytes that a rank receives in them; and the time in units of the first contender's, as the median over rounds.
+the bytes that a rank receives in them; and the time relative to the first contender, as the median over rounds.
 ``--json`` writes the measurements, ``--plot`` draws them (an SVG), ``--markdown`` prints tables.
 ``bench_scale.py`` measures host time alone, with up to 4096 ranks.
 """
@@ -228,7 +228,9 @@ def give_values(module: nn.Module) -> None:
 
 
 def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
-    units: Any = {Block, Tiny} if use_orig_params else {Block, Tiny, Adapter}  # a flat parameter is trained or frozen
+    units: Any = (
+        {Block, Tiny} if use_orig_params else {Block, Tiny, Adapter}
+    )  # a flat parameter is trained or frozen as a whole
     on_meta = next(model.parameters()).is_meta
     if on_meta and contender in ("plain", "bound", "ddp"):
         for module in model.modules():
@@ -321,7 +323,8 @@ def highest_pss(step: Callable[[], None]) -> int:
     return max(found)
 
 
-Measured = tuple[Callable[[], None], Callable[[], None], Callable[[], tuple[int, float]]]  # before it, it, its traffic
+# The functions that prepare a step, run it, and return its collectives and bytes.
+Measured = tuple[Callable[[], None], Callable[[], None], Callable[[], tuple[int, float]]]
 
 
 def training(options: argparse.Namespace, contender: str, workload: str) -> Measured:
@@ -364,7 +367,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def received(calls: Callable[[], None]) -> tuple[int, float]:
-    """Return how many messages this rank has waited for, and the bytes that others have put into its memory."""
+    """Return the number of messages that this rank waited for, and the bytes that its peers put into its memory."""
     found: list[tuple[str, Any]] = []
     real = Lane.collective
 
@@ -526,7 +529,7 @@ def in_markdown(workload: str, found: dict[str, list[list[float]]]) -> str:
 
 
 def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
-    """Draw an SVG with a bar for each contender of each workload: the median step, on the workload's own scale.
+    """Draw an SVG with a bar for each contender of each workload: the median step, on one scale per workload.
 
     The line across a bar reaches from the fastest to the slowest round.
     """

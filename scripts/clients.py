@@ -2,12 +2,13 @@
 
     bash scripts/test_clients.sh [--only SUBSTRING] [--list]
 
-makes an environment with the tools and runs this in it. Each row of `ROWS` is a small program for one tool, on 2 CPU
-ranks. It runs in new processes on torch's FSDP1; on this package, of which `fsdp.compat.patch()` is all that it gets
-(before the tool is imported, or after it, as `TOOLS` says); and on this package once more, as two runs: the second
-begins, in new processes, with what the first has saved. Losses, and what a program computes besides, have to be torch's
-to 6 digits (where the row does not say what torch gets wrong), and what was resumed has to be what was never stopped,
-bit for bit. A tool is imported once per engine; the ranks are forked from there.
+makes an environment with the tools and runs this script in it. Each row of `ROWS` is a small program for one tool, on
+2 CPU ranks. New processes run it three times: on torch's FSDP1; on this package, through `fsdp.compat.patch()` alone
+(before or after the import of the tool, see `TOOLS`); and on this package in two halves, of which the second starts
+from the first half's checkpoint in new processes.
+
+Losses and further results must equal torch's to 6 digits, unless the row names torch's mistake. The resumed run must
+equal the uninterrupted run bit for bit. A tool is imported once per engine, and the ranks are forked from there.
 """
 
 from __future__ import annotations
@@ -83,8 +84,11 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass
 class Part:
-    """What a row's program does: steps `begin` to `end`; it loads from `folder` before, if it does not begin at 0, and
-    saves there at the end. It tells its losses when it has trained: torch's FSDP1 may fail after that."""
+    """One run of a row's program: steps `begin` to `end`.
+
+    The program loads from `folder` first, unless `begin` is 0, and saves there at the end. The losses are reported
+    directly after training, because torch's FSDP1 may fail afterwards.
+    """
 
     begin: int
     end: int
@@ -115,7 +119,7 @@ def with_accelerate(
 
     set_seed(0)
     model = net()
-    if "ignored_modules" in options:  # whose gradients nobody reduces
+    if "ignored_modules" in options:  # gradients of ignored modules are not reduced
         model.head.requires_grad_(False)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1,
@@ -173,7 +177,7 @@ def size_of(state: dict[str, Tensor]) -> float:
 
 
 def on_cpu(strategy: type) -> type:
-    """Lightning refuses its own class without an accelerator, and no other."""
+    """Return a subclass of a strategy, because Lightning refuses only the exact class without an accelerator."""
     return type(f"{strategy.__name__}OnCPU", (strategy,), {})
 
 
@@ -229,7 +233,7 @@ def with_trainer(
         def training_step(self, batch: Any, index: int) -> Tensor:
             loss = loss_of(self.net(batch["input_ids"]), batch["labels"])
             self.mean.update(loss.detach())
-            losses.append(self.mean.compute().item())  # of all ranks
+            losses.append(self.mean.compute().item())  # the mean over all ranks
             self.mean.reset()
             if manual:
                 optimizer = self.optimizers()
@@ -257,13 +261,13 @@ def with_trainer(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            use_distributed_sampler=False,  # which shuffles
+            use_distributed_sampler=False,  # Lightning's sampler shuffles
         )
 
     def load(data: list[Any]) -> Any:
         return torch.utils.data.DataLoader(data[int(os.environ["RANK"]) :: RANKS], batch_size=2)
 
-    loader = load(batches()[2 * RANKS * part.begin :])  # a resumed one does not skip what was seen
+    loader = load(batches()[2 * RANKS * part.begin :])  # a resumed loader does not skip batches
     saved = f"{part.folder}/saved.ckpt"
     first = trainer()
     first.fit(Task(), loader, ckpt_path=saved if part.begin else None)
@@ -277,7 +281,7 @@ def with_trainer(
 
 
 def language_model(kind: str, adapters: Any = None) -> Any:
-    """`adapters` are peft's: the name of the class of a configuration, and what it is made with."""
+    """Build a language model; `adapters` are the class name and the arguments of a peft configuration."""
     import transformers
 
     torch.manual_seed(0)
@@ -368,7 +372,7 @@ def with_transformers(
                 part.tell(losses)
 
     trainer.add_callback(Tells)
-    if own_policy:  # in the place of peft's, which gives adapters units of their own
+    if own_policy:  # replaces peft's policy, which wraps each adapter in a separate unit
         plugin = trainer.accelerator.state.fsdp_plugin
         layers = {type(module) for module in model.modules() if type(module).__name__ == LAYERS[kind]}
         transformers.trainer.update_fsdp_plugin_peft = lambda *args: plugin.__setattr__(
@@ -400,7 +404,7 @@ def with_transformers(
 
 
 def check_generated(kind: str, weights: dict[str, Tensor], found: Tensor, prompt: Tensor, **options: Any) -> None:
-    """As a plain model with these weights does it."""
+    """Check that a plain model with these weights generates the same tokens."""
     if dist.get_rank() == 0:
         plain = language_model(kind)
         plain.load_state_dict(weights)
@@ -409,7 +413,7 @@ def check_generated(kind: str, weights: dict[str, Tensor], found: Tensor, prompt
 
 
 def adapted(kind: str, adapters: Any, weights: dict[str, Tensor], folder: str, prompt: Tensor) -> float:
-    """What a plain model computes with the adapters: saved and loaded, and merged, where they can be."""
+    """Return the loss of a plain model with the adapters, after saving, loading and (if possible) merging them."""
     import peft
 
     plain = language_model(kind, adapters)
@@ -436,8 +440,10 @@ def adapted(kind: str, adapters: Any, weights: dict[str, Tensor], folder: str, p
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Composer imports torchvision, of which there is none on PyPI for torch without CUDA, and the client of a service.
-    No row uses them."""
+    """An importer of empty stand-ins for two packages that Composer imports and no row uses.
+
+    They are torchvision, which PyPI does not have for torch without CUDA, and the client of a cloud service.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] in ("torchvision", "mcli"):
@@ -458,7 +464,7 @@ def with_composer(part: Part, *, hooks: bool = False, **options: Any) -> list[fl
     from composer.distributed.shared_utils import add_fsdp_oom_hooks
 
     losses: list[float] = []
-    micro: list[float] = []  # of one batch
+    micro: list[float] = []  # the losses of one batch
 
     class Task(composer.ComposerModel):
         def __init__(self) -> None:
@@ -517,9 +523,9 @@ class Row:
     what: str
     program: Callable[..., list[float]]
     options: dict[str, Any] = field(default_factory=dict)
-    torch_is_wrong: str = ""  # why its losses are not compared, or with other options
-    instead: dict[str, Any] | None = None  # these, with which it trains the same
-    within: float = 1e-6  # relative to torch's losses
+    torch_is_wrong: str = ""  # the reason not to compare with torch, or to compare with `instead`
+    instead: dict[str, Any] | None = None  # options with which torch trains the same model correctly
+    within: float = 1e-6  # tolerance relative to torch's losses
 
     @property
     def resumes(self) -> bool:
@@ -587,7 +593,7 @@ ROWS = [
     row(with_transformers, "llama", kind="llama", **HF_ORIG),
     row(with_transformers, "tied llama, flat parameters", kind="tied llama", **HF_FLAT),
     row(with_transformers, "gpt2", kind="gpt2", **HF_ORIG),
-    # the two round differently from the fourth step on, by 1e-5
+    # the two engines round differently from the fourth step on, by 1e-5
     row(with_transformers, "gpt2, bf16", within=1e-3, kind="gpt2", bf16=True, **HF_ORIG),
     row(with_transformers, "t5, checkpointing", kind="t5", checkpointing=True, **HF_ORIG),
     row(
@@ -626,21 +632,21 @@ ROWS = [
 
 # -- running -----------------------------------------------------------------------------------------------------------
 
-# What is imported of each tool before the ranks are forked, and whether patch() comes after that.
+# By tool: the modules to import before the ranks are forked, and whether patch() is called after the import.
 TOOLS: dict[str, tuple[Sequence[str], bool]] = {
     "accelerate": (["accelerate"], True),
     "fabric": (["lightning.fabric"], False),
     "trainer": (["lightning.pytorch", "torchmetrics"], True),
     "transformers": (["transformers.trainer", "transformers.trainer_seq2seq"], True),
     "peft": (["transformers.trainer", "peft"], False),
-    "composer": (["torchmetrics", "composer", "composer.algorithms"], False),  # binds torch's names when it is imported
+    "composer": (["torchmetrics", "composer", "composer.algorithms"], False),  # Composer binds torch's names at import
 }
 
 
 def prepare(tool: str, engine: str) -> None:
-    """Import the tool."""
+    """Import the tool for one engine, patched for CPU ranks."""
     modules, late = TOOLS[tool]
-    if tool in ("fabric", "trainer"):  # which makes meshes for CUDA
+    if tool in ("fabric", "trainer"):  # Lightning builds meshes for CUDA
         make_mesh = torch.distributed.device_mesh.init_device_mesh
         torch.distributed.device_mesh.init_device_mesh = lambda kind, *args, **options: make_mesh(
             "cpu", *args, **options
@@ -661,18 +667,18 @@ def prepare(tool: str, engine: str) -> None:
 
     def counted(*args: Any, **options: Any) -> None:
         wrapped.append(args[0])
-        if engine == "torch":  # which refuses a CPU that is not named; Lightning and Composer do not name any
+        if engine == "torch":  # requires an explicit CPU device, which Lightning and Composer do not pass
             options["device_id"] = torch.device("cpu")
         made(*args, **options)
 
     wrapper.__init__ = counted
 
 
-wrapped: list[nn.Module] = []  # in this process
+wrapped: list[nn.Module] = []  # the modules wrapped in this process
 
 
 def take_the_cpu_for_an_accelerator() -> None:
-    """accelerate trains with DistributedDataParallel on CPU, whatever it is asked for."""
+    """Make accelerate use FSDP on CPU, where it would always choose DistributedDataParallel."""
     from accelerate import state
 
     def prepare_backend(*args: Any) -> Any:
@@ -716,7 +722,7 @@ def rank_process(rank: int, number: int, part: Part, port: int, options: dict[st
 
 
 def serve(tool: str, engine: str, asked: Any) -> None:
-    """Of one tool on one engine: run what is asked for, in new processes."""
+    """Run the requested rows of one tool on one engine, each in new processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     prepare(tool, engine)
@@ -746,7 +752,7 @@ def serve(tool: str, engine: str, asked: Any) -> None:
 
 
 class Engine:
-    """A process that has imported a tool, and runs its programs."""
+    """A process that has imported one tool and runs rows of that tool."""
 
     def __init__(self, tool: str, engine: str) -> None:
         context = mp.get_context("fork")
@@ -756,7 +762,7 @@ class Engine:
         asked.close()
 
     def run(self, number: int, part: Part) -> tuple[list[float], str]:
-        """What the program has told, and what went wrong."""
+        """Return the reported losses and the error message, empty if the run succeeded."""
         self._asked.send((number, part))
         return self._asked.recv()
 
@@ -770,7 +776,7 @@ def close(one: list[float], other: list[float], within: float) -> bool:
 
 
 def judge(number: int, torchs_engine: Engine, engine: Engine) -> tuple[str, str]:
-    """What is wrong with a row, and what is with torch's FSDP1."""
+    """Compare the engines on a row; return the error, empty if the row passes, and a remark about torch's FSDP1."""
     row, aside = ROWS[number], ROWS[number].torch_is_wrong
     with tempfile.TemporaryDirectory() as folder:
         ours, failed = engine.run(number, Part(0, STEPS, f"{folder}/whole"))
