@@ -349,11 +349,12 @@ def run_fresh(
         pool.close()
 
 
-def on_ranks(world_size: int, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world_size: int | str, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test's body on `world_size` kept ranks, as `run_ranks` does, with the test's arguments.
 
-    The test is a function of its module's top level. Parameters and fixtures are pickled, so `tmp_path` can be used and
-    `monkeypatch` cannot. Marks stay above the decorator:
+    A string names the parameter of the test that holds the number of ranks. The test is a function of its module's top
+    level. Parameters and fixtures are pickled, so `tmp_path` can be used and `monkeypatch` cannot. Marks stay above the
+    decorator:
 
         @pytest.mark.parametrize("strategy", STRATEGIES)
         @on_ranks(2)
@@ -365,7 +366,8 @@ def on_ranks(world_size: int, *, timeout: float = 60.0) -> Callable[[Callable[..
         def test(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
             where = body.__module__, body.__qualname__
-            run_ranks(world_size, _run_body, where, args, kwargs, timeout=timeout)
+            size = kwargs[world_size] if isinstance(world_size, str) else world_size
+            run_ranks(size, _run_body, where, args, kwargs, timeout=timeout)
 
         return test
 
