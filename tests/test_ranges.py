@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients
 from tests.test_switches import batch, build
 
@@ -29,7 +29,8 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _ranges() -> None:
+@on_ranks(1)
+def test_profilers_and_the_log_name_what_each_unit_does() -> None:
     os.environ["FSDP_FORCE_SHARDED"] = "1"  # one rank communicates with itself: a profiler takes seconds to begin
     model = build()
     for _ in range(2):
@@ -65,10 +66,6 @@ def _ranges() -> None:
     assert sum(line.startswith(f"{here}reduce ") for line in lines.lines) == 5
 
 
-def test_profilers_and_the_log_name_what_each_unit_does() -> None:
-    run_ranks(1, _ranges)
-
-
 class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +90,9 @@ class Whole(nn.Module):
         return y.square().sum() + z.sum()
 
 
-def _views() -> None:
+@on_ranks(2)
+def test_outputs_that_are_views_may_be_changed_in_place() -> None:
+    """Autograd drops the hooks of such a view, and so the gather that its gradient would have begun."""
     torch.manual_seed(3)
     plain = Whole(Part())
     torch.manual_seed(3)
@@ -109,19 +108,11 @@ def _views() -> None:
         assert_bit_equal(full_gradients(model), wanted)
 
 
-def test_outputs_that_are_views_may_be_changed_in_place() -> None:
-    """Autograd drops the hooks of such a view, and so the gather that its gradient would have begun."""
-    run_ranks(2, _views)
-
-
-def _own_copy() -> None:
+@on_ranks(2)
+def test_a_precision_that_is_changed_later_has_no_effect() -> None:
+    """It would have had one on inputs and outputs, and none on parameters."""
     asked = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
     model = FullyShardedDataParallel(nn.Linear(4, 4), mixed_precision=asked)
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16
     asked.param_dtype = model.mixed_precision.output_dtype = torch.float16
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16
-
-
-def test_a_precision_that_is_changed_later_has_no_effect() -> None:
-    """It would have had one on inputs and outputs, and none on parameters."""
-    run_ranks(2, _own_copy)

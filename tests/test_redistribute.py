@@ -20,7 +20,7 @@ from fsdp.placement import redistribute as redistribute_module
 from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps
 from fsdp.placement.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_ragged import random_tensor
 
@@ -96,7 +96,10 @@ def memory_for(rng: random.Random, placement: Placement, whole: torch.Tensor, ra
     return parts
 
 
-def moved_on_every_rank(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+@on_ranks(3)
+def test_every_placement_becomes_every_other(seed: int) -> None:
+    """Whole, rows, columns, flat intervals; in any dtype and memory order; in messages and directly."""
     rng, own = random.Random(seed), random.Random(dist.get_rank())
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()  # its messages are not the same number on all ranks
@@ -124,13 +127,8 @@ def moved_on_every_rank(seed: int) -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_placement_becomes_every_other(seed: int) -> None:
-    """Whole, rows, columns, flat intervals; in any dtype and memory order; in messages and directly."""
-    run_ranks(3, moved_on_every_rank, seed)
-
-
-def count_collectives() -> None:
+@on_ranks(2)
+def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     shape, stride = (5, 7), (7, 1)
     whole = numbered(shape, stride, torch.float32)
@@ -156,10 +154,6 @@ def count_collectives() -> None:
         copy_parts(gets, [(Box.whole(shape), result := torch.zeros(shape))])
         for box, values in gets:
             assert torch.equal(Box.whole(shape).cut(box, result), Box.whole(shape).cut(box, whole)), values
-
-
-def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
-    run_ranks(2, count_collectives)
 
 
 class Columns(Form):
@@ -193,7 +187,10 @@ def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> 
         return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
 
 
-def use_a_form(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
+    """Model and optimizer state leave in it."""
     whole, states = states_in(StateDictType.FULL_STATE_DICT, None, use_orig_params)
     form = Columns(offload_to_cpu=False)
     cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, form, use_orig_params)
@@ -202,12 +199,6 @@ def use_a_form(use_orig_params: bool) -> None:
     for full, local in pairs:
         (box,) = columns(tuple(full.shape), dist.get_world_size()).boxes[dist.get_rank()]
         assert torch.equal(local, Box.whole(full.shape).cut(box, full))
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
-    """Model and optimizer state leave in it."""
-    run_ranks(2, use_a_form, use_orig_params)
 
 
 def test_a_small_tensor_is_no_more_work_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
-from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -52,7 +52,13 @@ def accumulate(model: FullyShardedDataParallel, batches: int, **options: Any) ->
             model(batch(dist.get_rank(), index), **options).square().mean().backward()
 
 
-def _equals_a_last_backward_outside_no_sync(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params", "world_size"), pairwise([FULL, GRAD_OP, NONE], [True, False], [1, 2, 3])
+)
+@on_ranks("world_size")
+def test_equals_a_last_backward_outside_no_sync(
+    world_size: int, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
     model, other = build(strategy, use_orig_params), build(strategy, use_orig_params)
     for _ in range(2):  # the second time added to what the first has left
         accumulate(model, 3)
@@ -61,15 +67,6 @@ def _equals_a_last_backward_outside_no_sync(strategy: ShardingStrategy, use_orig
         other(batch(dist.get_rank(), 2)).square().mean().backward()
         assert_bit_equal(full_gradients(model), full_gradients(other))
     assert float(model.clip_grad_norm_(1.0)) == float(other.clip_grad_norm_(1.0)) > 0
-
-
-@pytest.mark.parametrize(
-    ("strategy", "use_orig_params", "world_size"), pairwise([FULL, GRAD_OP, NONE], [True, False], [1, 2, 3])
-)
-def test_equals_a_last_backward_outside_no_sync(
-    world_size: int, use_orig_params: bool, strategy: ShardingStrategy
-) -> None:
-    run_ranks(world_size, _equals_a_last_backward_outside_no_sync, strategy, use_orig_params)
 
 
 def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> None:
@@ -98,7 +95,8 @@ def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStr
     run_ranks(len(counts), _equals_one_large_batch, strategy, counts)
 
 
-def _costs_one_reduction() -> None:
+@on_ranks(2)
+def test_costs_one_reduction_of_each_unit_and_no_gather() -> None:
     model = build(FULL, True)
     model(batch(0, 0)).sum().backward()
     model.zero_grad()
@@ -118,11 +116,8 @@ def _costs_one_reduction() -> None:
     assert not any(str(label).startswith("reduce") for label in log.labels())
 
 
-def test_costs_one_reduction_of_each_unit_and_no_gather() -> None:
-    run_ranks(2, _costs_one_reduction)
-
-
-def _leaves_units_without_gradients_alone() -> None:
+@on_ranks(2)
+def test_leaves_units_without_gradients_alone() -> None:
     model = build(FULL, True)
     accumulate(model, 2, skip_second=True)
     model.reduce_gradients()
@@ -130,11 +125,8 @@ def _leaves_units_without_gradients_alone() -> None:
     assert all((grad is None) is name.startswith("second") for name, grad in grads.items())
 
 
-def test_leaves_units_without_gradients_alone() -> None:
-    run_ranks(2, _leaves_units_without_gradients_alone)
-
-
-def _finds_unused_parameters() -> None:
+@on_ranks(2)
+def test_ranks_may_have_used_different_units() -> None:
     """One rank uses a unit that the other one does not."""
     model = build(FULL, True, reduce_unused=True)
     model.head.bias.requires_grad_(False)
@@ -145,11 +137,8 @@ def _finds_unused_parameters() -> None:
     assert all(grad is not None and bool(grad.any()) for grad in grads.values())
 
 
-def test_ranks_may_have_used_different_units() -> None:
-    run_ranks(2, _finds_unused_parameters)
-
-
-def _reduces_in_low_precision_and_over_replicas() -> None:
+@on_ranks(4)
+def test_with_mixed_precision_and_with_hybrid_sharding() -> None:
     for options in (
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2))},
@@ -163,11 +152,8 @@ def _reduces_in_low_precision_and_over_replicas() -> None:
         assert_bit_equal(full_gradients(model), full_gradients(other))
 
 
-def test_with_mixed_precision_and_with_hybrid_sharding() -> None:
-    run_ranks(4, _reduces_in_low_precision_and_over_replicas)
-
-
-def _refuses_what_is_not_a_root_at_rest() -> None:
+@on_ranks(2)
+def test_is_refused_during_a_forward_and_by_inner_units() -> None:
     model = build(FULL, True)
     model(batch(0, 0))
     inner: Any = model.module.first
@@ -184,10 +170,6 @@ def _refuses_what_is_not_a_root_at_rest() -> None:
         outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Calls()))
     with pytest.raises(ValueError, match="FORWARD"):
         outer(torch.ones(1, 3))
-
-
-def test_is_refused_during_a_forward_and_by_inner_units() -> None:
-    run_ranks(2, _refuses_what_is_not_a_root_at_rest)
 
 
 def _is_left_out_by_rank_1() -> None:

@@ -26,7 +26,7 @@ from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -186,7 +186,10 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
         os.environ["FSDP_COLLECTIVES"] = "auto"
 
 
-def train_chains() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size", timeout=120)
+def test_skipped_units(world_size: int) -> None:
+    """Units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
     chain = partial(seeded, Chain)
     check(partial(run_orders, ORDERS), chain, MOST_MODES if dist.get_world_size() == 2 else EVERY_MODE[1::2])
     if dist.get_world_size() == 3:
@@ -196,24 +199,15 @@ def train_chains() -> None:
     check(partial(run_orders, ORDERS[1:]), partial(chain, recompute=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_skipped_units(world_size: int) -> None:
-    """Units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
-    run_ranks(world_size, train_chains, timeout=120)
-
-
-def train_otherwise() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size", timeout=120)
+def test_experts_and_accumulation(world_size: int) -> None:
+    """Nested units, routed by the data; unsharded gradients of units that the reducing backward skips."""
     check(route, partial(seeded, Experts))
     # A block that runs twice: (a + b) + (c + d), where the plain model has ((a + b) + c) + d.
     modes = MOST_MODES if dist.get_world_size() < 3 else SOME_MODES
     check(partial(accumulate, ORDERS), partial(seeded, Chain), modes, after=REASSOCIATED)
     check(partial(two_graphs, ORDERS), partial(seeded, Chain))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_experts_and_accumulation(world_size: int) -> None:
-    """Nested units, routed by the data; unsharded gradients of units that the reducing backward skips."""
-    run_ranks(world_size, train_otherwise, timeout=120)
 
 
 # -- other precisions ----------------------------------------------------------------------------------------------
@@ -229,8 +223,10 @@ class ZeroedChain(Chain):
         return self.head(x)
 
 
-def train_mixed(way: str, offload: bool) -> None:
-    """Steps in bfloat16, with evaluations in full precision and a backward of such a graph in between."""
+@pytest.mark.parametrize("way, offload", [("native", False), ("direct", True)])
+@on_ranks(2)
+def test_mixed_precision(way: str, offload: bool) -> None:
+    """As if the units that are skipped had been run and their outputs taken zero times."""
     os.environ["FSDP_COLLECTIVES"], os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = way, "1"
     try:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -252,17 +248,12 @@ def train_mixed(way: str, offload: bool) -> None:
         del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
 
 
-@pytest.mark.parametrize("way, offload", [("native", False), ("direct", True)])
-def test_mixed_precision(way: str, offload: bool) -> None:
-    """As if the units that are skipped had been run and their outputs taken zero times."""
-    run_ranks(2, train_mixed, way, offload)
-
-
 # -- DDP -----------------------------------------------------------------------------------------------------------
 
 
-def train_beside_ddp() -> None:
-    """In float64, with momentum: kernels round otherwise in flat vectors than in single tensors."""
+@on_ranks(2)
+def test_like_ddp() -> None:
+    """The same gradients as DDP with `find_unused_parameters`, and None where it has None."""
     plain = nn.parallel.DistributedDataParallel(seeded(Chain).double(), find_unused_parameters=True)
     model = build(seeded(Chain).double(), ShardingStrategy.NO_SHARD, True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (plain, model)]
@@ -277,11 +268,6 @@ def train_beside_ddp() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_like_ddp() -> None:
-    """The same gradients as DDP with `find_unused_parameters`, and None where it has None."""
-    run_ranks(2, train_beside_ddp)
 
 
 class Partly(nn.Module):
@@ -303,7 +289,9 @@ ACCUMULATED = (2, 4)
 AGREED = "agree on the parameters that are used"
 
 
-def decay_beside_ddp() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@on_ranks("world_size")
+def test_m6_weight_decay_leaves_what_no_rank_uses(world_size: int) -> None:
     """What no rank has used since the last step has no gradient, so that AdamW leaves it as it is."""
     world_size = dist.get_world_size()
     for strategy, options in (
@@ -343,11 +331,6 @@ def decay_beside_ddp() -> None:
         assert_equivalent(after, {n: param.detach() for n, param in plain.module.named_parameters()}, f"{strategy}")
         for name in ("never.weight", "never.bias"):
             assert torch.equal(after[name], before[name])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_m6_weight_decay_leaves_what_no_rank_uses(world_size: int) -> None:
-    run_ranks(world_size, decay_beside_ddp)
 
 
 # -- what it costs, what it refuses --------------------------------------------------------------------------------
@@ -436,12 +419,9 @@ def fail_together() -> None:
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
+@on_ranks(2)
 def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
     """A model that was wrapped without it has trained, trains with it, and goes on without it."""
-    run_ranks(2, switched)
-
-
-def switched() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         chain = partial(seeded, Chain)

@@ -22,7 +22,7 @@ from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
 
 WIDTH = 5
@@ -163,7 +163,8 @@ class Fault(Exception):
     pass
 
 
-def optimizer_fails() -> None:
+@on_ranks(2)
+def test_the_optimizer_fails() -> None:
     """Before it changes anything, or after it has changed all."""
 
     def fail(*args: Any) -> None:
@@ -188,7 +189,3 @@ def optimizer_fails() -> None:
                 assert_at_rest(model, f"step {number}")
             found.append(full_parameters(model))
         assert_bit_equal(found[1], found[0])
-
-
-def test_the_optimizer_fails() -> None:
-    run_ranks(2, optimizer_fails)

@@ -40,7 +40,7 @@ from tests.harness.oracle import (
     sgd_of_halves,
 )
 from tests.harness.poison import poisoned_memory
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import delay_collectives, record_collectives
 from tests.harness.sharded import finish_step, full_gradients, full_parameters, run_fsdp, wrap
 
@@ -85,29 +85,25 @@ LONG = Schedule(steps=20)
 
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
+@on_ranks("world_size")
 def test_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
     """Bit for bit: nothing is reduced on 1 rank, two terms have one order, and a direct exchange sums in rank order.
     Each model with each optimizer, by turns (test_parity.py has all of them, and 5 steps)."""
-    run_ranks(world_size, twenty_steps, optimizer, LONG_MODELS[(world_size + (optimizer == "sgd")) % 2])
-
-
-LONG_MODELS = ("tied-transformer", "mlp")
-
-
-def twenty_steps(optimizer: str, name: str) -> None:
+    name = LONG_MODELS[(world_size + (optimizer == "sgd")) % 2]
     os.environ["FSDP_COLLECTIVES"] = "direct"
     mode = (name == "mlp") == (optimizer == "adamw")
     steps = run_fsdp(ZOO[name], OPTIMIZERS[optimizer], LONG, use_orig_params=mode, rank0_only=True)
     assert_same_steps(steps, plain_on_rank_0(ZOO[name], OPTIMIZERS[optimizer], LONG), name)
 
 
+LONG_MODELS = ("tied-transformer", "mlp")
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
 def test_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
     """Nothing but rounding apart from the plain model, in float64, with the backend's own collectives."""
-    run_ranks(world_size, near_the_batch, LONG_MODELS[world_size % 2])
-
-
-def near_the_batch(name: str) -> None:
+    name = LONG_MODELS[world_size % 2]
     os.environ["FSDP_COLLECTIVES"] = "native"
     world_size, make_optimizer, mode = dist.get_world_size(), OPTIMIZERS["sgd"], name != "mlp"
     steps = run_fsdp(ZOO[name], make_optimizer, LONG, use_orig_params=mode, dtype=torch.float64, rank0_only=True)
@@ -133,12 +129,9 @@ def near_the_batch(name: str) -> None:
         (3, "SHARD_GRAD_OP", "mlp"),
     ],
 )
+@on_ranks("world_size")
 def test_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: str, name: str) -> None:
     """The second run's collectives are delayed at random, and their results appear only when they are waited for."""
-    run_ranks(world_size, train_twice, strategy, name)
-
-
-def train_twice(strategy: str, name: str) -> None:
     mode = name == "mlp"
     os.environ["FSDP_COLLECTIVES"] = "native" if mode else "direct"
     train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy], rank0_only=True)
@@ -156,13 +149,10 @@ def train_twice(strategy: str, name: str) -> None:
     ("world_size", "strategy"),
     [(2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (3, "NO_SHARD")],
 )
+@on_ranks("world_size")
 def test_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
     """With fresh memory full of NaN, 4 steps are those without, and padding is zero at the start and at the end: of two
     of three models, by turns."""
-    run_ranks(world_size, train_in_poisoned_memory, strategy)
-
-
-def train_in_poisoned_memory(strategy: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     torch.use_deterministic_algorithms(True)  # poisoning needs it: so that both runs have the same kernels
     cases = [("unused", "adamw", True), ("segment-reentrant", "sgd", False), ("lora", "sgd", True)]
@@ -285,13 +275,10 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks("world_size")
 def test_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None:
     """After wrapping, backward, step and a change of dtype; and every row moves as it does in the plain model. In each
     strategy and both modes on 2 ranks, with one of two models on others, by turns."""
-    run_ranks(world_size, train_tied)
-
-
-def train_tied() -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(4, batch=8), OPTIMIZERS["adamw"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -373,11 +360,8 @@ SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Lin
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
 def test_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
-    run_ranks(world_size, train_shared_modules)
-
-
-def train_shared_modules() -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
     for case, policies in ((SHARED, (ModuleWrapPolicy({nn.Linear}), None)), (ZOO["used-twice"], (None,))):
@@ -421,11 +405,8 @@ TINY = Case("tiny", Tiny, make_vectors, F.mse_loss, frozenset({Scale}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
 def test_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> None:
-    run_ranks(1, train_alone, strategy)
-
-
-def train_alone(strategy: str) -> None:
     for case in (TINY, ZOO["segment-reentrant"]):
         for mode in MODES:
             for schedule in (Schedule(3), Schedule(3, micro=2)):
@@ -461,11 +442,8 @@ def train_alone(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
 def test_parameters_of_one_element_have_gradients_on_several_ranks(world_size: int) -> None:
-    run_ranks(world_size, train_tiny)
-
-
-def train_tiny() -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     plain = run_plain(TINY, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(5))
     for mode in MODES:
@@ -515,12 +493,9 @@ CHAIN = Case("chain", Chain, make_vectors, F.mse_loss, frozenset({Link}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
 def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
     """Every unit of the chain is gathered at once, whatever the bound on gathered units that are not at work."""
-    run_ranks(world_size, train_chain)
-
-
-def train_chain() -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -676,12 +651,9 @@ ODD = {
 @pytest.mark.parametrize(
     ("world_size", "name"), [(size, name) for place, name in enumerate(ODD) for size in (2, 1 + 2 * (place % 2))]
 )
+@on_ranks("world_size")
 def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
     """Bit for bit, but the mean of three bfloat16 gradients may be rounded twice: their sum, and the third of it."""
-    run_ranks(world_size, train_odd, name)
-
-
-def train_odd(name: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
     world_size = dist.get_world_size()
@@ -723,8 +695,13 @@ def _real(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
 def test_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
-    run_ranks(world_size, train_overlapping)
+    case = odd("overlapping", Overlapping)
+    dense = odd("dense", DenseOverlapping)
+    for mode in MODES:
+        steps = run_fsdp(case, OPTIMIZERS["sgd"], Schedule(3), use_orig_params=mode)
+        assert_same_steps(steps, run_plain(dense, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(3)), str(mode))
 
 
 class Overlapping(nn.Module):
@@ -736,14 +713,6 @@ class Overlapping(nn.Module):
         return torch.sin(x @ self.weight)
 
 
-def train_overlapping() -> None:
-    case = odd("overlapping", Overlapping)
-    dense = odd("dense", DenseOverlapping)
-    for mode in MODES:
-        steps = run_fsdp(case, OPTIMIZERS["sgd"], Schedule(3), use_orig_params=mode)
-        assert_same_steps(steps, run_plain(dense, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(3)), str(mode))
-
-
 class DenseOverlapping(Overlapping):
     def __init__(self) -> None:
         super().__init__()
@@ -751,11 +720,8 @@ class DenseOverlapping(Overlapping):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@on_ranks(1)
 def test_a_sparse_parameter_is_refused_by_name(mode: bool) -> None:
-    run_ranks(1, wrap_sparse, mode)
-
-
-def wrap_sparse(mode: bool) -> None:
     module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     module[1].register_parameter("sparse", nn.Parameter(torch.eye(5).to_sparse()))
     with pytest.raises(ValueError, match=r"'1.sparse' of .* has layout torch.sparse_coo"):

@@ -22,7 +22,7 @@ from fsdp.comm import groups, nodes
 from fsdp.comm.nodes import nearby_group, node_groups
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import handles_of
 from tests.test_switches import GRAD_OP, HYBRID, Layer, Net, per_rank
@@ -115,7 +115,16 @@ def _measure(pair: Pair, here: tuple[int, ...]) -> None:
     pair.near.zero_grad()
 
 
-def _train() -> None:
+@contextmanager
+def hooked(layer: Any, hook: Callable[..., None]) -> Iterator[None]:
+    """The gradients of what ``layer`` returns inside are given to ``hook``."""
+    handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+    yield
+    handle.remove()
+
+
+@on_ranks(4)
+def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
     rank = dist.get_rank()
     here = (0, 1) if rank < 2 else (2, 3)
     for options in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "use_orig_params": True}):
@@ -199,18 +208,6 @@ def _train() -> None:
         assert count(pair.run(backward(14))) == (UNITS, UNITS)
 
 
-@contextmanager
-def hooked(layer: Any, hook: Callable[..., None]) -> Iterator[None]:
-    """The gradients of what ``layer`` returns inside are given to ``hook``."""
-    handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
-    yield
-    handle.remove()
-
-
-def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
-    run_ranks(4, _train)
-
-
 @impatient
 def _fail() -> None:
     model = wrapped(reshard_after_forward=2, process_group=dist.new_group(list(ALL)))  # of the test's own
@@ -245,7 +242,8 @@ def test_ranks_go_on_after_one_of_them_has_failed_between_gathers_nearby() -> No
     run_ranks(4, _fail)
 
 
-def _chosen() -> None:
+@on_ranks(4)
+def test_numbers_of_ranks_and_what_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for options, wanted in (
         ({"reshard_after_forward": 1}, (False, 0)),
@@ -291,7 +289,3 @@ def _chosen() -> None:
         pytest.raises(NotImplementedError, match="reshard over 1: not all ranks"),
     ):
         nearby_group(some, 1)
-
-
-def test_numbers_of_ranks_and_what_is_refused() -> None:
-    run_ranks(4, _chosen)

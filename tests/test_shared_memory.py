@@ -42,7 +42,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal
-from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
 
@@ -119,7 +119,10 @@ CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
 ]
 
 
-def train_both_ways() -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks("world_size")
+def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
+    """In every precision, with and without accumulation; and at rest nothing is held. By turns on 3 and 4 ranks."""
     share()
     schedule = Schedule(steps=3, micro=2)
     ranks = dist.get_world_size()
@@ -140,14 +143,9 @@ def train_both_ways() -> None:
     assert held_at_rest() <= HEADERS
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
-    """In every precision, with and without accumulation; and at rest nothing is held. By turns on 3 and 4 ranks."""
-    run_ranks(world_size, train_both_ways)
-
-
-def fast_and_slow_ranks() -> None:
-    """One rank waits for each collective only after it has issued more, the other at once."""
+@on_ranks(2)
+def test_memory_is_not_used_again_before_all_have_read_it() -> None:
+    """A rank that waits late still reads what was posted for it."""
     share()
     group, rank = new_group(), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
@@ -175,11 +173,6 @@ def fast_and_slow_ranks() -> None:
     while under_way:
         wait_for_oldest()
     assert held_at_rest() <= HEADERS
-
-
-def test_memory_is_not_used_again_before_all_have_read_it() -> None:
-    """A rank that waits late still reads what was posted for it."""
-    run_ranks(2, fast_and_slow_ranks)
 
 
 @impatient
@@ -241,7 +234,9 @@ def test_what_is_written_reaches_no_rank_that_reads_late() -> None:
     run_ranks(2, write_before_all_have_read)
 
 
-def ask_questions() -> None:
+@on_ranks(2)
+def test_questions_are_answered_in_shared_memory() -> None:
+    """As by gloo: in order, whatever is asked before it is answered, with nothing issued; after a failure anew."""
     share()
     group, rank = new_group(), dist.get_rank()
     full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
@@ -277,12 +272,9 @@ def ask_questions() -> None:
         assert asked.result() is None
 
 
-def test_questions_are_answered_in_shared_memory() -> None:
-    """As by gloo: in order, whatever is asked before it is answered, with nothing issued; after a failure anew."""
-    run_ranks(2, ask_questions)
-
-
-def record_on_one_rank() -> None:
+@on_ranks(2)
+def test_a_recorder_on_one_rank_alone_stops_nobody() -> None:
+    """The transport is chosen once per pass, and stays shared memory unless all ranks record."""
     share()
     model, rank = make_model(new_group()), dist.get_rank()
     for _ in range(3):
@@ -291,11 +283,6 @@ def record_on_one_rank() -> None:
             norm = model.clip_grad_norm_(1.0)  # its collectives go over the group, not through memory
         assert norm.isfinite() and (rank or "gather the root unit" not in map(str, log.labels()))
         model.zero_grad()
-
-
-def test_a_recorder_on_one_rank_alone_stops_nobody() -> None:
-    """The transport is chosen once per pass, and stays shared memory unless all ranks record."""
-    run_ranks(2, record_on_one_rank)
 
 
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
@@ -442,7 +429,8 @@ def test_no_room_is_an_error_and_not_a_crash() -> None:
     run_ranks(2, run_out_of_memory)
 
 
-def leave_nothing() -> None:
+@on_ranks(2)
+def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
     before = set(os.listdir("/dev/shm"))
     share()
     model = make_model(new_group())
@@ -486,10 +474,6 @@ def leave_nothing() -> None:
     assert out.tolist() == [3.0] * 10 and held_at_rest() <= HEADERS and segment.lent_at(address) is None
 
 
-def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
-    run_ranks(2, leave_nothing)
-
-
 def step_in_small_units() -> list[bool]:
     """Of the last steps, whether memory was given back in one."""
     share()
@@ -510,7 +494,8 @@ def test_small_units_keep_their_memory_during_a_step() -> None:
     assert run_ranks(2, step_in_small_units) == [[False] * 3] * 2
 
 
-def post_what_nobody_has_read() -> None:
+@on_ranks(2)
+def test_a_post_that_somebody_has_yet_to_read_is_not_written_over() -> None:
     share()
     posts = shared_memory.connect(group := new_group()).collectives  # type: ignore[union-attr]
     posts.number += shared_memory._SLOTS  # as if this rank had posted so many
@@ -519,10 +504,6 @@ def post_what_nobody_has_read() -> None:
         posts.next("gather")
     posts.number -= 1
     assert posts.next("gather") == posts.number + 1
-
-
-def test_a_post_that_somebody_has_yet_to_read_is_not_written_over() -> None:
-    run_ranks(2, post_what_nobody_has_read)
 
 
 def test_a_storage_is_lent_again() -> None:
@@ -549,7 +530,8 @@ def test_a_storage_is_lent_again() -> None:
     assert not segment.free(torch.empty(100).untyped_storage())
 
 
-def fork_after_the_mapping() -> None:
+@on_ranks(2)
+def test_a_fork_takes_no_part() -> None:
     share()
     group = new_group()
     model = make_model(group)
@@ -564,11 +546,10 @@ def fork_after_the_mapping() -> None:
     step(model)
 
 
-def test_a_fork_takes_no_part() -> None:
-    run_ranks(2, fork_after_the_mapping)
-
-
-def fork_in_an_accumulation() -> None:
+@on_ranks(2)
+def test_a_fork_has_gradients_of_its_own() -> None:
+    """Whatever a forked process (a data loader's worker) does to gradients that accumulate, or to the whole model,
+    the ones of the process that it was forked from stay."""
     share()
 
     def drop() -> None:
@@ -605,13 +586,9 @@ def fork_in_an_accumulation() -> None:
         )
 
 
-def test_a_fork_has_gradients_of_its_own() -> None:
-    """Whatever a forked process (a data loader's worker) does to gradients that accumulate, or to the whole model,
-    the ones of the process that it was forked from stay."""
-    run_ranks(2, fork_in_an_accumulation)
-
-
-def measure_backward() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     """With as many buffers as there can be: two units are gathered, one gradient is written, one waits for its
     reduction and for slower ranks. Then with accumulators, which users hold."""
     share()
@@ -641,12 +618,8 @@ def measure_backward() -> None:
     assert held_at_rest() <= HEADERS
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
-    run_ranks(world_size, measure_backward)
-
-
-def train_and_rest() -> None:
+@on_ranks(2)
+def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
     """What a step used stays for the next one, which gives hardly any back and so asks for hardly any; without a next
     one it goes as well."""
     share()
@@ -676,11 +649,8 @@ def train_and_rest() -> None:
     assert held_at_rest() == gradients
 
 
-def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
-    run_ranks(2, train_and_rest)
-
-
-def drop_what_is_under_way() -> None:
+@on_ranks(2)
+def test_what_nobody_waits_for_any_more_is_not_kept_for_readers() -> None:
     """Each rank drops what it has posted before it sees that the others have posted it as well, as where a pass fails
     and its model goes."""
     share()
@@ -708,10 +678,6 @@ def drop_what_is_under_way() -> None:
     assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_what_nobody_waits_for_any_more_is_not_kept_for_readers() -> None:
-    run_ranks(2, drop_what_is_under_way)
-
-
 def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
     """What the collector finds there gives its memory back on the same thread, which must not wait for itself."""
     own = Segment()
@@ -725,7 +691,8 @@ def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
     assert own.held_nbytes < held
 
 
-def collect_in_the_middle_of_a_wait() -> None:
+@on_ranks(2)
+def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
     share()
     group, piece, calls = new_group(), Mapping.piece, list[int]()
     model = make_model(group)
@@ -756,11 +723,8 @@ def collect_in_the_middle_of_a_wait() -> None:
     assert full.tolist() == [1.0] * 1000 + [2.0] * 1000
 
 
-def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
-    run_ranks(2, collect_in_the_middle_of_a_wait)
-
-
-def fail_before_the_others_have_read() -> None:
+@on_ranks(2)
+def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
     share()
     group, piece, waits = new_group(), Mapping.piece, dist.get_rank() == 1
     store, told = group_store(group), list[bool]()
@@ -792,11 +756,8 @@ def fail_before_the_others_have_read() -> None:
     step(model)
 
 
-def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
-    run_ranks(2, fail_before_the_others_have_read)
-
-
-def interrupt_the_decision() -> None:
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() -> None:
     share()
     group, rank, tell = new_group(10), dist.get_rank(), shared_memory._exchange
     if rank == 1:
@@ -816,10 +777,6 @@ def interrupt_the_decision() -> None:
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     communicator.gather([Gather(full, torch.full((2,), float(rank)))], Event("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
-
-
-def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() -> None:
-    run_ranks(2, interrupt_the_decision)
 
 
 # -- when it is used -----------------------------------------------------------------------------------------------
@@ -849,7 +806,10 @@ def refused(what: str) -> Iterator[None]:
         yield
 
 
-def choose() -> None:
+@on_ranks(2)
+def test_memory_is_used_where_all_ranks_can() -> None:
+    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none; and who
+    has asked for it by name hears why not."""
     rank = dist.get_rank()
     for what, why in REFUSALS.items():  # on one rank alone
         for way in (None, "shared"):
@@ -896,9 +856,3 @@ def choose() -> None:
             step(make_model(new_group()))
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def test_memory_is_used_where_all_ranks_can() -> None:
-    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none; and who
-    has asked for it by name hears why not."""
-    run_ranks(2, choose)

@@ -40,7 +40,7 @@ from fsdp.placement.boxes import Box, copy_parts
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
@@ -126,7 +126,10 @@ def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0, **m
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-def _there_and_back(modes: list[tuple[ShardingStrategy, bool]]) -> None:
+@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[::3]), (2, MODES), (3, MODES[:2]), (4, MODES[1:2])])
+@on_ranks("world_size")
+def test_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
+    """Names, order, values and versions are the plain model's, in both modes."""
     plain, noise = Rich().state_dict(), Rich(1).state_dict()
     for strategy, mode in modes:
         model, other = rich(mode, strategy), rich(mode, strategy)
@@ -145,12 +148,6 @@ def _there_and_back(modes: list[tuple[ShardingStrategy, bool]]) -> None:
                 assert list(state) == list(plain), what
         assert [id(param) for param in other.parameters()] == objects
         assert got["image"].stride() == plain["image"].stride()
-
-
-@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[::3]), (2, MODES), (3, MODES[:2]), (4, MODES[1:2])])
-def test_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
-    """Names, order, values and versions are the plain model's, in both modes."""
-    run_ranks(world_size, _there_and_back, modes)
 
 
 # -- torch's FSDP1, plain modules and DDP ------------------------------------------------------------------------------
@@ -203,7 +200,10 @@ def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str)
             assert found.requires_grad is expected.requires_grad is False, (what, key)
 
 
-def _as_torchs() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_state_is_torchs_in_every_form(world_size: int) -> None:
+    """The same names in the same order, types, chunks and values, also with `rank0_only`."""
     warnings.simplefilter("ignore")
     from torch.distributed import fsdp as torchs
 
@@ -237,13 +237,10 @@ def _as_torchs() -> None:
                 assert_same_entries(our_state, their_state, what)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_state_is_torchs_in_every_form(world_size: int) -> None:
-    """The same names in the same order, types, chunks and values, also with `rank0_only`."""
-    run_ranks(world_size, _as_torchs)
-
-
-def _cross() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks("world_size")
+def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
+    """Full and sharded, across `use_orig_params`, and local."""
     warnings.simplefilter("ignore")
     from torch.distributed import fsdp as torchs
 
@@ -289,12 +286,6 @@ def _cross() -> None:
     ours.load_state_dict(ddp.module.state_dict())
     for state in (full_state(ours), plain.state_dict()):
         assert_bit_equal(state, first)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
-    """Full and sharded, across `use_orig_params`, and local."""
-    run_ranks(world_size, _cross)
 
 
 # -- rectangles without communication ----------------------------------------------------------------------------------
@@ -366,7 +357,9 @@ def plainly(state: dict[str, Any]) -> tuple[list[str], list[str]]:
     return tuple([key.replace("_checkpoint_wrapped_module.", "") for key in keys] for keys in found)  # type: ignore[return-value]
 
 
-def _misfits(mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
     model, rank = rich(mode), dist.get_rank()
     good = Rich(1).state_dict()
 
@@ -422,12 +415,8 @@ def _misfits(mode: bool) -> None:
     assert_bit_equal(full_state(model), good)
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
-    run_ranks(2, _misfits, mode)
-
-
-def _empty_on_one_rank() -> None:
+@on_ranks(2)
+def test_an_empty_state_dict_on_one_rank_is_told_with_the_way_to_load_from_rank_0() -> None:
     for strategy, mode in MODES:
         model = rich(mode, strategy)
         before = full_state(model)
@@ -437,11 +426,10 @@ def _empty_on_one_rank() -> None:
         assert_bit_equal(full_state(model), before)
 
 
-def test_an_empty_state_dict_on_one_rank_is_told_with_the_way_to_load_from_rank_0() -> None:
-    run_ranks(2, _empty_on_one_rank)
-
-
-def _shards_of_others(mode: bool) -> None:
+@on_ranks(2)
+def test_shards_of_another_model_are_refused() -> None:
+    """And a local dict is of whole units."""
+    mode = True
     model, coarse = rich(mode), wrap(Rich(1), FULL_SHARD, mode)
     for kind, words in (
         ("local", "only the model it was made from"),
@@ -460,15 +448,13 @@ def _shards_of_others(mode: bool) -> None:
             model.load_state_dict({})
 
 
-def test_shards_of_another_model_are_refused() -> None:
-    """And a local dict is of whole units."""
-    run_ranks(2, _shards_of_others, True)
-
-
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------
 
 
-def _from_first(strategy: ShardingStrategy, mode: bool) -> None:
+@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, True)])
+@on_ranks(3)
+def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bool) -> None:
+    """Unit by unit; and errors are those of rank 0."""
     model, rank = rich(mode, strategy), dist.get_rank()
     good = Rich(1).state_dict()
     full_state(model)
@@ -493,16 +479,13 @@ def _from_first(strategy: ShardingStrategy, mode: bool) -> None:
         model.load_state_dict(good if rank == 0 else {})
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, True)])
-def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bool) -> None:
-    """Unit by unit; and errors are those of rank 0."""
-    run_ranks(3, _from_first, strategy, mode)
-
-
 # -- when, and what users do with it -----------------------------------------------------------------------------------
 
 
-def _live_and_copied(mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
+    """Copies of what is sharded; buffers, ignored parameters and shards are live."""
     model = rich(mode)
     states = {}
     for kind in KINDS:
@@ -548,13 +531,8 @@ def _live_and_copied(mode: bool) -> None:
     assert flat.is_leaf
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
-    """Copies of what is sharded; buffers, ignored parameters and shards are live."""
-    run_ranks(2, _live_and_copied, mode)
-
-
-def _sharded_values_of_what_no_unit_owns() -> None:
+@on_ranks(2)
+def test_a_part_of_what_no_unit_owns_is_refused_before_anything_is_written() -> None:
     def make(**options: Any) -> FullyShardedDataParallel:
         inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return wrap(inner, use_orig_params=True, wrap_policy=None, **options)
@@ -579,10 +557,6 @@ def _sharded_values_of_what_no_unit_owns() -> None:
     replicated = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Replicate()])
     model.load_state_dict({**before, "1.weight": replicated})
     assert torch.equal(model.state_dict()["1.weight"], whole)
-
-
-def test_a_part_of_what_no_unit_owns_is_refused_before_anything_is_written() -> None:
-    run_ranks(2, _sharded_values_of_what_no_unit_owns)
 
 
 class Curious(nn.Module):
@@ -621,7 +595,10 @@ class Curious(nn.Module):
         return x @ self.weight
 
 
-def _hooks(mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -> None:
+    """T16, T15; and an exception of theirs leaves the parameters in their places."""
     module = nn.Sequential(Curious(), nn.Linear(3, 2))
     inner = module[0]
     plain = dict(module.state_dict().items())
@@ -671,12 +648,6 @@ def _hooks(mode: bool) -> None:
     assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -> None:
-    """T16, T15; and an exception of theirs leaves the parameters in their places."""
-    run_ranks(2, _hooks, mode)
-
-
 class Scaled(nn.Module):
     """Saves the attribute `scales` of its parameter beside it, as layers with quantized weights do."""
 
@@ -724,7 +695,10 @@ def test_modules_that_save_attributes_of_their_parameters_find_them(mode: bool) 
         run_ranks(2, _attributes, strategy, mode)
 
 
-def _at_any_time(mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_state_in_the_middle_of_a_step(mode: bool) -> None:
+    """Refused inside of a forward, and exact everywhere else."""
     case = ZOO["mlp"]
     model, plain = wrap(case, use_orig_params=mode), case.build()
     batch = case.make_batch(dist.get_rank(), 4)
@@ -776,12 +750,9 @@ def _at_any_time(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_state_in_the_middle_of_a_step(mode: bool) -> None:
-    """Refused inside of a forward, and exact everywhere else."""
-    run_ranks(2, _at_any_time, mode)
-
-
-def _inside(mode: bool) -> None:
+@on_ranks(2)
+def test_modules_inside_have_the_same_state(mode: bool) -> None:
+    """Not bare shards."""
     plain = Rich().state_dict()
     model = rich(mode)
     for kind in ("full", "sharded", "ragged"):
@@ -804,12 +775,6 @@ def _inside(mode: bool) -> None:
     assert_bit_equal(full_state(model), plain)
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_modules_inside_have_the_same_state(mode: bool) -> None:
-    """Not bare shards."""
-    run_ranks(2, _inside, mode)
-
-
 # -- options under every strategy --------------------------------------------------------------------------------------
 
 
@@ -826,7 +791,12 @@ class Buffered(nn.Module):
         return self.body(x)
 
 
-def _options(strategy: ShardingStrategy, mode: bool) -> None:
+@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, False), (SHARD_GRAD_OP, True)])
+@on_ranks(2)
+def test_options_count_under_every_strategy_and_for_roots_without_parameters(
+    strategy: ShardingStrategy, mode: bool
+) -> None:
+    """In the parameters' own dtype, and buffers in that which they had."""
     module = Buffered()
     plain = copy.deepcopy(module).state_dict()
     model = wrap(
@@ -861,15 +831,10 @@ def _options(strategy: ShardingStrategy, mode: bool) -> None:
         assert torch.equal(ours["mean"], plain["mean"].half().float())
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, False), (SHARD_GRAD_OP, True)])
-def test_options_count_under_every_strategy_and_for_roots_without_parameters(
-    strategy: ShardingStrategy, mode: bool
-) -> None:
-    """In the parameters' own dtype, and buffers in that which they had."""
-    run_ranks(2, _options, strategy, mode)
-
-
-def _meshed(folder: str) -> None:
+@on_ranks(2)
+def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
+    """They survive a weights-only load."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = rich(True, device_mesh=mesh)
     with kind_of(model, "sharded"):
@@ -895,11 +860,6 @@ def _meshed(folder: str) -> None:
         dcp.load(into, checkpoint_id=f"{folder}/dcp")
         model.load_state_dict(into)
     assert_bit_equal(full_state(model), Rich().state_dict())
-
-
-def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
-    """They survive a weights-only load."""
-    run_ranks(2, _meshed, str(tmp_path))
 
 
 # -- the kind of state dict --------------------------------------------------------------------------------------------
@@ -970,7 +930,8 @@ def test_torchs_own_settings_are_taken() -> None:
         assert kinds(model) == [(FULL, FullStateDictConfig(True, True))] * 3
 
 
-def _of_another_type() -> None:
+@on_ranks(2)
+def test_a_local_state_dict_that_is_loaded_as_a_full_one_is_named() -> None:
     for use_orig_params in (False, True):
         model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, use_orig_params)
         with FullyShardedDataParallel.state_dict_type(model, LOCAL):
@@ -979,11 +940,9 @@ def _of_another_type() -> None:
             model.load_state_dict(state)
 
 
-def test_a_local_state_dict_that_is_loaded_as_a_full_one_is_named() -> None:
-    run_ranks(2, _of_another_type)
-
-
-def _none_of_the_names() -> None:
+@on_ranks(2)
+def test_a_load_that_is_not_strict_and_finds_no_name_is_warned_of() -> None:
+    """All names wrong, as with a prefix, is a mistake; some names missing is what `strict=False` is for."""
     model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, True)
     state = model.state_dict()
     other = {f"model.{name}": value for name, value in state.items()}
@@ -995,8 +954,3 @@ def _none_of_the_names() -> None:
             model.load_state_dict(given, strict=False)
     model.load_state_dict({"1.bias": state["1.bias"], "x": torch.ones(1)}, strict=False)  # warnings are errors
     model.load_state_dict({}, strict=False)
-
-
-def test_a_load_that_is_not_strict_and_finds_no_name_is_warned_of() -> None:
-    """All names wrong, as with a prefix, is a mistake; some names missing is what `strict=False` is for."""
-    run_ranks(2, _none_of_the_names)

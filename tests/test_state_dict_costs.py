@@ -21,14 +21,17 @@ from fsdp.comm import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.test_state_dict import FULL, KINDS, kind_of, rich
 
 
-def _collectives(mode: bool) -> None:
-    """Per unit with parameters: one for a full or sharded dict, on rank 0 alone or not; none otherwise."""
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
+    """Each unit moves once, with all its buckets; whole values load without communication but for three
+    numbers."""
     model = rich(mode)
     with kind_of(model, "full"):
         model.state_dict()  # the first time the ranks compare what they do
@@ -54,14 +57,9 @@ def _collectives(mode: bool) -> None:
             assert [(r.op, r.nbytes) for r in agreed] == [("all_reduce", 24)], kind
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
-    """Each unit moves once, with all its buckets; whole values load without communication but for three
-    numbers."""
-    run_ranks(2, _collectives, mode)
-
-
-def _parameters_of_no_unit() -> None:
+@on_ranks(2)
+def test_parameters_of_no_unit_are_loaded_with_a_few_visits_of_each() -> None:
+    """A list of thousands of parameters took the square of their number."""
     visits = []
     for count in (5, 50):
         own = nn.ParameterList(torch.randn(2) for _ in range(count))
@@ -80,11 +78,6 @@ def _parameters_of_no_unit() -> None:
         assert torch.equal(own[0], before + 1)
         visits.append(len(seen) / count)
     assert 0 < visits[1] <= visits[0], "visits of each parameter"
-
-
-def test_parameters_of_no_unit_are_loaded_with_a_few_visits_of_each() -> None:
-    """A list of thousands of parameters took the square of their number."""
-    run_ranks(2, _parameters_of_no_unit)
 
 
 class Square(nn.Linear):
@@ -210,7 +203,8 @@ def test_loading_costs_nothing_beside_what_is_received() -> None:
     assert other <= 4 * SQUARE + slack, f"{other:,}, and its part of the model are four squares"
 
 
-def check_values_are_released() -> None:
+@on_ranks(2)
+def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
     model = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     references = [weakref.ref(value) for value in state.values()]
@@ -224,10 +218,6 @@ def check_values_are_released() -> None:
         gc.enable()
 
 
-def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
-    run_ranks(2, check_values_are_released)
-
-
 def looks(units: int) -> int:
     """At how many values state_dict() looks more closely."""
     model = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(units))), wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -236,9 +226,6 @@ def looks(units: int) -> int:
     return storage.call_count
 
 
-def check_looks() -> None:
-    assert looks(20) == 2 * looks(10)
-
-
+@on_ranks(1)
 def test_a_unit_does_not_look_at_what_those_before_it_have_given() -> None:
-    run_ranks(1, check_looks)
+    assert looks(20) == 2 * looks(10)

@@ -39,7 +39,7 @@ from fsdp.comm import consensus
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
@@ -156,7 +156,10 @@ def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
         assert extras[0]["rank"] == 0
 
 
-def some_ranks(root: str) -> None:
+@on_ranks(3)
+def test_some_ranks(tmp_path: Path) -> None:
+    """The ranks of a group save and load; the others need not call."""
+    root = str(tmp_path)
     group = dist.new_group([1, 2])
     if dist.get_rank() != 0:
         model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), process_group=group)
@@ -168,11 +171,6 @@ def some_ranks(root: str) -> None:
         assert_bit_equal(full_state(model), before)
     dist.barrier()
     dist.destroy_process_group(group)
-
-
-def test_some_ranks(tmp_path: Path) -> None:
-    """The ranks of a group save and load; the others need not call."""
-    run_ranks(3, some_ranks, str(tmp_path))
 
 
 # -- with the optimizer ------------------------------------------------------------------------------------------------
@@ -495,7 +493,10 @@ def refuses_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     raise ValueError("not here")
 
 
-def faults_on_one_rank(root: str) -> None:
+@on_ranks(2)
+def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
+    """No space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
+    root = str(tmp_path / "run")
     rank = dist.get_rank()
     torch.manual_seed(3)
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
@@ -531,11 +532,6 @@ def faults_on_one_rank(root: str) -> None:
     assert save(root, model, keep=1).name == "checkpoint_00000002"
     dist.barrier()
     assert sorted(os.listdir(root)) == ["checkpoint_00000002", "latest"]
-
-
-def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
-    """No space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
-    run_ranks(2, faults_on_one_rank, str(tmp_path / "run"))
 
 
 class Interrupted(Disk):
@@ -574,7 +570,14 @@ def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: 
     assert load(root, model) == {"step": step + 1}, made
 
 
-def interruptions(root: str) -> None:
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@on_ranks(3)
+def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
+    """An error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
+    root = str(tmp_path / "run")
     torch.manual_seed(3)
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     world_size, step = dist.get_world_size(), 0
@@ -597,15 +600,6 @@ def interruptions(root: str) -> None:
     with pytest.raises(RuntimeError, match=r"rank 1: it is in fsdp.checkpoint.load\(\) .* 0 in fsdp.checkpoint.save"):
         save(root, model) if dist.get_rank() == 0 else load(root, model)
     assert load(root, model) == "after"
-
-
-def interrupted(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
-    """An error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
-    run_ranks(3, interruptions, str(tmp_path / "run"))
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -763,7 +757,9 @@ def refuses_on_all_ranks(root: str) -> None:
     dist.barrier()
 
 
-def misfits(root: str) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     save(root, model)
     other = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 4), nn.Linear(2, 2)), use_orig_params=True)
@@ -784,10 +780,6 @@ def misfits(root: str) -> None:
     assert_bit_equal(full_state(other), {name: saved.get(name, value) for name, value in before.items()})
     with pytest.raises(FileNotFoundError, match=r"rank 0: .* is no checkpoint"):
         load(f"{root}/nowhere", model)
-
-
-def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
-    run_ranks(2, misfits, str(tmp_path / "run"))
 
 
 # -- of models that others have sharded --------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ from fsdp.checkpoint import (
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
-from tests.harness.pool import run_fresh, run_ranks
+from tests.harness.pool import on_ranks, run_fresh, run_ranks
 from tests.harness.sharded import wrap
 
 
@@ -411,7 +411,10 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def loads_into_other_optimizers(root: str) -> None:
+@on_ranks(2)
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    """Else the first step raises a KeyError, or trains with the learning rate of the other."""
+    root = str(tmp_path)
     for saved, make in MAKERS.items():
         model = wrap(nn.Sequential(nn.Linear(3, 4)))
         optimizer = make(model.parameters())
@@ -433,11 +436,6 @@ def loads_into_other_optimizers(root: str) -> None:
                 load(path, other, into)
             assert everything(other, into) == before
             load(path, other)
-
-
-def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
-    """Else the first step raises a KeyError, or trains with the learning rate of the other."""
-    run_ranks(2, loads_into_other_optimizers, str(tmp_path))
 
 
 # -- values that a load refuses are refused by the save --------------------------------------------------------------
@@ -535,16 +533,14 @@ def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path) -> None:
         assert not (tmp_path / str(number)).exists()
 
 
-def refuses_on_all_ranks(root: str) -> None:
+@on_ranks(2)
+def test_a_refused_save_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    root = str(tmp_path)
     model = wrap(nn.Sequential(nn.Linear(3, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["note"] = Color.RED
     with pytest.raises(TypeError, match=r"rank 0: optimizer\.param_groups\[0\]\['note'\] is a .*Color"):
         save(root, model, optimizer)
-
-
-def test_a_refused_save_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(2, refuses_on_all_ranks, str(tmp_path))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -679,7 +675,12 @@ def refuses(*args: Any) -> None:
     raise ValueError("this optimizer takes no such state")
 
 
-def loads_nothing_or_all(root: str) -> None:
+@on_ranks(2)
+def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
+    """Extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
+    neither parameters nor buffers, extra state, the first optimizer; in plain models, in wrapped ones and in those that
+    hold wrapped ones."""
+    root = str(tmp_path)
     rank = dist.get_rank()
     for wrapping in ("none", "parts", "whole"):
         for extra in ("bad", "good"):
@@ -737,13 +738,6 @@ def loads_nothing_or_all(root: str) -> None:
         assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "good"]
 
 
-def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
-    """Extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
-    neither parameters nor buffers, extra state, the first optimizer; in plain models, in wrapped ones and in those that
-    hold wrapped ones."""
-    run_ranks(2, loads_nothing_or_all, str(tmp_path))
-
-
 class NotYetLoaded:
     """What Lightning puts into state dicts: loads itself when a function of torch's is called with it."""
 
@@ -758,12 +752,9 @@ class NotYetLoaded:
         return func(*(arg.value if isinstance(arg, NotYetLoaded) else arg for arg in args), **(kwargs or {}))
 
 
-def loads_what_is_not_loaded_yet() -> None:
+@on_ranks(2)
+def test_tensors_that_load_themselves(tmp_path: Path) -> None:
+    """Lightning's."""
     model = wrap(nn.Linear(5, 3))
     model.load_state_dict({"weight": NotYetLoaded(torch.ones(3, 5)), "bias": torch.zeros(3)})
     assert model.state_dict()["weight"].tolist() == [[1.0] * 5] * 3
-
-
-def test_tensors_that_load_themselves(tmp_path: Path) -> None:
-    """Lightning's."""
-    run_ranks(2, loads_what_is_not_loaded_yet)

@@ -23,7 +23,7 @@ from fsdp.comm import consensus
 from fsdp.placement.boxes import Box, memory_order
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 LAYERS, EXTRA = 12, 200_000
 
@@ -75,7 +75,10 @@ class Watched:
         patch.setattr(files.Disk, "remove_file", lambda disk, its: (self.removed.append(its.name), remove(disk, its)))
 
 
-def few_words(root: str) -> None:
+@on_ranks(3)
+def test_ranks_send_open_and_remove_little(tmp_path: Path) -> None:
+    """A rank sends a line for each tensor, opens the files of its own elements, and removes a part of older files."""
+    root = str(tmp_path)
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = deep(1)
     added = [torch.full((EXTRA,), number, dtype=torch.uint8) for number in range(size)]
@@ -110,11 +113,6 @@ def few_words(root: str) -> None:
         dist.all_gather_object(everybody, watched.removed)
         assert sorted(name for names in everybody for name in names if name != "retired") == sorted(older)
         assert sorted(os.listdir(root)) == ["checkpoint_00000003", "latest"]
-
-
-def test_ranks_send_open_and_remove_little(tmp_path: Path) -> None:
-    """A rank sends a line for each tensor, opens the files of its own elements, and removes a part of older files."""
-    run_ranks(3, few_words, str(tmp_path))
 
 
 def replicas(root: str) -> None:

@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
 
@@ -98,7 +98,8 @@ def reductions(labels: list[str | None]) -> list[str]:
     return [label for label in labels if label is not None and label.startswith("reduce ")]
 
 
-def _resharding() -> None:
+@on_ranks(2)
+def test_reshard_after_forward_as_an_argument() -> None:
     for options, forward, backward in (
         ({}, 5, 4),
         ({"reshard_after_forward": True}, 5, 5),
@@ -117,11 +118,8 @@ def _resharding() -> None:
             beside.step()
 
 
-def test_reshard_after_forward_as_an_argument() -> None:
-    run_ranks(2, _resharding)
-
-
-def _resharding_at_run_time() -> None:
+@on_ranks(2)
+def test_reshard_after_forward_as_a_switch() -> None:
     beside = Beside()
     model = beside.model
     for step, (given, recurse, forward, backward) in enumerate(
@@ -142,11 +140,20 @@ def _resharding_at_run_time() -> None:
     assert len(found) == 4
 
 
-def test_reshard_after_forward_as_a_switch() -> None:
-    run_ranks(2, _resharding_at_run_time)
+class _Past(torch.optim.Optimizer):
+    """Writes through ``.data``, as optimizers did that are old."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.5)
 
 
-def _kept_after_backward() -> None:
+@on_ranks(2)
+def test_what_is_kept_after_backward_is_gathered_again_once_it_was_written() -> None:
     beside = Beside()
     beside.model.set_reshard_after_backward(False)
     beside.model.set_reshard_after_forward(False)
@@ -179,23 +186,8 @@ def _kept_after_backward() -> None:
     beside.step()
 
 
-class _Past(torch.optim.Optimizer):
-    """Writes through ``.data``, as optimizers did that are old."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.mul_(0.5)
-
-
-def test_what_is_kept_after_backward_is_gathered_again_once_it_was_written() -> None:
-    run_ranks(2, _kept_after_backward)
-
-
-def _by_hand() -> None:
+@on_ranks(2)
+def test_gathered_and_resharded_by_hand() -> None:
     beside = Beside()
     beside.backward(0)
     beside.step()
@@ -220,11 +212,8 @@ def _by_hand() -> None:
         beside.model.reshard()
 
 
-def test_gathered_and_resharded_by_hand() -> None:
-    run_ranks(2, _by_hand)
-
-
-def _without_parameters() -> None:
+@on_ranks(2)
+def test_a_unit_that_its_backward_does_not_need() -> None:
     beside = Beside()
     beside.model.embed.set_unshard_in_backward(False)
     for step in range(3):
@@ -238,11 +227,8 @@ def _without_parameters() -> None:
         loss.backward()
 
 
-def test_a_unit_that_its_backward_does_not_need() -> None:
-    run_ranks(2, _without_parameters)
-
-
-def _listed() -> None:
+@on_ranks(2)
+def test_lists_of_what_to_prefetch() -> None:
     beside = Beside()
     model = beside.model
     layers = model.layers
@@ -271,11 +257,8 @@ def _listed() -> None:
         beside.model.set_modules_to_forward_prefetch([beside.model])
 
 
-def test_lists_of_what_to_prefetch() -> None:
-    run_ranks(2, _listed)
-
-
-def _synchronised_in_part() -> None:
+@on_ranks(2)
+def test_gradients_of_single_units_accumulate() -> None:
     beside = Beside()
     layer = beside.model.layers[0]
     layer.set_requires_gradient_sync(False)
@@ -296,11 +279,8 @@ def _synchronised_in_part() -> None:
     beside.step()
 
 
-def test_gradients_of_single_units_accumulate() -> None:
-    run_ranks(2, _synchronised_in_part)
-
-
-def _several_backwards() -> None:
+@on_ranks(2)
+def test_backwards_that_end_together() -> None:
     beside = Beside()
     for first in (0, 10):
         beside.model.set_is_last_backward(False)
@@ -317,11 +297,8 @@ def _several_backwards() -> None:
         beside.model.layers[0].set_is_last_backward(False)
 
 
-def test_backwards_that_end_together() -> None:
-    run_ranks(2, _several_backwards)
-
-
-def _waiting_gradients() -> None:
+@on_ranks(2)
+def test_how_many_gradients_wait_for_their_reduction() -> None:
     beside = Beside()
     for number in (1, 3):
         beside.model.set_reduce_scatter_max_input_buffers(number)
@@ -333,11 +310,9 @@ def _waiting_gradients() -> None:
             beside.model.set_reduce_scatter_max_input_buffers(wrong)
 
 
-def test_how_many_gradients_wait_for_their_reduction() -> None:
-    run_ranks(2, _waiting_gradients)
-
-
-def _budget() -> None:
+@on_ranks(2)
+def test_a_budget_of_what_stays_gathered() -> None:
+    """Gathers and bytes by the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
     nbytes = 4 * (6 * 6 + 6)  # of each layer; the embedding has 4 * 60 and runs first
     for kept in (0, 1, 2, 3):
         beside = Beside(keep_gathered_nbytes=kept * nbytes + 4)
@@ -371,11 +346,6 @@ def _budget() -> None:
         build(keep_gathered_nbytes=-1)
 
 
-def test_a_budget_of_what_stays_gathered() -> None:
-    """Gathers and bytes by the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
-    run_ranks(2, _budget)
-
-
 def per_rank(step: int, rank: int) -> Tensor:
     return torch.randint(10, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -406,7 +376,8 @@ def _on_four(strategy: ShardingStrategy, shard: int) -> Any:
         return build(sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (4 // shard, shard)))
 
 
-def _divided() -> None:
+@on_ranks(4)
+def test_sums_of_gradients_are_divided_by_any_number() -> None:
     rank = dist.get_rank()
     for strategy, shard in [(FULL, 0), (NO_SHARD, 0), (HYBRID, 2), (HYBRID_2, 1), (HYBRID, 4)]:
         model = _on_four(strategy, shard)
@@ -421,11 +392,8 @@ def _divided() -> None:
         close(full_gradients(copied), summed(range(1), 2), 4)
 
 
-def test_sums_of_gradients_are_divided_by_any_number() -> None:
-    run_ranks(4, _divided)
-
-
-def _alone() -> None:
+@on_ranks(1)
+def test_one_rank_divides_as_well() -> None:
     model = build(sharding_strategy=NO_SHARD)
     model.set_gradient_divide_factor(4.0)
     seen: list[int] = []
@@ -452,11 +420,8 @@ def _alone() -> None:
         model.set_gradient_divide_factor(2)
 
 
-def test_one_rank_divides_as_well() -> None:
-    run_ranks(1, _alone)
-
-
-def _reduced_late() -> None:
+@on_ranks(4)
+def test_gradients_are_reduced_over_replicas_when_they_are_wanted() -> None:
     rank = dist.get_rank()
     for strategy, shard in [(HYBRID, 2), (HYBRID_2, 2), (HYBRID, 1)]:
         model = _on_four(strategy, shard)
@@ -483,11 +448,8 @@ def _reduced_late() -> None:
             model.zero_grad()
 
 
-def test_gradients_are_reduced_over_replicas_when_they_are_wanted() -> None:
-    run_ranks(4, _reduced_late)
-
-
-def _by_a_hook() -> None:
+@on_ranks(4)
+def test_a_hook_has_the_reduced_gradients() -> None:
     """What it gets is reduced over all groups, and what it makes of that is the gradient."""
     rank = dist.get_rank()
     for strategy, shard in [(FULL, 0), (HYBRID, 2), (NO_SHARD, 0)]:
@@ -501,21 +463,18 @@ def _by_a_hook() -> None:
         close(full_gradients(model), summed(range(1), 4), 4)
 
 
-def test_a_hook_has_the_reduced_gradients() -> None:
-    run_ranks(4, _by_a_hook)
-
-
+@on_ranks(2)
 def test_a_stream_for_the_hook_is_refused_on_cpu() -> None:
     """CPU has no streams."""
-    run_ranks(2, hook_on_a_stream)
+    model = build()
+    with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
+        model.set_all_reduce_hook(lambda part: None, stream=object())
+    assert all(unit.gradients.all_reduce_hook is None for unit in units_of(model))
 
 
+@on_ranks(2)
 def test_sums_in_the_collectives_give_the_same_gradients() -> None:
     """`set_force_sum_reduction_for_comms()`; a second group for reductions is refused by name."""
-    run_ranks(2, summed_by_force)
-
-
-def summed_by_force() -> None:
     beside = Beside()
     for module in FullyShardedDataParallel.fsdp_modules(beside.model):
         module.set_force_sum_reduction_for_comms(True)
@@ -525,13 +484,6 @@ def summed_by_force() -> None:
     beside.model.set_separate_reduce_scatter_group(False)
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\)"):
         beside.model.set_separate_reduce_scatter_group()
-
-
-def hook_on_a_stream() -> None:
-    model = build()
-    with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
-        model.set_all_reduce_hook(lambda part: None, stream=object())
-    assert all(unit.gradients.all_reduce_hook is None for unit in units_of(model))
 
 
 SWITCHES: dict[str, Callable[[Any], None]] = {
@@ -546,7 +498,8 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_switches_refuse() -> None:
     model = build()
     for name, wrong in SWITCHES.items():
         with pytest.raises(TypeError, match=f"{name} must be a bool"):
@@ -559,7 +512,3 @@ def _refused() -> None:
     ):
         model(batch(0))
     assert dist.get_world_size() == 2
-
-
-def test_what_switches_refuse() -> None:
-    run_ranks(2, _refused)

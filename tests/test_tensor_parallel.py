@@ -39,7 +39,7 @@ from fsdp import (
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import numbers
 from tests.harness.oracle import adamw, clean_name, sgd_of_halves
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 
 WIDTH, HIDDEN, LENGTH = 6, 10, 4
 
@@ -189,7 +189,8 @@ def same(found: Any, expected: Any, what: str) -> None:
         assert torch.equal(one, other), f"{what}: {name}: {one} instead of {other}"
 
 
-def check_parity() -> None:
+@on_ranks(4)
+def test_it_trains_as_the_tensor_parallel_model_does_bit_for_bit() -> None:
     mesh = grid()
     dp, tp = dp_tp(mesh)
     replica = dp.get_local_rank()
@@ -209,10 +210,6 @@ def check_parity() -> None:
             model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, **options)
             same(trained(model, replica, steps, micro), losses, what)
             same(summoned(model), expected, what)
-
-
-def test_it_trains_as_the_tensor_parallel_model_does_bit_for_bit() -> None:
-    run_ranks(4, check_parity)
 
 
 # -- what else is done with parameters ---------------------------------------------------------------------------------
@@ -235,79 +232,6 @@ def _start(module: nn.Module) -> None:
     module.to_empty(device="cpu", recurse=False)
     for param in module.parameters(recurse=False):
         nn.init.constant_(param, 0.5)
-
-
-def check_uses() -> None:
-    mesh = grid()
-    dp, tp = dp_tp(mesh)
-    replica, everyone = dp.get_local_rank(), dist.group.WORLD
-    net = parallel(Net(), tp)
-    by_hand(net, dp, 1)
-    grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
-    values = {name: whole(param) for name, param in net.named_parameters()}
-    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
-    largest = max(float(grad.abs().max()) for grad in grads.values())
-    for uop in (False, True):
-        # sync_module_states gives all replicas what the first has
-        model = wrapped(parallel(Net(seed=replica), tp), dp, use_orig_params=uop, sync_module_states=True)
-        expected, seen = leaves_are_dtensors(model, torch.float32)
-        twin = copy.deepcopy(model)
-        trained(model, replica, 1)
-        assert seen == expected
-        same(summoned(model), values, "synchronised")
-        # the norm counts each part once, and is the same on all ranks
-        for order, is_norm in ((2, norm), (math.inf, largest)):
-            found = model.clip_grad_norm_(1e-3, order)
-            assert float(found) == pytest.approx(is_norm, rel=1e-6)
-            several = [torch.zeros(()) for _ in range(4)]
-            dist.all_gather(several, found, group=everyone)
-            assert all(torch.equal(one, found) for one in several)
-            trained(model := copy.deepcopy(twin), replica, 1)
-            same(summoned(model), values, "a copy")
-        # whole values and gradients of the parts that users hold
-        assert num_params(model) == sum(param.numel() for param in Net().parameters())
-        if uop:
-            for name, param in model.named_parameters():
-                assert type(param) is nn.Parameter and param.dim() == 1
-                assert global_shape(param) == values[clean_name(name)].shape
-                assert torch.equal(full_tensor(param), values[clean_name(name)])
-                if param.requires_grad:
-                    assert torch.equal(full_grad(param), grads[clean_name(name)])
-            with FSDP.summon_full_params(model, with_grads=True):
-                for name, param in model.named_parameters():
-                    assert param.grad is None or torch.equal(whole(param.grad), grads[clean_name(name)])
-                up = model.blocks[0].up
-                up.weight.grad.mul_(2)
-                up.bias.grad = distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)])
-            doubled = {clean_name(name): full_grad(param) for name, param in model.named_parameters()}
-            assert torch.equal(doubled["blocks.0.up.weight"], 2 * grads["blocks.0.up.weight"])
-            assert torch.equal(doubled["blocks.0.up.bias"], torch.ones(HIDDEN))
-        # what is written to summoned parameters, or put in their place, stays
-        with FSDP.summon_full_params(model), torch.no_grad():
-            model.blocks[1].down.weight.mul_(2)
-            model.blocks[1].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
-        now = summoned(model)
-        assert torch.equal(now["blocks.1.down.weight"], 2 * values["blocks.1.down.weight"])
-        assert torch.equal(now["blocks.1.up.bias"], torch.ones(HIDDEN))
-        if uop:
-            with pytest.raises(NotImplementedError, match=r"'up.bias' of .*a DTensor while it is sharded"):
-                twin.blocks[0].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
-                twin(batch(0, 0))
-        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
-        loss_of(model, 0, replica).backward()
-        assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
-        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are there
-            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
-            trained(model, replica, 1)
-            same(summoned(model), values, "checked leaves")
-        with torch.device("meta"):
-            net = parallel(Net(), tp)
-        model = wrapped(net, dp, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
-        same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
-    check_precision(dp, tp)
-    check_ignored(dp, tp, norm)
-    check_odd(dp, tp)
-    check_refused(mesh, dp, tp)
 
 
 def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
@@ -410,8 +334,78 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
         model.state_dict()
 
 
+@on_ranks(4)
 def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
-    run_ranks(4, check_uses)
+    mesh = grid()
+    dp, tp = dp_tp(mesh)
+    replica, everyone = dp.get_local_rank(), dist.group.WORLD
+    net = parallel(Net(), tp)
+    by_hand(net, dp, 1)
+    grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
+    values = {name: whole(param) for name, param in net.named_parameters()}
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for uop in (False, True):
+        # sync_module_states gives all replicas what the first has
+        model = wrapped(parallel(Net(seed=replica), tp), dp, use_orig_params=uop, sync_module_states=True)
+        expected, seen = leaves_are_dtensors(model, torch.float32)
+        twin = copy.deepcopy(model)
+        trained(model, replica, 1)
+        assert seen == expected
+        same(summoned(model), values, "synchronised")
+        # the norm counts each part once, and is the same on all ranks
+        for order, is_norm in ((2, norm), (math.inf, largest)):
+            found = model.clip_grad_norm_(1e-3, order)
+            assert float(found) == pytest.approx(is_norm, rel=1e-6)
+            several = [torch.zeros(()) for _ in range(4)]
+            dist.all_gather(several, found, group=everyone)
+            assert all(torch.equal(one, found) for one in several)
+            trained(model := copy.deepcopy(twin), replica, 1)
+            same(summoned(model), values, "a copy")
+        # whole values and gradients of the parts that users hold
+        assert num_params(model) == sum(param.numel() for param in Net().parameters())
+        if uop:
+            for name, param in model.named_parameters():
+                assert type(param) is nn.Parameter and param.dim() == 1
+                assert global_shape(param) == values[clean_name(name)].shape
+                assert torch.equal(full_tensor(param), values[clean_name(name)])
+                if param.requires_grad:
+                    assert torch.equal(full_grad(param), grads[clean_name(name)])
+            with FSDP.summon_full_params(model, with_grads=True):
+                for name, param in model.named_parameters():
+                    assert param.grad is None or torch.equal(whole(param.grad), grads[clean_name(name)])
+                up = model.blocks[0].up
+                up.weight.grad.mul_(2)
+                up.bias.grad = distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)])
+            doubled = {clean_name(name): full_grad(param) for name, param in model.named_parameters()}
+            assert torch.equal(doubled["blocks.0.up.weight"], 2 * grads["blocks.0.up.weight"])
+            assert torch.equal(doubled["blocks.0.up.bias"], torch.ones(HIDDEN))
+        # what is written to summoned parameters, or put in their place, stays
+        with FSDP.summon_full_params(model), torch.no_grad():
+            model.blocks[1].down.weight.mul_(2)
+            model.blocks[1].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+        now = summoned(model)
+        assert torch.equal(now["blocks.1.down.weight"], 2 * values["blocks.1.down.weight"])
+        assert torch.equal(now["blocks.1.up.bias"], torch.ones(HIDDEN))
+        if uop:
+            with pytest.raises(NotImplementedError, match=r"'up.bias' of .*a DTensor while it is sharded"):
+                twin.blocks[0].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+                twin(batch(0, 0))
+        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
+        loss_of(model, 0, replica).backward()
+        assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
+        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are there
+            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
+            trained(model, replica, 1)
+            same(summoned(model), values, "checked leaves")
+        with torch.device("meta"):
+            net = parallel(Net(), tp)
+        model = wrapped(net, dp, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
+        same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
+    check_precision(dp, tp)
+    check_ignored(dp, tp, norm)
+    check_odd(dp, tp)
+    check_refused(mesh, dp, tp)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -464,66 +458,6 @@ def trained_with(model: Any, replica: int, steps: int = 2) -> torch.optim.Optimi
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
-
-
-def check_state(path: Path) -> None:
-    mesh = grid()
-    dp, tp = dp_tp(mesh)
-    replica = dp.get_local_rank()
-    theirs = TorchFSDP(
-        parallel(Net().requires_grad_(), tp),
-        device_mesh=dp,
-        auto_wrap_policy=TorchPolicy({Block}),
-        device_id=torch.device("cpu"),
-    )
-    their_optimizer = trained_with(theirs, replica)
-    kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-    expected = {kind: state_of(TorchFSDP, theirs, kind) for kind in kinds}
-    values = {name: whole(value) for name, value in expected[kinds[0]].items()}
-    moments = {kind: optim_state(TorchFSDP, theirs, their_optimizer, kind) for kind in kinds}
-    of_all = {
-        (name, key): whole(value) for name, its in moments[kinds[0]]["state"].items() for key, value in its.items()
-    }
-    for uop in (False, True):
-        model = wrapped(parallel(Net().requires_grad_(), tp), dp, use_orig_params=uop)
-        optimizer = trained_with(model, replica)
-        full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
-        assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
-        for name in full:  # torch's full ones are DTensors of tensor parallelism
-            like(full[name], values[name], f"full {name}")
-            like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
-        alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
-        assert set(alone) == (set(full) if replica == 0 else set())
-        for name in alone:
-            like(alone[name], values[name], f"rank0_only {name}")
-        with FSDP.summon_full_params(model):
-            for name, value in state_of(FSDP, model, kinds[1]).items():
-                like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
-        # and back, whoever made it
-        plain = {name: value.clone() for name, value in values.items()}
-        givens = [(kinds[0], full), (kinds[0], plain), (kinds[1], sharded), (kinds[0], expected[kinds[0]])]
-        for kind, given in givens[uop::2]:
-            noise = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=uop)
-            load_state(FSDP, noise, kind, given)
-            same(summoned(noise), values, f"loaded from {kind}")
-        load_state(TorchFSDP, theirs, kinds[1], sharded)
-        # optimizer state
-        for kind in kinds:
-            found = optim_state(FSDP, model, optimizer, kind)
-            assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)
-            for name, key in of_all:
-                value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
-                like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
-            other = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=not uop)
-            fresh = trained_with(other, replica, steps=1)
-            with FSDP.state_dict_type(other, StateDictType[kind]):
-                fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
-            again = optim_state(FSDP, other, fresh, kinds[0])["state"]
-            for name, key in of_all:
-                like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
-        check_first(model, optimizer, other, fresh, values, of_all)
-        check_files(path / str(uop), model, optimizer, values, of_all, dp, tp)
-    check_odd_state(path / "odd", dp, tp)
 
 
 def check_files(
@@ -590,5 +524,62 @@ def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
             same(summoned(noise), values, "odd sizes, loaded")
 
 
+@on_ranks(4)
 def test_state_is_what_torch_has_and_goes_to_any_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(4, check_state, tmp_path)
+    mesh = grid()
+    dp, tp = dp_tp(mesh)
+    replica = dp.get_local_rank()
+    theirs = TorchFSDP(
+        parallel(Net().requires_grad_(), tp),
+        device_mesh=dp,
+        auto_wrap_policy=TorchPolicy({Block}),
+        device_id=torch.device("cpu"),
+    )
+    their_optimizer = trained_with(theirs, replica)
+    kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+    expected = {kind: state_of(TorchFSDP, theirs, kind) for kind in kinds}
+    values = {name: whole(value) for name, value in expected[kinds[0]].items()}
+    moments = {kind: optim_state(TorchFSDP, theirs, their_optimizer, kind) for kind in kinds}
+    of_all = {
+        (name, key): whole(value) for name, its in moments[kinds[0]]["state"].items() for key, value in its.items()
+    }
+    for uop in (False, True):
+        model = wrapped(parallel(Net().requires_grad_(), tp), dp, use_orig_params=uop)
+        optimizer = trained_with(model, replica)
+        full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
+        assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
+        for name in full:  # torch's full ones are DTensors of tensor parallelism
+            like(full[name], values[name], f"full {name}")
+            like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
+        alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
+        assert set(alone) == (set(full) if replica == 0 else set())
+        for name in alone:
+            like(alone[name], values[name], f"rank0_only {name}")
+        with FSDP.summon_full_params(model):
+            for name, value in state_of(FSDP, model, kinds[1]).items():
+                like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
+        # and back, whoever made it
+        plain = {name: value.clone() for name, value in values.items()}
+        givens = [(kinds[0], full), (kinds[0], plain), (kinds[1], sharded), (kinds[0], expected[kinds[0]])]
+        for kind, given in givens[uop::2]:
+            noise = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=uop)
+            load_state(FSDP, noise, kind, given)
+            same(summoned(noise), values, f"loaded from {kind}")
+        load_state(TorchFSDP, theirs, kinds[1], sharded)
+        # optimizer state
+        for kind in kinds:
+            found = optim_state(FSDP, model, optimizer, kind)
+            assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)
+            for name, key in of_all:
+                value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
+                like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
+            other = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=not uop)
+            fresh = trained_with(other, replica, steps=1)
+            with FSDP.state_dict_type(other, StateDictType[kind]):
+                fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
+            again = optim_state(FSDP, other, fresh, kinds[0])["state"]
+            for name, key in of_all:
+                like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
+        check_first(model, optimizer, other, fresh, values, of_all)
+        check_files(tmp_path / str(uop), model, optimizer, values, of_all, dp, tp)
+    check_odd_state(tmp_path / "odd", dp, tp)

@@ -13,7 +13,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime import tensors
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.test_switches import FULL, GRAD_OP, NO_SHARD, Net, batch, build
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
@@ -28,7 +28,8 @@ def train(model: nn.Module) -> None:
     model(batch(0)).square().mean().backward()
 
 
-def _originals() -> None:
+@on_ranks(2)
+def test_whole_parameters_and_gradients() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({"sharding_strategy": FULL}, {"sharding_strategy": NO_SHARD}, {"mixed_precision": precision}):
         model, plain = build(**options), plain_net()
@@ -54,7 +55,8 @@ def _originals() -> None:
             fsdp.full_tensor(next(iter(model.parameters())))
 
 
-def _flat() -> None:
+@on_ranks(2)
+def test_whole_flat_parameters() -> None:
     model, plain = build(use_orig_params=False, sharding_strategy=GRAD_OP), plain_net()
     train(model)
     train(plain)
@@ -70,7 +72,8 @@ def _flat() -> None:
         fsdp.param_groups(model, weight_decay=0.1)
 
 
-def _groups() -> None:
+@on_ranks(2)
+def test_groups_by_dimension() -> None:
     """An optimizer whose groups are made by dimensions decays what it decays for the plain model."""
     plain: Any = plain_net()
     several = [[p for p in plain.parameters() if p.dim() >= 2], [p for p in plain.parameters() if p.dim() < 2]]
@@ -89,7 +92,8 @@ def _groups() -> None:
     assert [len(group["params"]) for group in fsdp.param_groups(plain, weight_decay=0.3)] == [5, 4]
 
 
-def _others() -> None:
+@on_ranks(2)
+def test_parameters_of_no_unit() -> None:
     """What no unit has is what it is."""
     ignored = nn.Linear(3, 2)
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 3), ignored), ignored_modules=[ignored])
@@ -100,23 +104,8 @@ def _others() -> None:
     assert dist.get_world_size() == 2
 
 
-def test_whole_parameters_and_gradients() -> None:
-    run_ranks(2, _originals)
-
-
-def test_whole_flat_parameters() -> None:
-    run_ranks(2, _flat)
-
-
-def test_groups_by_dimension() -> None:
-    run_ranks(2, _groups)
-
-
-def test_parameters_of_no_unit() -> None:
-    run_ranks(2, _others)
-
-
-def _same_id() -> None:
+@on_ranks(2)
+def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:
     model = build()
     first, second = model.module.head.parameters()
     assert fsdp.global_shape(first) == (2, 6)
@@ -125,7 +114,3 @@ def _same_id() -> None:
     other = torch.zeros(1)
     tensors._locations[id(other)] = tensors._locations[id(first)]
     assert tensors._location_of(other) is None
-
-
-def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:
-    run_ranks(2, _same_id)

@@ -24,7 +24,7 @@ from fsdp.comm.issuing import current_label, labelled
 from fsdp.comm.work import OutOfStep, Work
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
-from tests.harness.pool import RankFailure, run_ranks
+from tests.harness.pool import RankFailure, on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
 from tests.harness.threads import run_threads
 
@@ -168,7 +168,8 @@ def stop_all(before: set[threading.Thread]) -> list[str]:
     return [thread.name for thread in left]
 
 
-def stopped_between_steps() -> None:
+@on_ranks(2)
+def test_threads_that_were_stopped_are_started_again() -> None:
     before = {thread for thread in threading.enumerate() if not thread.name.startswith("fsdp")}
     torch.manual_seed(0)
     model = wrap(nn.Linear(1500, 1500), use_orig_params=True, wrap_policy=None)  # large enough for recycled memory
@@ -185,10 +186,6 @@ def stopped_between_steps() -> None:
             }  # the second of earlier tests in the process
             assert stop_all(before) == []
     assert len(set(states)) == 4
-
-
-def test_threads_that_were_stopped_are_started_again() -> None:
-    run_ranks(2, stopped_between_steps)
 
 
 def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

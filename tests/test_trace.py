@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel
 from fsdp.comm.recording import recorder
 from fsdp.tools.trace import Event, _exposed
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
 LAYERS = ["0", "1", "2"]
@@ -43,7 +43,33 @@ def _step(model: nn.Module) -> None:
     model(torch.ones(4, 40)).square().mean().backward()
 
 
-def _traced() -> None:
+def _saved(t: fsdp.Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        name = "trace.json" if dist.get_rank() == 0 else "trace.rank1.json"
+        path = t.save(f"{directory}/trace.json")
+        assert path == Path(directory, name)
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+        picture = ElementTree.fromstring(t.save(Path(directory, "step.svg")).read_text())
+        with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
+            t.save(Path(directory, "trace.txt"))
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {re.split(r"[ ,]", row)[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
+    words = [text.text or "" for text in picture.findall("{http://www.w3.org/2000/svg}text")]
+    assert re.fullmatch(rf"rank {dist.get_rank()}: [\d.]+ ms, of which [\d.]+ ms are exposed waits", words[0])
+    assert any("nested units" in word for word in words) and json.loads(t.to_json())[0]["unit"] == ""
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
+    for row in rows:  # of one row nothing overlaps but what lies in something else
+        own = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
+        ends: list[float] = []
+        for start, negative in own:
+            ends = [end for end in ends if end > start + 1e-6]
+            assert all(end >= start - negative - 1e-6 for end in ends), rows[row]
+            ends.append(start - negative)
+
+
+@on_ranks(2)
+def test_a_step_is_recorded_as_it_was() -> None:
     policy = ModuleWrapPolicy({Layer})
     model = FullyShardedDataParallel(_build(), auto_wrap_policy=policy)
     for _ in range(2):
@@ -90,45 +116,13 @@ def _traced() -> None:
         fsdp.trace(Layer()).__enter__()
 
 
-def _saved(t: fsdp.Trace) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        name = "trace.json" if dist.get_rank() == 0 else "trace.rank1.json"
-        path = t.save(f"{directory}/trace.json")
-        assert path == Path(directory, name)
-        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-        picture = ElementTree.fromstring(t.save(Path(directory, "step.svg")).read_text())
-        with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
-            t.save(Path(directory, "trace.txt"))
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {re.split(r"[ ,]", row)[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
-    words = [text.text or "" for text in picture.findall("{http://www.w3.org/2000/svg}text")]
-    assert re.fullmatch(rf"rank {dist.get_rank()}: [\d.]+ ms, of which [\d.]+ ms are exposed waits", words[0])
-    assert any("nested units" in word for word in words) and json.loads(t.to_json())[0]["unit"] == ""
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
-    for row in rows:  # of one row nothing overlaps but what lies in something else
-        own = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
-        ends: list[float] = []
-        for start, negative in own:
-            ends = [end for end in ends if end > start + 1e-6]
-            assert all(end >= start - negative - 1e-6 for end in ends), rows[row]
-            ends.append(start - negative)
-
-
-def test_a_step_is_recorded_as_it_was() -> None:
-    run_ranks(2, _traced)
-
-
-def _replicated() -> None:
+@on_ranks(2)
+def test_an_all_reduce_of_replicas_has_the_planned_bytes() -> None:
     model = FullyShardedDataParallel(_build(), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)
     with fsdp.trace(model) as t:
         _step(model)
     planned = fsdp.plan(_build, world_size=2, device="cpu")[fsdp.ShardingStrategy.NO_SHARD]
     assert sum(event.nbytes for event in t.events if event.phase == "reduce") == planned.reduced_nbytes > 0
-
-
-def test_an_all_reduce_of_replicas_has_the_planned_bytes() -> None:
-    run_ranks(2, _replicated)
 
 
 def test_exposed_parts_of_collectives_on_an_accelerator() -> None:

@@ -39,7 +39,7 @@ from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptim
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import numbers
 from tests.harness.oracle import assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WORDS, WIDTH, HEADS, LENGTH = 12, 8, 4, 4
@@ -220,7 +220,8 @@ def compare(
     check(held(model), expected[1], what)
 
 
-def check_training() -> None:
+@on_ranks(4)
+def test_it_trains_as_ddp_does_with_the_same_tensor_parallelism() -> None:
     world = World.of(2, 2)
     expected = by_ddp(world, 5)
     compare(world, 5, expected, False)
@@ -236,18 +237,11 @@ def check_training() -> None:
         compare(world, 2, of_two if world.data.size() == 2 else by_ddp(world, 2), uop, recomputes=recomputes)
 
 
-def test_it_trains_as_ddp_does_with_the_same_tensor_parallelism() -> None:
-    run_ranks(4, check_training)
-
-
-def check_compiled() -> None:
+@on_ranks(2)
+def test_compiled_layers_of_tensor_parallelism_train_as_others() -> None:
     with mock.patch.dict(os.environ, FSDP_FORCE_SHARDED="1"):
         world = World.of(1, 2)  # as few ranks as there can be: the compiler takes seconds on each
         compare(world, 2, by_ddp(world, 2), True, compiles=True)
-
-
-def test_compiled_layers_of_tensor_parallelism_train_as_others() -> None:
-    run_ranks(2, check_compiled)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -282,19 +276,6 @@ def narrow(world: World, seed: int = 0) -> Narrow:
         "single": ColwiseParallel(output_layouts=Replicate()),
     }
     return parallelize_module(Narrow(seed), world.tp, plan)
-
-
-def check_state(root: str) -> None:
-    for shape, modes in (((2, 2), {False: FORMS, True: FORMS[::2]}), ((1, 2, 2), {True: FORMS[1::2]})):
-        world = World.of(*shape)
-        local = Local(narrow(world))
-        optimizer = sgd_of_halves(local.parameters())
-        train(DistributedDataParallel(local, process_group=world.data), world, 2, optimizer)
-        values = {name: whole(value) for name, value in local.around(local.held).items()}
-        moments = [optimizer.state[param]["momentum_buffer"] for param in local.held]
-        momenta = {name: whole(value) for name, value in local.around(moments).items()}
-        for uop, forms in modes.items():
-            check_forms(Path(root, f"{shape}{uop}"), world, uop, forms, values, momenta)
 
 
 def check_forms(
@@ -335,11 +316,23 @@ def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: st
     assert_bit_equal({name: its["momentum_buffer"] for name, its in found.items()}, momenta, what)
 
 
+@on_ranks(4)
 def test_a_rank_without_a_part_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
-    run_ranks(4, check_state, str(tmp_path))
+    root = str(tmp_path)
+    for shape, modes in (((2, 2), {False: FORMS, True: FORMS[::2]}), ((1, 2, 2), {True: FORMS[1::2]})):
+        world = World.of(*shape)
+        local = Local(narrow(world))
+        optimizer = sgd_of_halves(local.parameters())
+        train(DistributedDataParallel(local, process_group=world.data), world, 2, optimizer)
+        values = {name: whole(value) for name, value in local.around(local.held).items()}
+        moments = [optimizer.state[param]["momentum_buffer"] for param in local.held]
+        momenta = {name: whole(value) for name, value in local.around(moments).items()}
+        for uop, forms in modes.items():
+            check_forms(Path(root, f"{shape}{uop}"), world, uop, forms, values, momenta)
 
 
-def save_beside_an_equal_mesh() -> None:
+@on_ranks(8)
+def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
     """DTensor keeps one spec for equal meshes: that of the model has the mesh of the first use."""
     other = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["tp"]
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
@@ -358,10 +351,6 @@ def save_beside_an_equal_mesh() -> None:
     }
 
 
-def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
-    run_ranks(8, save_beside_an_equal_mesh)
-
-
 def apart(world: World, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:
     """Wrap the embedding, which tensor parallelism leaves alone, its own way; and the model if ``whole``."""
     net = narrow(world, seed)
@@ -373,7 +362,9 @@ def apart(world: World, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.
     return net
 
 
-def save_apart(root: str) -> None:
+@on_ranks(4)
+def test_a_unit_beside_tensor_parallelism_is_saved_once_however_it_is_sharded(tmp_path: Path) -> None:
+    root = str(tmp_path)
     world = World.of(2, 2)
     ways: dict[str, dict[str, Any]] = {
         "over the ranks of data parallelism": world.options,
@@ -389,7 +380,3 @@ def save_apart(root: str) -> None:
         checkpoint.load(path, model, progress=False)
         checkpoint.save(path, model, progress=False)
         assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{path.name}, loaded")
-
-
-def test_a_unit_beside_tensor_parallelism_is_saved_once_however_it_is_sharded(tmp_path: Path) -> None:
-    run_ranks(4, save_apart, str(tmp_path))

@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import save
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import PATIENT, impatient, new_group
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters
 
@@ -63,7 +63,10 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     torch.testing.assert_close(ours, {name: value.detach() for name, value in theirs.items()}, rtol=1e-5, atol=1e-6)
 
 
-def _as_ddp(counts: list[int]) -> None:
+@on_ranks(2)
+def test_trains_as_ddps_join() -> None:
+    """Also where a rank's optimizer steps on what the others bring to its shard, with momentum and weight decay."""
+    counts = [2, 4]
     rank, most = dist.get_rank(), max(counts)
     own = batches(rank, counts[rank])
     kinds: list[dict[str, Any]] = [
@@ -93,11 +96,6 @@ def _as_ddp(counts: list[int]) -> None:
                 seen.append((told.active, told.num_active))
             assert seen == [(s < 2 * counts[rank], sum(s < 2 * count for count in counts)) for s in range(2 * most)]
             assert_close(full_parameters(ours), dict(theirs.named_parameters()))
-
-
-def test_trains_as_ddps_join() -> None:
-    """Also where a rank's optimizer steps on what the others bring to its shard, with momentum and weight decay."""
-    run_ranks(2, _as_ddp, [2, 4])
 
 
 class Epochs:
@@ -244,16 +242,15 @@ def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_pa
     assert not any(tmp_path.iterdir())
 
 
+@on_ranks(2)
 def test_accumulation_clipping_and_ranks_without_a_batch() -> None:
-    run_ranks(2, _several, [_accumulation, _no_batch_at_all, _buffers, _limits])
-
-
-def _several(jobs: list[Any]) -> None:
+    jobs = [_accumulation, _no_batch_at_all, _buffers, _limits]
     for job in jobs:
         job()
 
 
-def _hybrid() -> None:
+@on_ranks(4)
+def test_replicas() -> None:
     """The only rank that has batches at first shares no group with another one."""
     rank, counts = dist.get_rank(), [0, 0, 1, 2]
     groups = [[dist.new_group(ranks) for ranks in several] for several in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
@@ -270,7 +267,3 @@ def _hybrid() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_close(full_parameters(model), dict(plain.named_parameters()))
-
-
-def test_replicas() -> None:
-    run_ranks(4, _hybrid)

@@ -22,7 +22,7 @@ from fsdp.optim import ShardedGradScaler, WholeParamOptimizer
 from fsdp.optim.ownership import assign_owners, cost
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, flatten_state
-from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -223,7 +223,10 @@ class Counting(Optimizer):
                 param.data = self.state[param]["slow"] * 1.0
 
 
-def _steps_other_optimizers(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(3)
+def test_steps_unmodified_optimizers_of_other_classes(use_orig_params: bool) -> None:
+    """State of other shapes than the parameter's, state made by the constructor, and counters in a group."""
     for factory in (adafactor, adagrad, Counting):
         model = wrapped(use_orig_params)
         twin = Twin(model, factory)
@@ -233,17 +236,13 @@ def _steps_other_optimizers(use_orig_params: bool) -> None:
             assert {**group, "params": 0} == {**other, "params": 0}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_steps_unmodified_optimizers_of_other_classes(use_orig_params: bool) -> None:
-    """State of other shapes than the parameter's, state made by the constructor, and counters in a group."""
-    run_ranks(3, _steps_other_optimizers, use_orig_params)
-
-
 def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
 
-def _with_mixed_precision_and_a_scaler() -> None:
+@on_ranks(2)
+def test_with_mixed_precision_and_a_gradient_scaler() -> None:
+    """An infinite gradient of a parameter that is stepped whole skips the step."""
     for low in (False, True):
         mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=low)
         model, first = wrapped(True, dtype=torch.float32, mixed_precision=mixed), sgd if low else muon
@@ -270,11 +269,6 @@ def _with_mixed_precision_and_a_scaler() -> None:
         assert scaler.get_scale() == 2.0
 
 
-def test_with_mixed_precision_and_a_gradient_scaler() -> None:
-    """An infinite gradient of a parameter that is stepped whole skips the step."""
-    run_ranks(2, _with_mixed_precision_and_a_scaler)
-
-
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +288,22 @@ class Noting(torch.optim.Muon):
         return super().step(closure)
 
 
-def _costs() -> None:
+def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ...], int, list[int]]]:
+    """(name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
+    found = []
+    for each in optimizer._selected:
+        layout = each.shards.handle.layout
+        parts = [layout.piece(each.member.index, rank).numel for rank in range(layout.world_size)]
+        if each.param.requires_grad:
+            found.append((each.member.name, each.member.shape, each.owner, parts))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks("world_size")
+def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: int) -> None:
+    """A step sends each element that does not lie on its owner three times. It steps each matrix on one rank of the
+    world, and holds no whole parameter afterwards."""
     model = wrapped(True)
     optimizer: Any = whole(model, Noting)
     loss_of(model, tokens(0)).backward()
@@ -317,24 +326,6 @@ def _costs() -> None:
     frozen = [index for index, param in enumerate(optimizer.param_groups[0]["params"]) if not param.requires_grad]
     assert sorted(itertools.chain(*stepped)) == sorted(set(range(len(matrices) + len(frozen))) - set(frozen))
     assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
-
-
-def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ...], int, list[int]]]:
-    """(name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
-    found = []
-    for each in optimizer._selected:
-        layout = each.shards.handle.layout
-        parts = [layout.piece(each.member.index, rank).numel for rank in range(layout.world_size)]
-        if each.param.requires_grad:
-            found.append((each.member.name, each.member.shape, each.owner, parts))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: int) -> None:
-    """A step sends each element that does not lie on its owner three times. It steps each matrix on one rank of the
-    world, and holds no whole parameter afterwards."""
-    run_ranks(world_size, _costs)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -372,7 +363,13 @@ def _plain_states(twin: Twin) -> dict[str, dict[str, Any]]:
     return {names[param]: state for each in twin.optimizers for param, state in each.state.items()}
 
 
-def _state_dicts(use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_params: bool) -> None:
+    """State has the names and shapes of the plain optimizer's, leaves and comes back bit for bit, and lies on the owner
+    alone."""
     model, optimizer, twin = _trained(use_orig_params, factory)
     expected = flatten_state(_plain_states(twin))
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -405,16 +402,8 @@ def _state_dicts(use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> 
     _train(model, other, twin, 5)
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_params: bool) -> None:
-    """State has the names and shapes of the plain optimizer's, leaves and comes back bit for bit, and lies on the owner
-    alone."""
-    run_ranks(world_size, _state_dicts, use_orig_params, factory)
-
-
-def _to_a_plain_optimizer_and_back() -> None:
+@on_ranks(2)
+def test_state_goes_to_a_plain_optimizer_and_back() -> None:
     model, optimizer, twin = _trained(True)
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = build()
@@ -437,10 +426,6 @@ def _to_a_plain_optimizer_and_back() -> None:
     other = whole(model)
     other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, other, back))
     _train(model, other, twin, 5)
-
-
-def test_state_goes_to_a_plain_optimizer_and_back() -> None:
-    run_ranks(2, _to_a_plain_optimizer_and_back)
 
 
 def _save(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
@@ -474,7 +459,8 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_two_and_by_one(
     run_ranks(1, _load, tmp_path, use_orig_params, factory)
 
 
-def _load_what_does_not_fit() -> None:
+@on_ranks(2)
+def test_a_load_that_fails_changes_nothing() -> None:
     model, optimizer, twin = _trained(True)
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     states = {name: dict(state) for name, state in full["state"].items()}
@@ -490,14 +476,11 @@ def _load_what_does_not_fit() -> None:
     _train(model, optimizer, twin, 5)
 
 
-def test_a_load_that_fails_changes_nothing() -> None:
-    run_ranks(2, _load_what_does_not_fit)
-
-
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
-def _mistakes() -> None:
+@on_ranks(2)
+def test_mistakes_are_named_and_change_nothing() -> None:
     model = wrapped(True)
 
     def nothing(name: str, shape: tuple[int, ...]) -> bool:
@@ -541,11 +524,8 @@ def _mistakes() -> None:
     optimizer.step()
 
 
-def test_mistakes_are_named_and_change_nothing() -> None:
-    run_ranks(2, _mistakes)
-
-
-def _ranks_select_differently() -> None:
+@on_ranks(2)
+def test_ranks_that_select_differently_or_fail_alone_are_told() -> None:
     model = wrapped(True)
 
     def select(name: str, shape: tuple[int, ...]) -> bool:
@@ -564,10 +544,6 @@ def _ranks_select_differently() -> None:
     optimizer = whole(model)
     loss_of(model, tokens(0)).backward()
     optimizer.step()
-
-
-def test_ranks_that_select_differently_or_fail_alone_are_told() -> None:
-    run_ranks(2, _ranks_select_differently)
 
 
 def _rank_1_leaves_the_step_out() -> None:
@@ -601,7 +577,8 @@ def test_a_rank_that_does_not_step_or_fails_is_an_error_on_all() -> None:
     run_fresh(2, _rank_1_fails_in_the_step)
 
 
-def _warns_of_shards() -> None:
+@on_ranks(2)
+def test_known_optimizers_of_whole_matrices_are_warned_of_on_shards() -> None:
     class SOAP(torch.optim.SGD):
         pass
 
@@ -614,7 +591,3 @@ def _warns_of_shards() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inside.step()
-
-
-def test_known_optimizers_of_whole_matrices_are_warned_of_on_shards() -> None:
-    run_ranks(2, _warns_of_shards)

@@ -37,7 +37,7 @@ from fsdp import (
 from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -411,8 +411,10 @@ def _with_expert(kind: int) -> nn.Module:
     return nn.Sequential(trunk[0], Expert((4, 7)[kind]), trunk[1])
 
 
-def _experts(use_orig_params: bool) -> None:
-    """Rank 0 has an expert of its own, ranks 1 and 2 share another; the trunk belongs to all."""
+@both_modes
+@on_ranks(3)
+def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> None:
+    """AA4: sizes too, where the groups do."""
     os.environ["FSDP_COLLECTIVES"] = "direct"  # sums in rank order
     rank, homes = dist.get_rank(), [[0], [1, 2], [1, 2]]
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
@@ -440,13 +442,8 @@ def _experts(use_orig_params: bool) -> None:
         assert_bit_equal(values(model), values(plain[rank]), f"rank {rank}")
 
 
-@both_modes
-def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> None:
-    """AA4: sizes too, where the groups do."""
-    run_ranks(3, _experts, use_orig_params)
-
-
-def _a_group_of_others() -> None:
+@on_ranks(2)
+def test_a_process_group_of_other_ranks_is_refused_by_name() -> None:
     """Rank 1 passes a group, alone, in a pair or through a mesh, that it does not belong to."""
     group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
     if dist.get_rank() == 1:
@@ -457,11 +454,10 @@ def _a_group_of_others() -> None:
             assert type(module.head) is nn.Linear
 
 
-def test_a_process_group_of_other_ranks_is_refused_by_name() -> None:
-    run_ranks(2, _a_group_of_others)
-
-
-def _on_some_ranks(use_orig_params: bool) -> None:
+@both_modes
+@on_ranks(3)
+def test_a_model_may_be_built_on_some_ranks_only(use_orig_params: bool) -> None:
+    """AA4"""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -471,12 +467,6 @@ def _on_some_ranks(use_orig_params: bool) -> None:
     train(model, rank=dist.get_rank() - 1)
     with model.summon_full_params(model):
         assert_bit_equal(values(model), train_plain(net(), 2))
-
-
-@both_modes
-def test_a_model_may_be_built_on_some_ranks_only(use_orig_params: bool) -> None:
-    """AA4"""
-    run_ranks(3, _on_some_ranks, use_orig_params)
 
 
 @both_modes
@@ -509,7 +499,10 @@ def _child_first(use_orig_params: bool) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-def _roots(use_orig_params: bool) -> None:
+@both_modes
+@on_ranks(2)
+def test_roots(use_orig_params: bool) -> None:
+    """Y63, AA6, H1: whoever runs first, and whoever comes and goes."""
     expected = train_plain(net(), 2)
     assert_bit_equal(_child_first(use_orig_params), expected, "after the child was used first")
 
@@ -538,12 +531,6 @@ def _roots(use_orig_params: bool) -> None:
     for model in both:
         train(model)
         assert_bit_equal(full_parameters(model), train_plain(net(), 2))
-
-
-@both_modes
-def test_roots(use_orig_params: bool) -> None:
-    """Y63, AA6, H1: whoever runs first, and whoever comes and goes."""
-    run_ranks(2, _roots, use_orig_params)
 
 
 @pytest.mark.parametrize("attribute", ["use_orig_params", "limit_all_gathers"])
@@ -802,7 +789,10 @@ class Silent(nn.Module):
         return x * self.scale
 
 
-def _without_parameters(use_orig_params: bool) -> None:
+@both_modes
+@on_ranks(2)
+def test_units_without_parameters(use_orig_params: bool) -> None:
+    """D9: as root and inside; every member works."""
     wrap = functools.partial(build, use_orig_params=use_orig_params)
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, 3)
@@ -829,13 +819,9 @@ def _without_parameters(use_orig_params: bool) -> None:
     assert model[0].scale.dtype == torch.float64 and model(batch(0, 0).double()).dtype == torch.float64
 
 
-@both_modes
-def test_units_without_parameters(use_orig_params: bool) -> None:
-    """D9: as root and inside; every member works."""
-    run_ranks(2, _without_parameters, use_orig_params)
-
-
-def _optimizer_first() -> None:
+@on_ranks(2)
+def test_an_optimizer_may_be_older_than_the_wrapper() -> None:
+    """D13: parameters keep their identity and what hangs on them."""
     module = net()
     for index, param in enumerate(module.parameters()):
         param.note = index  # type: ignore[attr-defined]
@@ -846,11 +832,6 @@ def _optimizer_first() -> None:
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert [p.note for p in model.parameters()] == list(range(8))  # type: ignore[attr-defined]
     assert_bit_equal(full_parameters(model), train_plain(net(), 2))
-
-
-def test_an_optimizer_may_be_older_than_the_wrapper() -> None:
-    """D13: parameters keep their identity and what hangs on them."""
-    run_ranks(2, _optimizer_first)
 
 
 @both_modes
@@ -907,7 +888,10 @@ def step_of(model: nn.Module) -> list[str]:
     return [str(warning.message) for warning in caught if "no wrapped module owns" in str(warning.message)]
 
 
-def _parameters_of_no_unit() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_holds_parameters_of_no_unit() -> None:
+    """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
+    Not if they need no gradient, if the wrapper was told to ignore them, or if DistributedDataParallel reduces them."""
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for orig in (True, False):
             (words,) = step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
@@ -925,9 +909,3 @@ def _parameters_of_no_unit() -> None:
             assert not step_of(ignoring)
             reduced = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
             assert not step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))
-
-
-def test_an_optimizer_that_holds_parameters_of_no_unit() -> None:
-    """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
-    Not if they need no gradient, if the wrapper was told to ignore them, or if DistributedDataParallel reduces them."""
-    run_ranks(2, _parameters_of_no_unit)

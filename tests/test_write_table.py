@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.test_writes import FULL, GRAD_OP, NONE, Mode, batch, build, layer_of, loss_of, pair, part_of, summon
 
 
@@ -384,13 +384,10 @@ def test_what_is_done_when() -> None:
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
 
 
-def _replaced_in_no_sync() -> None:
+@on_ranks(2)
+def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
+    """Though the version counters of the old one and of the new one make the same sum."""
     plain = outcome(Side(True, (FULL, True)), "in no_sync", "replaced")
     for use_orig_params in (False, True):
         side = Side(False, (GRAD_OP, use_orig_params))
         assert not _judge(plain, outcome(side, "in no_sync", "replaced"), ("replaced", "in no_sync", use_orig_params))
-
-
-def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
-    """Though the version counters of the old one and of the new one make the same sum."""
-    run_ranks(2, _replaced_in_no_sync)

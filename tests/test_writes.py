@@ -32,7 +32,7 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -132,7 +132,9 @@ def describe(mode: Mode) -> str:
 # -- one by one --------------------------------------------------------------------------------------------------------
 
 
-def _penalty() -> None:
+@on_ranks(2)
+def test_forward_can_use_all_of_its_parameters() -> None:
+    """FD04: `self.parameters()` inside of a forward: whole, in the compute dtype, and with gradients."""
     for mode in MODES:
         plain, model = pair(mode)
         plain.penalty = model.module.penalty = 0.1
@@ -151,12 +153,9 @@ def _penalty() -> None:
             model(batch())
 
 
-def test_forward_can_use_all_of_its_parameters() -> None:
-    """FD04: `self.parameters()` inside of a forward: whole, in the compute dtype, and with gradients."""
-    run_ranks(2, _penalty)
-
-
-def _adversarial() -> None:
+@on_ranks(2)
+def test_what_is_frozen_keeps_its_gradient() -> None:
+    """FD05: a backward, frozen for another one, unfrozen, a third one."""
     for mode, synchronize in itertools.product(MODES, (True, False)):
         plain, model = pair(mode)
         what = f"{describe(mode)}, synchronize={synchronize}"
@@ -177,11 +176,6 @@ def _adversarial() -> None:
         assert_bit_equal(model.state_dict(), plain.state_dict(), what)
 
 
-def test_what_is_frozen_keeps_its_gradient() -> None:
-    """FD05: a backward, frozen for another one, unfrozen, a third one."""
-    run_ranks(2, _adversarial)
-
-
 class _TwoDtypes(nn.Module):
     """Two buckets in one unit."""
 
@@ -193,7 +187,9 @@ class _TwoDtypes(nn.Module):
         return self.narrow(x) + self.broad(x.double()).float()
 
 
-def _frozen_bucket() -> None:
+@on_ranks(2)
+def test_what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit() -> None:
+    """FD05: the frozen bucket has nothing new, and what it accumulated is reduced with the other's gradients."""
     for mode in MODES:
         torch.manual_seed(3)
         plain = _TwoDtypes()
@@ -208,11 +204,6 @@ def _frozen_bucket() -> None:
         reduced = [r for r in log.records if str(r.label).startswith("reduce") and "int" not in str(r.dtype)]
         assert len(reduced) == 2, f"{describe(mode)}: not each bucket once, but {reduced}"
         assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, describe(mode))
-
-
-def test_what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit() -> None:
-    """FD05: the frozen bucket has nothing new, and what it accumulated is reduced with the other's gradients."""
-    run_ranks(2, _frozen_bucket)
 
 
 def _replace_in_forward(linear: nn.Linear) -> None:
@@ -235,7 +226,29 @@ def _freeze(linear: nn.Linear) -> None:
     linear.weight.requires_grad_(False)
 
 
-def _in_forward() -> None:
+class Others(nn.Module):
+    """torch's own modules that write in forward: buffers, or what they keep of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
+        self.weight = parametrizations.weight_norm(nn.Linear(5, 5))
+        self.orthogonal = parametrizations.orthogonal(nn.Linear(5, 5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.old_spectral = nn.utils.spectral_norm(nn.Linear(5, 5))
+            self.old_weight = nn.utils.weight_norm(nn.Linear(5, 5))
+        self.norms = nn.Sequential(nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Dropout(0.1))
+        self.lstm = nn.LSTM(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.old_weight(self.old_spectral(self.orthogonal(self.weight(self.spectral(x)))))
+        return self.lstm(self.norms(x))[0]
+
+
+@on_ranks(2)
+def test_what_is_changed_in_forward_is_an_error() -> None:
+    """FD06: in place, replaced, given other data, frozen; named, and not where it is kept."""
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
         for change, words in (
             (_change_in_place, "changed in place"),
@@ -285,43 +298,15 @@ def _in_forward() -> None:
         model(batch())
 
 
-class Others(nn.Module):
-    """torch's own modules that write in forward: buffers, or what they keep of their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
-        self.weight = parametrizations.weight_norm(nn.Linear(5, 5))
-        self.orthogonal = parametrizations.orthogonal(nn.Linear(5, 5))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.old_spectral = nn.utils.spectral_norm(nn.Linear(5, 5))
-            self.old_weight = nn.utils.weight_norm(nn.Linear(5, 5))
-        self.norms = nn.Sequential(nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Dropout(0.1))
-        self.lstm = nn.LSTM(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.old_weight(self.old_spectral(self.orthogonal(self.weight(self.spectral(x)))))
-        return self.lstm(self.norms(x))[0]
-
-
-def _others() -> None:
+@on_ranks(2)
+def test_modules_that_write_buffers_in_forward_run() -> None:
+    """FD06: no false alarms."""
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True)):
         model = wrap(Others(), *mode, wrap_policy=None)
         for _ in range(2):
             step(model)
             with torch.no_grad():
                 model(batch())
-
-
-def test_what_is_changed_in_forward_is_an_error() -> None:
-    """FD06: in place, replaced, given other data, frozen; named, and not where it is kept."""
-    run_ranks(2, _in_forward)
-
-
-def test_modules_that_write_buffers_in_forward_run() -> None:
-    """FD06: no false alarms."""
-    run_ranks(2, _others)
 
 
 ENTRIES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
@@ -335,7 +320,33 @@ ENTRIES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
 }
 
 
-def _after_wrapping() -> None:
+@on_ranks(2)
+def test_a_whole_value_for_this_ranks_part_is_refused_with_the_way_to_write_it() -> None:
+    model = pair((FULL, True))[1]
+    linear = layer_of(model, 0).linear
+    linear.weight = nn.Parameter(torch.zeros(7, 4))
+    with pytest.raises(
+        RuntimeError, match=r"'linear.weight' .*write the whole inside FSDP.summon_full_params\(model\)"
+    ):
+        model(batch())
+
+
+def _rescaled_rows(use_orig_params: bool) -> None:
+    for module in (nn.Embedding(8, 3, max_norm=0.1), nn.EmbeddingBag(8, 3, max_norm=0.1)):
+        model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
+        with pytest.raises(RuntimeError, match=r"'weight' of .*max_norm=None, and rescale .* summon_full_params\(\)"):
+            model(torch.zeros(2, 1, dtype=torch.long))
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused_with_a_remedy_that_fits() -> None:
+    """A buffer, the remedy for other writes in a forward, is none for the weight of `nn.Embedding(max_norm=...)`."""
+    for use_orig_params in (False, True):
+        run_ranks(2, _rescaled_rows, use_orig_params)
+
+
+@on_ranks(2)
+def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
+    """FD07: right after wrapping, before any forward, and later; what does not fit is refused at every entry."""
     for mode, trained, how in itertools.product(MODES, (False, True), ("data", "replaced")):
         plain, model = pair(mode)
         if trained:
@@ -378,39 +389,35 @@ def _after_wrapping() -> None:
         ENTRIES["optimizer"](model)
 
 
-def _whole_value_for_a_part() -> None:
-    model = pair((FULL, True))[1]
-    linear = layer_of(model, 0).linear
-    linear.weight = nn.Parameter(torch.zeros(7, 4))
-    with pytest.raises(
-        RuntimeError, match=r"'linear.weight' .*write the whole inside FSDP.summon_full_params\(model\)"
-    ):
-        model(batch())
+class Returning(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.to(self.weight.dtype)) * self.weight.sum(), self.weight
 
 
-def test_a_whole_value_for_this_ranks_part_is_refused_with_the_way_to_write_it() -> None:
-    run_ranks(2, _whole_value_for_a_part)
+@on_ranks(2)
+def test_what_is_replaced_after_something_else_is_kept() -> None:
+    """Nothing registers again what rests in the modules where it rests already."""
+    for what, mixed in itertools.product(("summoned", "of another tree", "in an output"), (False, True)):
+        options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed and what != "in an output" else {}
+        inner = wrap(Returning(5, 5), FULL, True, **options)
+        outer: Any = wrap(nn.Sequential(inner), FULL, True) if what != "of another tree" else inner
+        x = batch()
+        if what == "summoned":
+            with summon(outer):
+                pass
+        else:
+            outer(x)
+        inner.module.bias = nn.Parameter(torch.full_like(inner.module.bias, 7.0))
+        if what == "of another tree":
+            outer = wrap(nn.Sequential(inner), FULL, True)
+        outer(x)
+        with summon(outer):
+            assert inner.module.bias.tolist() == [7.0] * 5, (what, mixed)
 
 
-def _rescaled_rows(use_orig_params: bool) -> None:
-    for module in (nn.Embedding(8, 3, max_norm=0.1), nn.EmbeddingBag(8, 3, max_norm=0.1)):
-        model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
-        with pytest.raises(RuntimeError, match=r"'weight' of .*max_norm=None, and rescale .* summon_full_params\(\)"):
-            model(torch.zeros(2, 1, dtype=torch.long))
-
-
-def test_an_embedding_that_rescales_its_rows_is_refused_with_a_remedy_that_fits() -> None:
-    """A buffer, the remedy for other writes in a forward, is none for the weight of `nn.Embedding(max_norm=...)`."""
-    for use_orig_params in (False, True):
-        run_ranks(2, _rescaled_rows, use_orig_params)
-
-
-def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
-    """FD07: right after wrapping, before any forward, and later; what does not fit is refused at every entry."""
-    run_ranks(2, _after_wrapping)
-
-
-def _while_shown() -> None:
+@on_ranks(2)
+def test_what_is_replaced_while_shown_is_kept() -> None:
+    """FD08: in `summon_full_params` and in `apply`; and what is frozen there."""
     for mode, how in itertools.product(MODES, ("summon", "apply")):
         plain, model = pair(mode)
         what = f"{how}, {describe(mode)}"
@@ -447,42 +454,9 @@ def _while_shown() -> None:
                 layer_of(model, 0).linear.weight.requires_grad_(True)
 
 
-class Returning(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x.to(self.weight.dtype)) * self.weight.sum(), self.weight
-
-
-def _after_something_else() -> None:
-    """What is assigned on a module that rests, before something gives its memory back once more."""
-    for what, mixed in itertools.product(("summoned", "of another tree", "in an output"), (False, True)):
-        options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed and what != "in an output" else {}
-        inner = wrap(Returning(5, 5), FULL, True, **options)
-        outer: Any = wrap(nn.Sequential(inner), FULL, True) if what != "of another tree" else inner
-        x = batch()
-        if what == "summoned":
-            with summon(outer):
-                pass
-        else:
-            outer(x)
-        inner.module.bias = nn.Parameter(torch.full_like(inner.module.bias, 7.0))
-        if what == "of another tree":
-            outer = wrap(nn.Sequential(inner), FULL, True)
-        outer(x)
-        with summon(outer):
-            assert inner.module.bias.tolist() == [7.0] * 5, (what, mixed)
-
-
-def test_what_is_replaced_after_something_else_is_kept() -> None:
-    """Nothing registers again what rests in the modules where it rests already."""
-    run_ranks(2, _after_something_else)
-
-
-def test_what_is_replaced_while_shown_is_kept() -> None:
-    """FD08: in `summon_full_params` and in `apply`; and what is frozen there."""
-    run_ranks(2, _while_shown)
-
-
-def _copied_alone() -> None:
+@on_ranks(2)
+def test_a_module_is_copied_with_its_unit_or_whole() -> None:
+    """FD14: `copy.deepcopy(model.module)`."""
     for mode in MODES:
         plain, model = pair(mode)
         step(plain), step(model)
@@ -511,12 +485,9 @@ def _copied_alone() -> None:
         assert_alike(copy.deepcopy(model), plain, describe(mode))
 
 
-def test_a_module_is_copied_with_its_unit_or_whole() -> None:
-    """FD14: `copy.deepcopy(model.module)`."""
-    run_ranks(2, _copied_alone)
-
-
-def _offloaded() -> None:
+@on_ranks(2)
+def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
+    """FD26: inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
     elsewhere = mock.patch("fsdp.runtime.full_params.is_device", lambda device: True)
     for use_orig_params in (True, False):
         plain, model = pair((FULL, use_orig_params))
@@ -541,12 +512,9 @@ def _offloaded() -> None:
         assert_alike(model, plain, f"{use_orig_params=}")
 
 
-def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
-    """FD26: inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
-    run_ranks(2, _offloaded)
-
-
-def _flat_summoned() -> None:
+@on_ranks(2)
+def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
+    """Gradients that are set there, and, for graphs of before, values."""
     for strategy in (FULL, GRAD_OP, NONE):
         plain, model = pair((strategy, False))
         for side in (plain, model):
@@ -567,12 +535,8 @@ def _flat_summoned() -> None:
             loss.backward()
 
 
-def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
-    """Gradients that are set there, and, for graphs of before, values."""
-    run_ranks(2, _flat_summoned)
-
-
-def _rank0_only() -> None:
+@on_ranks(2)
+def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
     _, model = pair((FULL, True))
     before = model.state_dict()
 
@@ -592,11 +556,9 @@ def _rank0_only() -> None:
         assert torch.equal(made["layers.0.linear.weight"], before["layers.0.linear.weight"] * 2)
 
 
-def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
-    run_ranks(2, _rank0_only)
-
-
-def _mocked_collectives() -> None:
+@on_ranks(2)
+def test_forwards_run_where_collectives_are_mocked() -> None:
+    """As tests do that count them: nothing compares what is gathered with the shards."""
     for strategy, use_orig_params in ((FULL, True), (GRAD_OP, False)):
         model = pair((strategy, use_orig_params))[1]
         with contextlib.ExitStack() as mocks:
@@ -606,11 +568,6 @@ def _mocked_collectives() -> None:
                 with torch.no_grad():
                     model(batch())
             assert mocked[0].called and mocked[1].called
-
-
-def test_forwards_run_where_collectives_are_mocked() -> None:
-    """As tests do that count them: nothing compares what is gathered with the shards."""
-    run_ranks(2, _mocked_collectives)
 
 
 def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
@@ -630,16 +587,15 @@ def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> 
                 model(batch())
 
 
-def _each_strategy_and_dtype() -> None:
+@on_ranks(2)
+def test_what_forward_writes_through_data_is_found_in_debug_mode() -> None:
     for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
         _data_written_in_forward(strategy, dtype)
 
 
-def test_what_forward_writes_through_data_is_found_in_debug_mode() -> None:
-    run_ranks(2, _each_strategy_and_dtype)
-
-
-def look_before_a_step() -> None:
+@on_ranks(2)
+def test_a_look_before_a_step_sees_what_was_done() -> None:
+    """If it does, the step follows it, as a forward would."""
     for use_orig_params in (False, True):
         model = wrap(nn.Linear(4, 3), FULL, use_orig_params, wrap_policy=None)
         model(torch.ones(2, 4)).sum().backward()
@@ -661,8 +617,3 @@ def look_before_a_step() -> None:
         assert not guard.is_unchanged, "replaced"
         module._parameters[name] = resting
         assert guard.is_unchanged
-
-
-def test_a_look_before_a_step_sees_what_was_done() -> None:
-    """If it does, the step follows it, as a forward would."""
-    run_ranks(2, look_before_a_step)
