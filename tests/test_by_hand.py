@@ -19,7 +19,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of
 from tests.test_full_params import (
@@ -33,10 +33,10 @@ from tests.test_full_params import (
     batch,
     build,
     error_of,
-    everywhere,
     gathered,
+    modes,
+    modes_of_two_ranks,
     net,
-    on_ranks,
     sgd,
     summon,
     train,
@@ -46,7 +46,11 @@ from tests.test_full_params import (
 # -- apply ---------------------------------------------------------------------------------------------------------
 
 
-def _applied(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_apply_sees_whole_parameters(mode: Mode) -> None:
+    """Before and after the first use, on the wrapper, a parent, and while shown."""
+
     def init(module: nn.Module) -> None:
         seen.append(type(module).__name__)
         with torch.no_grad():
@@ -80,11 +84,6 @@ def _applied(mode: Mode) -> None:
     torch.manual_seed(5)
     plain.module.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
     assert_bit_equal(full_parameters(model), plain.values())
-
-
-def test_apply_sees_whole_parameters() -> None:
-    """Before and after the first use, on the wrapper, a parent, and while shown."""
-    run_ranks(2, everywhere, _applied)
 
 
 # -- moved and cast --------------------------------------------------------------------------------------------------
@@ -134,17 +133,17 @@ def _cast(mode: Mode, cast: str, moment: str) -> None:
         assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
 
 
-def _casts(mode: Mode, cast: str) -> None:
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_casting(mode: Mode, cast: str) -> None:
+    """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
     _cast(mode, cast, MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)])  # by turns
 
 
-@pytest.mark.parametrize("cast", CASTS)
-def test_casting(cast: str) -> None:
-    """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
-    run_ranks(2, everywhere, _casts, cast)
-
-
-def _cast_in_parts(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_casting_in_parts_and_at_bad_times(mode: Mode) -> None:
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     train(model, optimizer, 0)
@@ -184,11 +183,11 @@ def _cast_in_parts(mode: Mode) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
-def test_casting_in_parts_and_at_bad_times() -> None:
-    run_ranks(2, everywhere, _cast_in_parts)
-
-
-def _cast_while_shown(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(False))
+@on_ranks(2)
+def test_moving_and_casting_what_is_shown(mode: Mode) -> None:
+    """Inside `summon_full_params` a model is moved and cast as a plain one; shards and their gradients stay, and with
+    `writeback` get the values, in the dtype that they have."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     train(model, optimizer, 0)
@@ -226,16 +225,17 @@ def _cast_while_shown(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def test_moving_and_casting_what_is_shown() -> None:
-    """Inside `summon_full_params` a model is moved and cast as a plain one; shards and their gradients stay, and with
-    `writeback` get the values, in the dtype that they have."""
-    run_ranks(2, everywhere, _cast_while_shown)
-
-
 # -- other methods -------------------------------------------------------------------------------------------------
 
 
-def _methods(mode: Mode) -> None:
+def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
+    if not torch.is_grad_enabled():
+        assert_at_rest(model, mode)
+
+
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_other_methods_run_gathered(mode: Mode) -> None:
     model, plain = build(mode), Plain()
     fsdp.register_forward_method(model, "generate")
     optimizer = sgd(model)
@@ -274,19 +274,13 @@ def _methods(mode: Mode) -> None:
     assert "generate" not in unwrapped.__dict__
 
 
-def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
-    if not torch.is_grad_enabled():
-        assert_at_rest(model, mode)
-
-
-def test_other_methods_run_gathered() -> None:
-    run_ranks(2, everywhere, _methods)
-
-
 # -- gathered by hand ------------------------------------------------------------------------------------------------
 
 
-def _by_hand(mode: Mode) -> None:
+@pytest.mark.parametrize(("world_size", "mode"), modes(True))
+@on_ranks("world_size")
+def test_gathered_by_hand(world_size: int, mode: Mode) -> None:
+    """The next forward uses it and gathers no more."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
@@ -334,13 +328,10 @@ def _by_hand(mode: Mode) -> None:
         assert error_of(model._unshard).startswith("AssertionError")
 
 
-@on_ranks
-def test_gathered_by_hand(world_size: int) -> None:
-    """The next forward uses it and gathers no more."""
-    run_ranks(world_size, everywhere, _by_hand)
-
-
-def _outlives_its_tree(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_a_unit_outlives_its_tree_in_the_middle_of_a_gather(mode: Mode) -> None:
+    """Whoever collects the tree waits for nobody, and the unit goes on alone."""
     model, plain = build(mode), net()
     inner, plain_inner = model.layers[1], plain.layers[1]
     optimizer, plain_optimizer = sgd(inner), sgd(plain_inner)
@@ -361,12 +352,9 @@ def _outlives_its_tree(mode: Mode) -> None:
         assert_at_rest(inner, mode)
 
 
-def test_a_unit_outlives_its_tree_in_the_middle_of_a_gather() -> None:
-    """Whoever collects the tree waits for nobody, and the unit goes on alone."""
-    run_ranks(2, everywhere, _outlives_its_tree)
-
-
-def _reset(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_reset_iter_state(mode: Mode) -> None:
     """After a failure, at any moment: what was under way is dropped, what was attached stays."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
@@ -396,7 +384,3 @@ def _reset(mode: Mode) -> None:
     train(model, optimizer, 1)
     plain.train(1)
     assert_bit_equal(full_parameters(model), plain.values())
-
-
-def test_reset_iter_state() -> None:
-    run_ranks(2, everywhere, _reset)

@@ -27,7 +27,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import handles_of
-from tests.test_ownership import Lacking, on_meta
+from tests.test_ownership import WithoutReset, on_meta
 from tests.test_wrapper import BAD, WIDTH, StandIn, batch, build, error_of, net
 
 MODES = [False, True]
@@ -72,7 +72,7 @@ def _nested_enable_wrap() -> None:
 
 
 def _lacking() -> None:
-    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(Lacking())))
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(WithoutReset())))
     try:
         FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     finally:
@@ -112,7 +112,7 @@ HERE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "device_id is cpu, but parameters lie on cuda:0",
     ),
-    "Y23": (_lacking, AttributeError, "no reset_parameters() to initialise them: 1.0 (Lacking)"),
+    "Y23": (_lacking, AttributeError, "no reset_parameters() to initialise them: 1.0 (WithoutReset)"),
 }
 
 

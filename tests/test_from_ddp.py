@@ -1,7 +1,4 @@
-"""What scripts for `DistributedDataParallel` do by habit, the sixteen traps: it works, or a message names the remedy.
-
-M1 to M16 are numbered as in the README's table, which has where each is tested.
-"""
+"""Habits of scripts for `DistributedDataParallel`: each works, or a message names the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from fsdp.comm.work import OutOfStep
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import clean_name
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, full_parameters
 
 
@@ -66,7 +63,8 @@ def optimizer_warnings(make: Callable[[], torch.optim.Optimizer], model: nn.Modu
     return warned(lambda: (optimizer.step(), optimizer.step()))
 
 
-def _m2_torchs_clipping() -> None:
+@on_ranks(2)
+def test_clip_grad_norm_of_torch_warns_of_shards() -> None:
     for options in ({}, {"use_orig_params": False}):
         model = build(**options)
         backward(model)
@@ -74,8 +72,8 @@ def _m2_torchs_clipping() -> None:
         forms: list[Any] = [model.parameters(), list(model.parameters()), filter(torch.is_tensor, model.parameters())]
         forms += [model.module.parameters(), optimizer.param_groups[0]["params"], next(model.parameters())]
         for params in forms:
-            (said,) = warned(functools.partial(_clip, params))
-            assert "Call clip_grad_norm_() of the outermost wrapped module" in said
+            (messages,) = warned(functools.partial(_clip, params))
+            assert "Call clip_grad_norm_() of the outermost wrapped module" in messages
     replicated, plain = build(sharding_strategy=ShardingStrategy.NO_SHARD), net()
     for model in (replicated, plain):
         backward(model)
@@ -92,20 +90,24 @@ def _clip_by_two_calls(model: nn.Module) -> None:
     clip_grads_with_norm_(model.parameters(), 0.01, norm)
 
 
-def _m2_the_norm_apart_from_the_clipping() -> None:
-    """torch's total norm of sharded gradients is warned of; of others, and clipping by a norm that is right, not."""
+@on_ranks(2)
+def test_get_total_norm_warns_of_shards() -> None:
+    """Unsharded gradients, and clipping by a correct norm, do not warn."""
     for flat in (False, True):
         model = build(use_orig_params=not flat)
         backward(model)
-        (said,) = warned(functools.partial(_clip_by_two_calls, model))
-        assert "get_total_norm was called on sharded gradients" in said and "Call clip_grad_norm_() of the out" in said
+        (messages,) = warned(functools.partial(_clip_by_two_calls, model))
+        assert (
+            "get_total_norm was called on sharded gradients" in messages
+            and "Call clip_grad_norm_() of the out" in messages
+        )
         assert not warned(functools.partial(clip_grads_with_norm_, model.parameters(), 0.01, torch.ones(())))
     for model in (build(sharding_strategy=ShardingStrategy.NO_SHARD), net()):
         backward(model)
         assert not warned(functools.partial(_clip_by_two_calls, model))
 
 
-class Normed(nn.Module):
+class BatchNormed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(dist.get_rank())
@@ -117,16 +119,20 @@ class Normed(nn.Module):
         return self.norm(self.inner(x) + self.offset)
 
 
-def _m7_broadcast_buffers() -> None:
-    """As under DDP, whose default it is: with accumulation, evaluation in between, two forwards before a backward."""
-    theirs = Normed()
-    ours = FullyShardedDataParallel(
-        Normed(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), sync_module_states=True, broadcast_buffers=True
+@on_ranks(2)
+def test_broadcast_buffers_equals_ddp() -> None:
+    """With accumulation, evaluation in between, and two forwards before a backward."""
+    reference = BatchNormed()
+    wrapped = FullyShardedDataParallel(
+        BatchNormed(),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        sync_module_states=True,
+        broadcast_buffers=True,
     )
-    ddp = DistributedDataParallel(theirs)
+    ddp = DistributedDataParallel(reference)
     rank = dist.get_rank()
     for step, mode in enumerate(["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]):
-        for model in (ours, ddp):
+        for model in (wrapped, ddp):
             x = batch(10 * step + rank)
             if mode == "no_grad":
                 with torch.no_grad():
@@ -141,14 +147,15 @@ def _m7_broadcast_buffers() -> None:
                 model.module.train()
             else:
                 model(x).sum().backward()
-        found = {clean_name(name): buffer for name, buffer in ours.named_buffers()}
-        assert_close(found, dict(theirs.named_buffers()))
+        found = {clean_name(name): buffer for name, buffer in wrapped.named_buffers()}
+        assert_close(found, dict(reference.named_buffers()))
     with pytest.raises(ValueError, match="broadcast_buffers must be the same"):
         inner = FullyShardedDataParallel(nn.Linear(1, 1), broadcast_buffers=True)
         FullyShardedDataParallel(nn.Sequential(inner))(torch.ones(1, 1))
 
 
-def _m8_m9_m15_names() -> None:
+@on_ranks(2)
+def test_names_of_ddp_raise_with_a_remedy() -> None:
     for name in ("join", "_set_static_graph", "find_unused_parameters", "reducer"):
         with pytest.raises(AttributeError, match=f"has no '{name}' as DistributedDataParallel has"):
             getattr(build(), name)
@@ -173,7 +180,8 @@ def _m8_m9_m15_names() -> None:
             build(device_id=1)
 
 
-def _m9_two_backwards() -> None:
+@on_ranks(2)
+def test_two_backwards_of_one_forward_accumulate() -> None:
     model, plain = build(), net()
     for module in (model, plain):
         out = module(batch()).square().mean()
@@ -182,8 +190,9 @@ def _m9_two_backwards() -> None:
     assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
 
 
-def _m15_require_backward_grad_sync() -> None:
-    """As nanoGPT accumulates: set before each forward."""
+@on_ranks(2)
+def test_require_backward_grad_sync_accumulates() -> None:
+    """Set before each forward, as nanoGPT accumulates."""
     model, plain = build(), net()
     rank = dist.get_rank()
     for micro in range(2):
@@ -195,44 +204,51 @@ def _m15_require_backward_grad_sync() -> None:
     assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def _m10_hooks_on_flat_parameters() -> None:
+@on_ranks(2)
+def test_hooks_on_flat_parameters_warn() -> None:
     module = net()
     module[0].weight.register_hook(lambda grad: None)  # type: ignore[index]
-    said = warned(lambda: FullyShardedDataParallel(module))
-    assert len(said) == 1 and "on '0.weight' of the Sequential unit" in said[0] and "use_orig_params=True" in said[0]
+    messages = warned(lambda: FullyShardedDataParallel(module))
+    assert (
+        len(messages) == 1
+        and "on '0.weight' of the Sequential unit" in messages[0]
+        and "use_orig_params=True" in messages[0]
+    )
     model = build(use_orig_params=False)
     next(model.parameters()).register_hook(lambda grad: None)
-    (told,) = optimizer_warnings(lambda: torch.optim.SGD(model.parameters()), model)
-    assert "on a flat parameter by register_hook() never fires" in told
+    (message,) = optimizer_warnings(lambda: torch.optim.SGD(model.parameters()), model)
+    assert "on a flat parameter by register_hook() never fires" in message
 
 
-def _m11_checkpoints() -> None:
-    theirs = net()
-    saved = DistributedDataParallel(theirs).state_dict()
+@on_ranks(2)
+def test_checkpoints_of_ddp_load_without_their_prefix() -> None:
+    reference = net()
+    saved = DistributedDataParallel(reference).state_dict()
     model = build()
     with pytest.raises(RuntimeError, match=r'(?s)Missing key.*begin with "module.".*consume_prefix_in_state_dict'):
         model.load_state_dict(saved)
     with pytest.raises(RuntimeError, match="Missing key") as error:
         model.load_state_dict({"other": torch.zeros(1)})
     assert "module" not in str(error.value)
-    nn.init.ones_(theirs[0].bias)  # type: ignore[index, arg-type]
-    saved = DistributedDataParallel(theirs).state_dict()
+    nn.init.ones_(reference[0].bias)  # type: ignore[index, arg-type]
+    saved = DistributedDataParallel(reference).state_dict()
     nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")
     model.load_state_dict(saved)
-    assert_close(full_parameters(model), dict(theirs.named_parameters()))
+    assert_close(full_parameters(model), dict(reference.named_parameters()))
 
 
 class OwnStep(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # such as keep what is rounded away
+    def step(self, closure: Any = None) -> Any:  # for example with compensation of rounding
         return super().step(closure)
 
 
-def _m13_trained_in_low_precision() -> None:
-    """Where torch's own optimizers round to it: not what is frozen, nor computed in it alone."""
+@on_ranks(2)
+def test_training_in_low_precision_warns() -> None:
+    """Only if torch's own optimizers round updates: frozen parameters and low compute precision do not warn."""
     low = torch.bfloat16
     frozen = net()
     frozen[0].to(low).requires_grad_(False)  # type: ignore[index]
@@ -243,30 +259,35 @@ def _m13_trained_in_low_precision() -> None:
             optimizer = make(model.parameters())
             for param in model.parameters():
                 param.grad = torch.zeros_like(param)
-            said = warned(lambda optimizer=optimizer: (optimizer.step(), optimizer.step()))
-            assert len(said) == count, said
-            if said:
-                all_, part = (1, 4)[not flat], (4096, 512)[dtype == low]
-                assert f"trains {all_} of {all_} parameters in {dtype}: an update of less than 1/{part} " in said[0]
-                assert f"model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={dtype})" in said[0]
+            messages = warned(lambda optimizer=optimizer: (optimizer.step(), optimizer.step()))
+            assert len(messages) == count, messages
+            if messages:
+                count, part = (1, 4)[not flat], (4096, 512)[dtype == low]
+                assert (
+                    f"trains {count} of {count} parameters in {dtype}: an update of less than 1/{part} " in messages[0]
+                )
+                assert (
+                    f"model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={dtype})" in messages[0]
+                )
         model = build(use_orig_params=not flat, mixed_precision=MixedPrecision(param_dtype=low))
         assert not optimizer_warnings(functools.partial(torch.optim.SGD, model.parameters()), model)
     adapters = FullyShardedDataParallel(frozen, use_orig_params=True)
     trained = [param for param in adapters.parameters() if param.requires_grad]
-    others = [nn.Parameter(torch.zeros(2, dtype=low))]
-    for param in trained + others:
+    unrelated = [nn.Parameter(torch.zeros(2, dtype=low))]
+    for param in trained + unrelated:
         param.grad = torch.zeros_like(param)
-    optimizer = torch.optim.SGD(trained + others)
-    assert all("no wrapped module owns" in words for words in warned(lambda: optimizer.step()))
+    optimizer = torch.optim.SGD(trained + unrelated)
+    assert all("no wrapped module owns" in message for message in warned(lambda: optimizer.step()))
 
 
-def _m16_optimizers_of_whole_parameters() -> None:
+@on_ranks(2)
+def test_optimizers_of_whole_parameters_warn_or_raise() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     for flat in (False, True):
         model = build(use_orig_params=not flat)
-        (said,) = optimizer_warnings(functools.partial(torch.optim.Adafactor, model.parameters()), model)
-        assert "Adafactor computes with the norms, shapes or products of whole parameters" in said
+        (messages,) = optimizer_warnings(functools.partial(torch.optim.Adafactor, model.parameters()), model)
+        assert "Adafactor computes with the norms, shapes or products of whole parameters" in messages
         own = build(use_orig_params=not flat, sharding_strategy=ShardingStrategy.NO_SHARD)
         assert not optimizer_warnings(functools.partial(torch.optim.Adafactor, own.parameters()), own)
     values = {name: param.clone() for name, param in model.named_parameters()}
@@ -277,26 +298,29 @@ def _m16_optimizers_of_whole_parameters() -> None:
     assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
 
 
-def _m16_pickled_optimizers() -> None:
-    """torch.save(optimizer) is warned of where it holds shards, but not a state dict, nor a copy with the model."""
+@on_ranks(2)
+def test_pickled_optimizers_with_shards_warn() -> None:
+    """State dicts, copies together with the model, and unsharded parameters do not warn."""
     for flat in (False, True):
         model = build(use_orig_params=not flat)
         whole = build(use_orig_params=not flat, sharding_strategy=ShardingStrategy.NO_SHARD)
         sharded, replicated = (torch.optim.SGD(each.parameters()) for each in (model, whole))
-        (said,) = warned(lambda sharded=sharded: torch.save(sharded, io.BytesIO()))
-        assert "SGD is pickled" in said and "Save FSDP.optim_state_dict(model, optimizer) instead" in said
+        (messages,) = warned(lambda sharded=sharded: torch.save(sharded, io.BytesIO()))
+        assert "SGD is pickled" in messages and "Save FSDP.optim_state_dict(model, optimizer) instead" in messages
         assert not warned(lambda sharded=sharded: torch.save(sharded.state_dict(), io.BytesIO()))
         assert not warned(lambda both=(model, sharded): copy.deepcopy(both))
         assert not warned(lambda replicated=replicated: torch.save(replicated, io.BytesIO()))
 
 
-def _m14_hooks_for_buckets() -> None:
+@on_ranks(2)
+def test_communication_hooks_for_ddp_buckets_are_refused() -> None:
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         with pytest.raises(TypeError, match=r"take buckets: .*torch.distributed.algorithms._comm_hooks.default_hooks"):
             build().register_comm_hook(None, hook)
 
 
-def _m16_groups_by_dimensions() -> None:
+@on_ranks(2)
+def test_parameter_groups_by_dimensions_warn_of_empty_groups() -> None:
     for flat in (False, True):
         model = build(use_orig_params=not flat)
 
@@ -304,41 +328,43 @@ def _m16_groups_by_dimensions() -> None:
             several = [[p for p in model.parameters() if (p.dim() >= 2) is wide] for wide in (True, False)]
             return torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(several, (0.1, 0.0))])
 
-        (said,) = optimizer_warnings(by_dimensions, model)
-        assert "parameter group 0 of AdamW, with weight_decay 0.1, is empty" in said
-        assert "fsdp.param_groups(model, weight_decay=...)" in said
+        (messages,) = optimizer_warnings(by_dimensions, model)
+        assert "parameter group 0 of AdamW, with weight_decay 0.1, is empty" in messages
+        assert "fsdp.param_groups(model, weight_decay=...)" in messages
         groups = [{"params": list(model.parameters())}, {"params": []}]
         assert not optimizer_warnings(lambda groups=groups: torch.optim.SGD(groups), model)  # type: ignore[misc]
 
 
-def _grad_scalers() -> None:
-    """Each warns once, and only of what is sharded."""
+@on_ranks(2)
+def test_grad_scaler_of_torch_warns_once_of_shards() -> None:
     for scaler, count in ((torch.amp.GradScaler("cpu"), 1), (ShardedGradScaler("cpu"), 0)):
         for options in ({}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
             model = build(**options)
             optimizer = torch.optim.SGD(model.parameters())
-            said: list[str] = []
+            messages: list[str] = []
             for _ in range(2):
                 scaler.scale(model(batch()).sum()).backward()
-                said += warned(functools.partial(_step, scaler, optimizer))
+                messages += warned(functools.partial(_step, scaler, optimizer))
                 scaler.update()
-            assert len(said) == (0 if options else count), said
-            assert all("Use fsdp.sharded_grad_scaler.ShardedGradScaler" in each for each in said)
+            assert len(messages) == (0 if options else count), messages
+            assert all("Use fsdp.sharded_grad_scaler.ShardedGradScaler" in each for each in messages)
 
 
 def _step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
 
 
-def _ddp_inside() -> None:
-    """A DDP module cannot be wrapped, whole or as a part; an ignored one is left alone."""
+@on_ranks(2)
+def test_wrapping_a_ddp_module_is_refused() -> None:
+    """Whole or as a submodule; an ignored DDP module is left alone."""
     for module in (DistributedDataParallel(net()), nn.Sequential(DistributedDataParallel(net()))):
         with pytest.raises(ValueError, match=r"is a DistributedDataParallel, .*FullyShardedDataParallel\(ddp.module\)"):
             FullyShardedDataParallel(module)
     FullyShardedDataParallel(nn.Sequential(module[0], nn.Linear(2, 2)), ignored_modules=[module[0]])  # type: ignore[index]
 
 
-def _ddp_around() -> None:
+@on_ranks(2)
+def test_ddp_around_a_wrapped_module_is_refused() -> None:
     for flat in (True, False):
         with pytest.raises(TypeError, match=r"reduced already, .* use the module as it is"):
             DistributedDataParallel(build(use_orig_params=not flat))
@@ -347,7 +373,7 @@ def _ddp_around() -> None:
 
 
 def _differing(**options: Any) -> Any:
-    """Wrapped with other values on each rank, but for those of what is ignored or comes from rank 0."""
+    """Wrap a model with other values on each rank, except in ignored modules or with values from rank 0."""
     torch.manual_seed(10 + dist.get_rank())
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     return FullyShardedDataParallel(module, **{"use_orig_params": True, **options})
@@ -357,7 +383,7 @@ def _wrapped_empty() -> Any:
     def empty(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
         for param in module.parameters(recurse=False):
-            nn.init.uniform_(param)  # as each rank has its own
+            nn.init.uniform_(param)  # each rank draws other values
 
     torch.manual_seed(10 + dist.get_rank())
     with torch.device("meta"):
@@ -385,7 +411,7 @@ def _write_summoned(model: Any) -> None:
 
 
 def _write_data(model: Any) -> None:
-    """As nothing but the values tells; and on one rank alone."""
+    """Zero the parameters through `.data` on rank 1 only."""
     if dist.get_rank() == 1:
         for param in model.parameters():
             param.data.zero_()
@@ -397,16 +423,16 @@ def _read(model: Any) -> None:
         pass
 
 
-def _m12_initial_values() -> None:
-    """Rank 0 is told in the first pass, once, unless what was given does not count: other values came since, or one
-    rank's were given to all."""
+@on_ranks(2)
+def test_different_initial_values_warn_once_on_rank_0() -> None:
+    """In the first pass. Values that were replaced since, or broadcast from one rank, do not warn."""
     rank, replicated = dist.get_rank(), {"sharding_strategy": ShardingStrategy.NO_SHARD}
     for options in ({}, {"use_orig_params": False}, replicated, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
         model = _differing(**options)
         _read(model)
-        said = [*warned(lambda model=model: backward(model)), *warned(lambda model=model: backward(model))]
-        assert len(said) == (rank == 0), said
-        for text in said:
+        messages = [*warned(lambda model=model: backward(model)), *warned(lambda model=model: backward(model))]
+        assert len(messages) == (rank == 0), messages
+        for text in messages:
             assert "when it was wrapped, '" in text and "weight' of " in text, text
             assert "on rank 1 was not what it was on rank 0, nor were 3 others" in text
             assert "Pass sync_module_states=True" in text
@@ -424,15 +450,15 @@ def _m12_initial_values() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "The ranks began with different values", UserWarning)
         for _ in range(3):
-            with contextlib.suppress(UserWarning, OutOfStep):  # rank 0 gives up, as told; the other is told of that
+            with contextlib.suppress(UserWarning, OutOfStep):  # rank 0 raises the warning; rank 1 learns of it
                 backward(model)
                 break
         else:
-            raise AssertionError("the ranks do not go on")
+            raise AssertionError("training did not resume after the error")
 
 
 def _replicas_differ() -> list[str]:
-    """Those of one replica have other values than those of another one, and are alike among themselves."""
+    """Train replicas of different values, each of which agrees within itself."""
     mesh = init_device_mesh("cpu", (2, 2))
     torch.manual_seed(mesh.get_coordinate()[0])
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -443,19 +469,7 @@ def _replicas_differ() -> list[str]:
 
 
 def test_replicas_that_began_with_different_values() -> None:
-    (first,), (second,), *others = run_ranks(4, _replicas_differ)
-    assert "on rank 2 was not what it was on rank 0" in first and "on rank 3 was not" in second and others == [[], []]
-
-
-def _all() -> None:
-    for name, check in list(globals().items()):
-        if name.startswith(("_m", "_grad_", "_ddp_")) and callable(check):
-            try:
-                check()
-            except Exception as error:
-                raise AssertionError(f"{name}: {error}") from error
-
-
-def test_the_traps() -> None:
-    """M2, M7, M8, M9, M10, M11, M12, M13, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
-    run_ranks(2, _all)
+    (first,), (second,), *unrelated = run_ranks(4, _replicas_differ)
+    assert (
+        "on rank 2 was not what it was on rank 0" in first and "on rank 3 was not" in second and unrelated == [[], []]
+    )

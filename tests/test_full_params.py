@@ -1,6 +1,6 @@
-"""Parameters shown whole: what users see meanwhile, and that training goes on as if nothing had happened.
+"""`summon_full_params` and `full_params`: values, names, write-back, errors, and training afterwards.
 
-Most checks run on ranks of one pool over every mode at once; what they compare with is the same steps of a plain model.
+The reference is a plain model that takes the same steps on the batches of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp.api import TrainingState
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -37,7 +37,6 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 )
 WIDTH = 5
 summon = FullyShardedDataParallel.summon_full_params
-is_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="known of this version of torch")
 
 
 class Mode(NamedTuple):
@@ -49,8 +48,7 @@ MODES = [Mode(s, uop) for s in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for uop in 
 
 
 class Net(nn.Module):
-    """Three units of one layer, and a root with parameters of its own: a frozen one among them, one that lies
-    transposed in memory, one that is not used; and a buffer."""
+    """Three units of one layer. The root owns a frozen, a transposed and an unused parameter, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,6 +76,8 @@ def net() -> Net:
 
 
 def build(mode: Mode, module: nn.Module | None = None, **options: Any) -> Any:
+    if dist.get_world_size() > 2:  # the plain model's bits need sums in rank order, which an all-reduce does not have
+        os.environ["FSDP_COLLECTIVES"] = "direct"
     options = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
     return wrap(net() if module is None else module, mode.strategy, mode.use_orig_params, **options)
 
@@ -88,7 +88,7 @@ def batch(step: int, rank: int | None = None) -> Tensor:
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """With powers of two, so that a step gives the same bits on a flat vector as on each parameter, fused or not."""
+    """Return SGD with powers of two: a step has the same bits on a flat vector as on each parameter, fused or not."""
     return torch.optim.SGD(module.parameters(), lr=0.125, momentum=0.5)
 
 
@@ -136,7 +136,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """The part of `whole` that this rank owns, by name, as its elements lie in memory."""
+    """Return this rank's part of `whole` by name, in memory order."""
     found = {}
     for unit in shard_info(model):
         for bucket in unit.buckets:
@@ -150,7 +150,7 @@ def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tenso
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The type and the words of what `function` raises; warnings do not count."""
+    """Return type and message of the exception that `function` raises; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -166,7 +166,7 @@ def enter(*args: Any, **kwargs: Any) -> None:
 
 
 def assert_at_rest(model: nn.Module, mode: Mode) -> None:
-    """Shards are registered, and nothing is gathered or running."""
+    """Assert that shards are registered and no unit is unsharded or running."""
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         assert unit.training_state is TrainingState.IDLE
         if unit.sharding_strategy is not NO_SHARD:
@@ -182,10 +182,31 @@ def assert_at_rest(model: nn.Module, mode: Mode) -> None:
                 assert param.numel() == 0 or param.untyped_storage().data_ptr() == storage
 
 
-# -- what is shown -------------------------------------------------------------------------------------------------
+# -- values and names -----------------------------------------------------------------------------------------------
 
 
-def _shown(mode: Mode) -> None:
+def gathered(log: CollectiveLog) -> int:
+    """Count the collectives that gathered a bucket."""
+    return sum((record.label or "").startswith("gather ") for record in log.records)
+
+
+def modes(turn: bool) -> list[tuple[int, Mode]]:
+    """Return world sizes with modes: full sharding on two ranks has both values of `use_orig_params`.
+
+    One rank shards nothing, and three ranks differ in how parameters are cut: one mode each is enough.
+    """
+    two = [Mode(FULL_SHARD, False), Mode(FULL_SHARD, True), Mode(SHARD_GRAD_OP, turn), Mode(NO_SHARD, not turn)]
+    return [(1, Mode(FULL_SHARD, not turn)), *((2, mode) for mode in two), (3, Mode(FULL_SHARD, turn))]
+
+
+def modes_of_two_ranks(turn: bool) -> list[Mode]:
+    return [mode for world_size, mode in modes(turn) if world_size == 2]
+
+
+@pytest.mark.parametrize(("world_size", "mode"), modes(True))
+@on_ranks("world_size")
+def test_summon_shows_full_parameters_and_restores_shards(world_size: int, mode: Mode) -> None:
+    """Between steps, for a wrapped model and for a parent module; gradients are hidden with flat parameters."""
     plain, module = Plain(), net()
     module.layers[1] = checkpoint_wrapper(module.layers[1])
     originals = list(module.parameters())
@@ -220,41 +241,10 @@ def _shown(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def gathered(log: CollectiveLog) -> int:
-    """How many collectives gathered a bucket."""
-    return sum((record.label or "").startswith("gather ") for record in log.records)
-
-
-def everywhere(check: Callable[..., None], *args: Any) -> None:
-    """Run a check in each mode, and say in which it failed.
-
-    With three ranks the plain model's bits need sums in rank order: a direct exchange has it, an all-reduce has not.
-    There FULL_SHARD is enough: what is special about three is how parameters are cut. On one rank nothing is sharded.
-    Full sharding on two ranks has both modes. All else has one, which differs from check to check.
-    """
-    if dist.get_world_size() > 2:
-        os.environ["FSDP_COLLECTIVES"] = "direct"
-    turn = len(check.__name__) % 2 == 0
-    chosen = [Mode(FULL_SHARD, turn if dist.get_world_size() > 2 else not turn)]
-    if dist.get_world_size() == 2:
-        chosen += [Mode(FULL_SHARD, turn), Mode(SHARD_GRAD_OP, turn), Mode(NO_SHARD, not turn)]
-    for mode in filter(chosen.__contains__, MODES):
-        try:
-            check(mode, *args)
-        except Exception as error:
-            raise AssertionError(f"{mode.strategy}, use_orig_params={mode.use_orig_params}: {error}") from error
-
-
-on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
-
-
-@on_ranks
-def test_parameters_are_shown_whole(world_size: int) -> None:
-    """Between steps, of a wrapped model and of a module it is in, with gradients out of sight."""
-    run_ranks(world_size, everywhere, _shown)
-
-
-def _names(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_summoned_parameters_have_clean_names(mode: Mode) -> None:
+    """Only names of the summoned units are clean; parents and inner units keep the wrapper's prefix."""
     module = net()
     module.layers[0].register_buffer("note", torch.ones(1))
     inner_first, buffers = list(dict(module.named_parameters())), list(dict(module.named_buffers()))
@@ -268,20 +258,17 @@ def _names(mode: Mode) -> None:
         assert wrapped <= {name for name, _ in parent.named_parameters()}
         assert "layers.0._fsdp_wrapped_module.weight" in dict(model.module.named_parameters())
         assert "weight" in dict(model.layers[0].named_parameters())
-    with summon(model, recurse=False):  # only what the instance itself owns has its name
+    with summon(model, recurse=False):  # names of this unit's own parameters are clean
         names = {name for name, _ in model.named_parameters()}
         assert {"gain", "never", "shift"} <= names
     assert all("_fsdp_wrapped_module." in name for name, _ in model.named_parameters())
     assert "_fsdp_wrapped_module.scale" in dict(model.named_buffers())
 
 
-def test_names_are_clean_while_shown() -> None:
-    """Of the instances that are shown, and of nothing around or inside them."""
-    run_ranks(1, everywhere, _names)
-    run_ranks(2, everywhere, _names)
-
-
-def _partly(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(False))
+@on_ranks(2)
+def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> None:
+    """`recurse=False` shows one unit. A unit that is summoned already, or in a forward or backward, is refused."""
     model, plain = build(mode), Plain()
     expected = plain.values()
     sharded = mode.strategy is not NO_SHARD
@@ -295,11 +282,11 @@ def _partly(mode: Mode) -> None:
             assert torch.equal(layer.weight, expected["layers.0.weight"])
         assert_bit_equal({"gain": model.gain}, {"gain": expected["gain"]})
         for unit in (model, layer):
-            words = error_of(enter, model if unit is model else nn.Sequential(model))
-            assert words.startswith("AssertionError") and "Cannot manually unshard parameters" in words, words
-    with summon(nn.Sequential(model), recurse=False):  # is no instance itself
+            message = error_of(enter, model if unit is model else nn.Sequential(model))
+            assert message.startswith("AssertionError") and "Cannot manually unshard parameters" in message, message
+    with summon(nn.Sequential(model), recurse=False):  # the parent is not a unit
         assert model.training_state is TrainingState.IDLE
-    with summon(model.layers):  # in no unit of its own
+    with summon(model.layers):  # a container between units
         assert torch.equal(model.layers[1].weight, expected["layers.1.weight"])
         assert model.training_state is TrainingState.IDLE
     assert_at_rest(model, mode)
@@ -320,12 +307,9 @@ def _partly(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def test_instances_are_shown_one_by_one_and_once() -> None:
-    """Recurse=False, one inside the other, and never the same twice or during a forward."""
-    run_ranks(2, everywhere, _partly)
-
-
-def _between(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_summon_between_forward_and_backward(mode: Mode) -> None:
     """Between a forward and its backward."""
     model, plain = build(mode), Plain()
     loss = model(batch(0)).square().mean()
@@ -340,14 +324,12 @@ def _between(mode: Mode) -> None:
     assert_at_rest(model, mode)
 
 
-def test_shown_between_forward_and_backward() -> None:
-    run_ranks(2, everywhere, _between)
+# -- write-back -----------------------------------------------------------------------------------------------------
 
 
-# -- what is changed meanwhile ---------------------------------------------------------------------------------------
-
-
-def _written(mode: Mode) -> None:
+@pytest.mark.parametrize(("world_size", "mode"), modes(True))
+@on_ranks("world_size")
+def test_writeback(world_size: int, mode: Mode) -> None:
     rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
     model = build(mode)
     optimizer = sgd(model)
@@ -360,7 +342,7 @@ def _written(mode: Mode) -> None:
                 if index % 2:
                     param.add_(by)
                 else:
-                    param.data = param.data + by  # a tensor in the place of the one that was shown
+                    param.data = param.data + by  # replaces the summoned tensor
 
     with summon(model):
         change(model, 1)
@@ -371,7 +353,7 @@ def _written(mode: Mode) -> None:
     with summon(model, writeback=False):
         change(model, 1)
         assert torch.equal(model.gain, before["gain"] + 1 + 1)
-    for name, value in full_parameters(model).items():  # not sharded, what is shown is the parameter itself
+    for name, value in full_parameters(model).items():  # without sharding the summoned tensor is the parameter
         assert torch.equal(value, before[name] + 1 if sharded else before[name] + 1 + 1), f"writeback=False: {name}"
 
     with summon(model), torch.no_grad():  # each rank's own part is kept, and nothing is exchanged
@@ -394,7 +376,7 @@ def _written(mode: Mode) -> None:
                     gap = bucket.flat_param[max(gap_start - start, 0) : max(min(gap_end, end) - start, 0)]
                     assert not gap.any(), "padding has to stay zero"
 
-    # The next step begins from what was written.
+    # The next step starts from the written values.
     plain = Plain()
     with summon(model), torch.no_grad():
         for ours, theirs in zip(model.parameters(), plain.module.parameters(), strict=True):
@@ -406,16 +388,14 @@ def _written(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values(), "trained afterwards")
 
 
-@on_ranks
-def test_writing_back(world_size: int) -> None:
-    run_ranks(world_size, everywhere, _written)
-
-
 class Problem(Exception):
     pass
 
 
-def _raising(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_errors_before_and_inside_summon(mode: Mode) -> None:
+    """After an error all units are resharded, and values written before the error are kept."""
     model, plain = build(mode), Plain()
     try:
         with summon(model):
@@ -433,8 +413,8 @@ def _raising(mode: Mode) -> None:
         with summon(model):
             model.gain.data = torch.ones(WIDTH + 1)
 
-    words = error_of(put_another_shape)
-    assert words.startswith("RuntimeError: Cannot writeback") and str((WIDTH + 1,)) in words, words
+    message = error_of(put_another_shape)
+    assert message.startswith("RuntimeError: Cannot writeback") and str((WIDTH + 1,)) in message, message
     assert_at_rest(model, mode)
     assert "no error" in error_of(enter, model)
 
@@ -442,15 +422,15 @@ def _raising(mode: Mode) -> None:
         ({"with_grads": True, "offload_to_cpu": True}, "NotImplementedError"),
         ({"rank0_only": True}, "NotImplementedError"),
     ]:
-        words = error_of(enter, model, **options)
-        assert words.startswith(kind) and "is not supported" in words, words
+        message = error_of(enter, model, **options)
+        assert message.startswith(kind) and "is not supported" in message, message
     not_for_flat = error_of(enter, model, with_grads=True)
     assert ("is not supported" in not_for_flat) is not mode.use_orig_params
     offload = error_of(enter, model, offload_to_cpu=True)
     assert ("is not supported" in offload) is (mode.strategy is NO_SHARD)
     assert_at_rest(model, mode)
 
-    # A forward that fails inside leaves it shown, one outside afterwards runs.
+    # After a failed forward the model stays summoned, and later forwards run.
     def fail(*args: Any) -> None:
         raise Problem
 
@@ -467,15 +447,13 @@ def _raising(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def test_errors_inside_and_before() -> None:
-    """Nothing stays shown; what was written until then is kept."""
-    run_ranks(2, everywhere, _raising)
-
-
 # -- on rank 0, on the CPU, with gradients ---------------------------------------------------------------------------
 
 
-def _rank0(mode: Mode) -> None:
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_rank0_only(mode: Mode) -> None:
+    """The remaining ranks keep shards, and a forward is refused on every rank."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     sharded = mode.strategy is not NO_SHARD
@@ -492,15 +470,10 @@ def _rank0(mode: Mode) -> None:
                 else:
                     assert all(a is b for a, b in zip(model.parameters(), resting, strict=True))
                     assert all(p.dim() == 1 for p in model.parameters())
-                words = error_of(model, batch(0))
-                assert words.startswith("RuntimeError") and "rank0_only" in words, words
+                message = error_of(model, batch(0))
+                assert message.startswith("RuntimeError") and "rank0_only" in message, message
             assert_at_rest(model, mode)
     assert_bit_equal(full_parameters(model), plain.values())
-
-
-def test_on_rank_0_only() -> None:
-    """The others see shards, and no rank can run a forward meanwhile."""
-    run_ranks(2, everywhere, _rank0)
 
 
 def _offloaded(mode: Mode) -> list[str]:
@@ -521,24 +494,26 @@ def _offloaded(mode: Mode) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-def test_offloaded_where_the_parameters_are_on_the_cpu() -> None:
-    """The same memory serves; torch gives it back while it is shown, and aborts."""
+def test_offload_of_parameters_on_the_cpu_shares_their_memory() -> None:
+    """torch frees this memory inside the context and aborts."""
     for use_orig_params in (False, True):
-        for (words,) in run_ranks(2, _offloaded, Mode(FULL_SHARD, use_orig_params)):
-            assert "rank0_only" in words
+        for (message,) in run_ranks(2, _offloaded, Mode(FULL_SHARD, use_orig_params)):
+            assert "rank0_only" in message
 
 
-def _with_grads(mode: Mode) -> None:
-    if mode == Mode(FULL_SHARD, False) and dist.get_world_size() == 2:
-        return
-    mode = mode._replace(use_orig_params=True)  # only there gradients are shown
+@pytest.mark.parametrize(("world_size", "mode"), modes(False))
+@on_ranks("world_size")
+def test_with_grads_shows_and_writes_back_gradients(world_size: int, mode: Mode) -> None:
+    """Gradients have full shapes, with zeros from ranks without one. They are written back when replaced or dropped,
+    too."""
+    mode = mode._replace(use_orig_params=True)  # flat parameters show no gradients
     rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
     model, plain = build(mode), Plain()
     backward(model, 0)
     plain.backward(0)
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in plain.module.named_parameters()}
     if rank == 0:
-        model.layers[1].weight.grad = None  # one rank has none of what it owns: zeros
+        model.layers[1].weight.grad = None  # this rank's part has no gradient: zeros
     elif model.layers[1].weight.grad is not None and not sharded:
         model.layers[1].weight.grad = None
     before = {name: p.grad for name, p in model.named_parameters()}
@@ -559,8 +534,8 @@ def _with_grads(mode: Mode) -> None:
                 param.grad.mul_(2)
         model.never.grad = None
         model.layers[0].bias.grad = torch.full((WIDTH,), 3.0)
-        words = error_of(backward, model, 1)
-        assert words.startswith("RuntimeError: a backward of the root unit inside summon_full_params"), words
+        message = error_of(backward, model, 1)
+        assert message.startswith("RuntimeError: a backward of the root unit inside summon_full_params"), message
     assert model.never.grad is None
     now = {clean_name(name): p.grad for name, p in model.named_parameters()}
     for name, part in pieces(model, grads).items():
@@ -580,18 +555,14 @@ def _with_grads(mode: Mode) -> None:
                 param.grad.zero_()
     for name, param in model.named_parameters():
         assert param.grad is before[name], name
-        if kept[name] is not None:  # what is not sharded is live
+        if kept[name] is not None:  # unsharded gradients are shown in place
             assert torch.equal(param.grad, kept[name] if sharded else torch.zeros_like(kept[name])), name
 
 
-@on_ranks
-def test_with_gradients(world_size: int) -> None:
-    """In full shape, zeros from ranks without one, written back in place or replaced or dropped."""
-    run_ranks(world_size, everywhere, _with_grads)
-
-
-def _accumulating(mode: Mode) -> None:
-    """Unsharded gradients of `no_sync` are neither lost nor in the way."""
+@pytest.mark.parametrize("mode", modes_of_two_ranks(False))
+@on_ranks(2)
+def test_unsharded_gradients_survive_summon(mode: Mode) -> None:
+    """Gradients of `no_sync` are kept by `summon_full_params`, `apply` and `full_params`."""
     for use in (enter, lambda m: m.apply(lambda module: None), lambda m: list(fsdp.full_params(m))):
         model, plain = build(mode), Plain()
         with model.no_sync():
@@ -600,8 +571,8 @@ def _accumulating(mode: Mode) -> None:
         use(model)
         assert all(p.grad is before[name] for name, p in model.named_parameters())
         if mode.use_orig_params and mode.strategy is not NO_SHARD:
-            words = error_of(enter, model, with_grads=True)
-            assert words.startswith("RuntimeError") and "no_sync" in words, words
+            message = error_of(enter, model, with_grads=True)
+            assert message.startswith("RuntimeError") and "no_sync" in message, message
         backward(model, 1)
         totals: dict[str, Tensor | None] = {}
         for rank in range(dist.get_world_size()):
@@ -617,15 +588,13 @@ def _accumulating(mode: Mode) -> None:
         assert_bit_equal(full_gradients(model), expected)
 
 
-def test_shown_during_accumulation() -> None:
-    run_ranks(2, everywhere, _accumulating)
-
-
 # -- forward and backward inside -------------------------------------------------------------------------------------
 
 
-def _forward_inside(mode: Mode) -> None:
-    """With what is shown, as it is at that moment; nothing is gathered for it."""
+@pytest.mark.parametrize(("world_size", "mode"), modes(False))
+@on_ranks("world_size")
+def test_forward_inside_summon_gathers_nothing(world_size: int, mode: Mode) -> None:
+    """A forward inside uses the summoned values as they are at that moment."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     for step in range(3):
@@ -650,24 +619,21 @@ def _forward_inside(mode: Mode) -> None:
     assert_at_rest(model, mode)
 
 
-@on_ranks
-def test_forward_inside(world_size: int) -> None:
-    run_ranks(world_size, everywhere, _forward_inside)
-
-
-def _backward_inside(mode: Mode) -> None:
-    """Whether the forward ran inside or outside, and whether the parameters are still shown; training goes on."""
+@pytest.mark.parametrize(("world_size", "mode"), modes(True))
+@on_ranks("world_size")
+def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
+    """Gradients would not be reduced, wherever the forward ran. Training goes on afterwards."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
-    words = "RuntimeError: a backward of the root unit inside summon_full_params, or of a forward inside"
+    message = "RuntimeError: a backward of the root unit inside summon_full_params, or of a forward inside"
     with summon(model):
-        assert error_of(backward, model, 0).startswith(words)
+        assert error_of(backward, model, 0).startswith(message)
         assert_bit_equal(values(model), plain.values())
         loss = model(batch(0)).square().mean()
-    assert error_of(loss.backward).startswith(words)
+    assert error_of(loss.backward).startswith(message)
     loss = model(batch(0)).square().mean()
     with summon(model):
-        assert error_of(loss.backward).startswith(words)
+        assert error_of(loss.backward).startswith(message)
     assert all(param.grad is None for param in model.parameters())
     assert_at_rest(model, mode)
     for step in range(2):
@@ -676,14 +642,8 @@ def _backward_inside(mode: Mode) -> None:
         assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
 
 
-@on_ranks
-def test_a_backward_inside_is_refused(world_size: int) -> None:
-    """Its gradients would not be reduced."""
-    run_ranks(world_size, everywhere, _backward_inside)
-
-
-def _frozen_flat() -> None:
-    """With flat parameters, `requires_grad` of the flat one is that of all it stands for."""
+@on_ranks(2)
+def test_summoned_parameters_have_requires_grad_of_the_flat_parameter() -> None:
     model = build(Mode(FULL_SHARD, False))
     layer = model.layers[0]
     for wanted in (False, True):
@@ -697,14 +657,12 @@ def _frozen_flat() -> None:
             model.zero_grad()
 
 
-def test_shown_parameters_follow_the_flat_one() -> None:
-    run_ranks(2, _frozen_flat)
-
-
 # -- unit by unit ----------------------------------------------------------------------------------------------------
 
 
-def _loop(mode: Mode) -> None:
+@pytest.mark.parametrize(("world_size", "mode"), modes(False))
+@on_ranks("world_size")
+def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> None:
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     train(model, optimizer, 0)
@@ -720,7 +678,7 @@ def _loop(mode: Mode) -> None:
         assert len(running) == 1
         if mode.strategy is not NO_SHARD and dist.get_world_size() > 1:
             with torch.no_grad():
-                param.zero_()  # is not kept
+                param.zero_()  # not written back
     assert_bit_equal(shown, expected)
     assert_at_rest(model, mode)
     for name, param in fsdp.full_params(model, writeback=True):
@@ -739,16 +697,11 @@ def _loop(mode: Mode) -> None:
     assert list(fsdp.full_params(nn.Linear(2, 2))) == []
 
 
-@on_ranks
-def test_full_parameters_unit_by_unit(world_size: int) -> None:
-    run_ranks(world_size, everywhere, _loop)
-
-
 COUNT, BIG = 6, 511
 
 
 def _settled(meter: Meter, base: int, bound: int) -> int:
-    """Bytes beyond `base`, once the backend's threads have let go of what is over."""
+    """Return the bytes beyond `base` once threads of the backend have released finished buffers."""
     patience = 200
     while meter.live() - base > bound and patience:
         patience -= 1
@@ -777,8 +730,8 @@ def _loop_memory(use_orig_params: bool) -> list[int]:
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_unit_by_unit_holds_one_unit(use_orig_params: bool) -> None:
-    """Beside the shards; `summon_full_params` holds the model."""
+def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:
+    """Beside the shards; `summon_full_params` holds the whole model."""
     unit = (BIG + 1) * BIG * 4
     expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
     for found in run_ranks(2, _loop_memory, use_orig_params):

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`: every rank skips the same steps and has the same scale, whoever saw the infinity."""
+"""`ShardedGradScaler`: all ranks skip the same steps and have the same scale, wherever an infinity occurs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch, sgd
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -33,8 +33,8 @@ CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=8)
 
 
-class Alone:
-    """A stand-in for a group of one rank: nothing but its rank and size is there."""
+class SingleRankGroup:
+    """A stand-in for a group of one rank, with rank and size only."""
 
     def rank(self) -> int:
         return 0
@@ -43,8 +43,8 @@ class Alone:
         return 1
 
 
-def alone(**options: Any) -> ShardedGradScaler:
-    return ShardedGradScaler(device="cpu", process_group=Alone(), **options)
+def single_rank_scaler(**options: Any) -> ShardedGradScaler:
+    return ShardedGradScaler(device="cpu", process_group=SingleRankGroup(), **options)
 
 
 def param_with(grad: Tensor) -> nn.Parameter:
@@ -61,8 +61,8 @@ def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
 # -- one process -----------------------------------------------------------------------------------------------------
 
 
-def test_signature() -> None:
-    """V: names, order and defaults of torch's."""
+def test_signature_equals_torchs() -> None:
+    """Names, order and defaults."""
     ours, theirs = inspect.signature(ShardedGradScaler), inspect.signature(TorchScaler)
     assert list(ours.parameters) == list(theirs.parameters)
     for name, parameter in theirs.parameters.items():
@@ -72,7 +72,7 @@ def test_signature() -> None:
 
 
 def test_scale_keeps_dtypes_and_nests() -> None:
-    scaler = alone(init_scale=4.0)
+    scaler = single_rank_scaler(init_scale=4.0)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for loss in (torch.tensor(1.5, dtype=dtype), torch.ones(3, dtype=dtype)):
             scaled = scaler.scale(loss)
@@ -89,8 +89,8 @@ def test_scale_keeps_dtypes_and_nests() -> None:
         scaler.scale(torch.empty(1, device="meta"))
 
 
-def test_disabled_passes_everything_through() -> None:
-    """V5; where there is no CUDA the default device disables it, with torch's warning."""
+def test_disabled_scaler_changes_nothing() -> None:
+    """Without CUDA the default device disables the scaler with torch's warning."""
     scalers = [ShardedGradScaler(device="cpu", enabled=False)]
     if not torch.cuda.is_available():
         with pytest.warns(UserWarning, match="CUDA is not available"):
@@ -106,30 +106,29 @@ def test_disabled_passes_everything_through() -> None:
         assert param.item() == -2.0 and scaler.state_dict() == {}
 
 
-def test_aa25_unscaling_sparse_float16_gradients_with_three_arguments() -> None:
-    """Duplicates are summed before they are looked at, and may overflow then."""
+def test_sparse_gradients_are_coalesced_before_the_check() -> None:
+    """Sums of duplicate float16 entries may overflow."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch: sparse invariants are not checked
-        scaler = alone(init_scale=2.0)
-        inverse, nothing = torch.full((1,), 0.5), torch.zeros(1)
+        scaler = single_rank_scaler(init_scale=2.0)
+        inverse, zero = torch.full((1,), 0.5), torch.zeros(1)
         indices = torch.tensor([[0, 2, 0]])
         for dtype in (torch.float16, torch.float32):
             for values, found in (([1.0, 2.0, 3.0], 0.0), ([1.0, math.inf, 3.0], 1.0), ([6e4, 1.0, 6e4], None)):
                 grad = torch.sparse_coo_tensor(indices, torch.tensor(values, dtype=dtype), (3,))
                 param = nn.Parameter(torch.zeros(3, dtype=dtype))
                 param.grad = grad.clone()
-                flags = scaler._unscale_grads_(SGD([param], lr=1.0), inverse, nothing)
+                flags = scaler._unscale_grads_(SGD([param], lr=1.0), inverse, zero)
                 overflow = float(dtype == torch.float16)
                 assert list(flags) == [torch.device("cpu")]
                 assert flags[torch.device("cpu")].item() == (overflow if found is None else found)
-                assert nothing.item() == 0
+                assert zero.item() == 0
                 if found == 0:
                     assert torch.equal(param.grad.to_dense(), grad.float().to_dense().to(dtype) / 2)
 
 
-def test_order_of_calls() -> None:
-    """Misuse raises the errors of torch's scaler."""
-    scaler = alone(init_scale=4.0)
+def test_calls_in_a_wrong_order_raise_as_in_torch() -> None:
+    scaler = single_rank_scaler(init_scale=4.0)
     param = param_with(torch.tensor([8.0]))
     optimizer = SGD([param], lr=1.0)
     with pytest.raises(AssertionError, match="Attempted unscale_ but _scale is None"):
@@ -156,32 +155,32 @@ def test_order_of_calls() -> None:
         scaler.update(torch.ones(2))
 
 
-def test_growth_backoff_and_state() -> None:
-    """As a plain scaler's, and so is the state; two optimizers count as one step."""
+def test_growth_backoff_and_state_equal_the_plain_scalers() -> None:
+    """Two optimizers count as one step."""
     ours, plain = (
-        alone(init_scale=8.0, growth_interval=2),
+        single_rank_scaler(init_scale=8.0, growth_interval=2),
         torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
     )
     for bad in (False, False, True, False, True, True, False, False):
         for scaler in (ours, plain):
             params = [param_with(torch.tensor([1.0])), param_with(torch.tensor([math.inf if bad else 1.0]))]
             scaler.scale(torch.tensor(1.0))
-            optimizers = [SGD([param], lr=1.0) for param in params]  # kept: a scaler knows them by their ids
+            optimizers = [SGD([param], lr=1.0) for param in params]  # kept alive: a scaler identifies them by id
             for optimizer in optimizers:
                 scaler.step(optimizer)
             scaler.update()
             assert (params[0].item() != 0, params[1].item() != 0) == (True, not bad)
         assert ours.get_scale() == plain.get_scale() and ours.state_dict() == plain.state_dict()
-    other = alone()
+    other = single_rank_scaler()
     other.load_state_dict(ours.state_dict())
     assert other.state_dict() == ours.state_dict()
-    everywhere = ShardedGradScaler(device="cpu", init_scale=32.0)  # the default group is not part of it
+    everywhere = ShardedGradScaler(device="cpu", init_scale=32.0)  # the default group is not pickled
     assert pickle.loads(pickle.dumps(everywhere)).get_scale() == 32.0
 
 
-def test_flags_of_several_devices_become_one() -> None:
-    """Gradients beside the scale, and offloaded ones; the meta device stands for another one."""
-    scaler = alone(init_scale=4.0)
+def test_flags_of_several_devices_are_combined() -> None:
+    """Gradients beside the scale and offloaded gradients; the meta device stands for a second device."""
+    scaler = single_rank_scaler(init_scale=4.0)
     scaler.scale(torch.tensor(1.0))
     optimizer = SGD([param_with(torch.tensor([8.0]))], lr=1.0)
     for flags, expected in (((0.0, 0.0), 0.0), ((1.0, 0.0), 1.0), ((0.0, 1.0), 1.0)):
@@ -196,7 +195,7 @@ def test_flags_of_several_devices_become_one() -> None:
 
 
 class HostReads(TorchDispatchMode):
-    """Counts how often the host asks for a value."""
+    """Counts reads of tensor values by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,12 +207,9 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_ranks_skip(world_size: int) -> None:
-    """Infinity or NaN on one rank, in its own part of the gradient; also one that only a fused optimizer sees."""
-    run_ranks(world_size, all_ranks_skip)
-
-
-def all_ranks_skip() -> None:
+@on_ranks("world_size")
+def test_infinity_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
+    """Infinity or NaN in the rank's own part of a gradient, also with fused optimizers."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for strategy, orig in ((FULL, True), (FULL, False), (NONE, True)):
         for fused in (False, True):
@@ -238,12 +234,10 @@ def all_ranks_skip() -> None:
                 assert same is (bad is not None), f"{strategy}, {orig}, fused={fused}, step {step}"
 
 
-def test_one_collective_and_nobody_waits() -> None:
-    """One all-reduce per optimizer, at its unscaling; the host reads nothing but in `step`, and fused not there."""
-    run_ranks(2, one_collective)
-
-
-def one_collective() -> None:
+@on_ranks(2)
+def test_one_collective_and_no_host_synchronization() -> None:
+    """One all-reduce per optimizer at unscaling. The host reads values only in `step`, and never with fused
+    optimizers."""
     for fused in (False, True):
         model = wrap(CASE, FULL)
         optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
@@ -266,12 +260,9 @@ def one_collective() -> None:
         assert log.ops() == [] and reads.count == 0
 
 
+@on_ranks(3)
 def test_ranks_without_gradients_take_part() -> None:
-    """With one element and three ranks, two have padding or nothing at all."""
-    run_ranks(3, ranks_without_gradients)
-
-
-def ranks_without_gradients() -> None:
+    """One element on three ranks: two ranks hold padding or no elements."""
     for orig in (True, False):
         model = wrap(nn.Linear(1, 1, bias=False), FULL, orig, wrap_policy=None)
         optimizer = SGD(model.parameters(), lr=1.0)
@@ -286,29 +277,23 @@ def ranks_without_gradients() -> None:
             assert torch.equal(after, before - (0.0 if bad else 1.0)) and scaler.get_scale() == scale
 
 
-def test_the_groups_ranks_agree_and_no_others() -> None:
-    run_ranks(2, groups_of_one)
-
-
-def groups_of_one() -> None:
+@on_ranks(2)
+def test_agreement_is_limited_to_the_process_group() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
-    mine = groups[dist.get_rank()]
-    scaler = ShardedGradScaler(device="cpu", init_scale=2.0, process_group=mine)
-    assert scaler.process_group is mine
+    own_group = groups[dist.get_rank()]
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0, process_group=own_group)
+    assert scaler.process_group is own_group
     param = param_with(torch.tensor([math.inf if dist.get_rank() else 2.0]))
     scaler.scale(torch.tensor(1.0))
     scaler.step(SGD([param], lr=1.0))
     scaler.update()
     assert (param.item(), scaler.get_scale()) == ((0.0, 1.0) if dist.get_rank() else (-1.0, 2.0))
-    dist.destroy_process_group(mine)
+    dist.destroy_process_group(own_group)
 
 
-def test_float16_shards() -> None:
+@on_ranks(2)
+def test_float16_gradients_are_unscaled_in_place() -> None:
     """Gradients of float16 parameters are unscaled in place."""
-    run_ranks(2, float16_shards)
-
-
-def float16_shards() -> None:
     for orig in (True, False):
         model, other = (wrap(nn.Linear(5, 3).half(), FULL, orig, wrap_policy=None) for _ in range(2))
         scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
@@ -321,12 +306,9 @@ def float16_shards() -> None:
         assert_bit_equal(full_gradients(model), full_gradients(other))
 
 
+@on_ranks(2)
 def test_float16_training_finds_its_scale() -> None:
-    """Steps are skipped, on all ranks alike, until float16 gradients hold no infinity; then the model learns."""
-    run_ranks(2, float16_training)
-
-
-def float16_training() -> None:
+    """All ranks skip steps until float16 gradients are finite; then the loss falls."""
     for orig in (True, False):
         model = wrap(CASE, FULL, orig, mixed_precision=MixedPrecision(param_dtype=torch.float16))
         optimizer = SGD(model.parameters(), lr=0.1)
@@ -350,13 +332,10 @@ def float16_training() -> None:
         assert everyones[0] == everyones[1]
 
 
-def test_training_beside_torchs_and_a_plain_scaler() -> None:
-    """Eight steps with an overflow in the fourth. Scales are powers of two, so scaling is exact: bit-equal to torch's
-    FSDP1 with its scaler, and to the plain model, on the ranks' mean gradients, with a plain scaler."""
-    run_ranks(2, training)
-
-
-def training() -> None:
+@on_ranks(2)
+def test_training_equals_torchs_fsdp_and_a_plain_scaler() -> None:
+    """Eight steps with an overflow in the fourth. Scales are powers of two, so scaling is exact and results are
+    bit-equal."""
     for orig in (True, False):
         ours = wrap(CASE, FULL, orig)
         theirs = TorchFSDP(

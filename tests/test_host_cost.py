@@ -1,7 +1,7 @@
-"""What a step costs the host: the calls of the package's own functions, which no load of the machine changes.
+"""Host cost of a step and of wrapping: calls of the package's own functions, which the machine's load cannot change.
 
-On torch's fake process group nothing travels, so what is counted is what one rank does for each unit. The bounds are
-what was reached, with room for a few calls: who needs more per gather, wait or gradient should find it once instead.
+On torch's fake process group no data travels, so the count is the work of one rank per unit. The bounds are today's
+counts with room for a few calls. A change that needs more calls per gather, wait or gradient should cache instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def group_of_eight() -> Iterator[None]:
 
 
 def chain(units: int, layers: int, **options: Any) -> nn.Module:
-    """So many units of ``2 * layers`` parameters, and the root, which has none."""
+    """Return a root without parameters around `units` units of ``2 * layers`` parameters."""
 
     def unit() -> nn.Module:
         return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
@@ -55,7 +55,8 @@ def chain(units: int, layers: int, **options: Any) -> nn.Module:
 
 @contextmanager
 def counting(measured: bool) -> Iterator[list[str]]:
-    """The package's functions that are called inside, if it is ``measured``; comprehensions are part of a function."""
+    """Yield the names of the package's functions called inside, if ``measured``; comprehensions belong to their
+    function."""
     calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -71,9 +72,9 @@ def counting(measured: bool) -> Iterator[list[str]]:
 
 
 def calls_of_a_step(model: nn.Module) -> int:
-    """How often a forward and its backward call a function of the package, once all is recorded."""
+    """Count calls of the package's functions in a forward and backward, once the order is recorded."""
     x, params = torch.ones(2, 4), list(model.parameters())
-    gc.collect()  # what others left is not finalised meanwhile
+    gc.collect()  # finalize garbage of earlier tests first
     for measured in (False, False, False, True):
         with counting(measured) as calls:
             model(x).sum().backward()
@@ -82,7 +83,7 @@ def calls_of_a_step(model: nn.Module) -> int:
     return len(calls)
 
 
-# a unit of one layer, and each further layer of two parameters
+# calls of a unit of one layer, and of each further layer of two parameters
 BOUNDS = {
     (FULL_SHARD, True): (280, 2),
     (FULL_SHARD, False): (282, 2),
@@ -92,10 +93,12 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), BOUNDS)
-def test_calls_per_unit(group_of_eight: None, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_a_step_makes_a_bounded_number_of_calls_per_unit(
+    group_of_eight: None, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
     few, some, many = (calls_of_a_step(chain(units, 1, **options)) for units in (4, 8, 12))
-    assert many - some == some - few, "what a unit costs grows with the number of units"
+    assert many - some == some - few, "the cost of a unit grows with the number of units"
     of_a_unit = (some - few) / 4
     of_a_layer = (calls_of_a_step(chain(8, 6, **options)) - some) / 8 / 5
     bounds = BOUNDS[strategy, use_orig_params]
@@ -103,7 +106,7 @@ def test_calls_per_unit(group_of_eight: None, strategy: ShardingStrategy, use_or
 
 
 def calls_of_wrapping(units: int, layers: int, *, use_orig_params: bool) -> int:
-    """How often wrapping calls a function of the package, where a model like it was wrapped before."""
+    """Count calls of the package's functions while wrapping a model, after an equal model was wrapped."""
     for measured in (False, True):
         plain = nn.Sequential(*(Block(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(units)))
         wrap = partial(FullyShardedDataParallel, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id="cpu")
@@ -113,7 +116,7 @@ def calls_of_wrapping(units: int, layers: int, *, use_orig_params: bool) -> int:
 
 
 class Written(TorchDispatchMode):
-    """How many elements are written inside."""
+    """Counts the elements written inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +133,7 @@ class Written(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_wrapping_copies_no_more_than_the_shards(group_of_eight: None, use_orig_params: bool) -> None:
+def test_wrapping_copies_only_the_shards(group_of_eight: None, use_orig_params: bool) -> None:
     plain = nn.Sequential(*(Block(nn.Linear(200, 300), nn.Linear(300, 200)) for _ in range(3)))
     numel = sum(param.numel() for param in plain.parameters())
     with Written() as written:
@@ -145,9 +148,11 @@ class Block(nn.Sequential):
 
 
 @pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (278, 60)), (False, (290, 59))])
-def test_calls_of_wrapping(group_of_eight: None, use_orig_params: bool, bounds: tuple[int, int]) -> None:
+def test_wrapping_makes_a_bounded_number_of_calls_per_unit(
+    group_of_eight: None, use_orig_params: bool, bounds: tuple[int, int]
+) -> None:
     few, some, many = (calls_of_wrapping(units, 1, use_orig_params=use_orig_params) for units in (4, 8, 12))
-    assert many - some == some - few, "what a unit costs grows with the number of units"
+    assert many - some == some - few, "the cost of a unit grows with the number of units"
     of_a_unit = (some - few) / 4
     of_a_layer = (calls_of_wrapping(8, 6, use_orig_params=use_orig_params) - some) / 8 / 5
     assert (of_a_unit <= bounds[0], of_a_layer <= bounds[1]) == (True, True), (of_a_unit, of_a_layer, bounds)

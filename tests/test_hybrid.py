@@ -37,7 +37,7 @@ from tests.harness.agreeing import (
 from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.test_wrapper import WIDTH, StandIn, net
@@ -48,7 +48,7 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 
 
 class Mesh:
-    """Stands for a mesh; dimension i has the i-th group."""
+    """A stand-in for a mesh; dimension i has the i-th group."""
 
     def __init__(self, *groups: Any) -> None:
         self.groups, self.ndim = groups, len(groups)
@@ -62,8 +62,8 @@ class Mesh:
 
 @pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
 @pytest.mark.parametrize("kind", ["pair", "mesh"])
-def test_groups_of_a_tree(strategy: ShardingStrategy, kind: str) -> None:
-    """The pair as it is given; the mesh is (replicate, shard); every unit has the same."""
+def test_all_units_share_the_given_groups(strategy: ShardingStrategy, kind: str) -> None:
+    """A pair is used as given; a mesh is (replicate, shard)."""
     shard, replica = StandIn(1, 2), StandIn(2, 3)
     mesh: Any = Mesh(replica, shard)
     options = {"device_mesh": mesh} if kind == "mesh" else {"process_group": (shard, replica)}
@@ -81,24 +81,24 @@ def test_groups_of_a_tree(strategy: ShardingStrategy, kind: str) -> None:
     assert (copied.process_group, copied._inter_node_pg, copied._device_mesh) == (shard, replica, model._device_mesh)
 
 
-def test_one_rank_to_shard_or_to_replicate_over() -> None:
-    """Over (n, 1) as NO_SHARD over the replicas, over (1, n) as FULL_SHARD over the shards."""
-    several, one = StandIn(1, 2), StandIn(0, 1)
+def test_meshes_with_one_rank_per_shard_or_replica_group() -> None:
+    """(n, 1) works as NO_SHARD over the replicas, (1, n) as FULL_SHARD over the shards."""
+    many, one = StandIn(1, 2), StandIn(0, 1)
     with pytest.warns(UserWarning, match="HYBRID_SHARD works like NO_SHARD here, over the replica group"):
-        replicated = FullyShardedDataParallel(net(), (one, several), HYBRID)
+        replicated = FullyShardedDataParallel(net(), (one, many), HYBRID)
     assert replicated.sharding_strategy is NO_SHARD and replicated.process_group is one
-    assert replicated._fsdp_unit.groups == Groups(None, 0, 1, several, 1, 2, hybrid=True)
-    sharded = FullyShardedDataParallel(net(), (several, one), HYBRID)
+    assert replicated._fsdp_unit.groups == Groups(None, 0, 1, many, 1, 2, hybrid=True)
+    sharded = FullyShardedDataParallel(net(), (many, one), HYBRID)
     assert sharded.sharding_strategy is HYBRID and sharded._inter_node_pg is one
-    assert sharded._fsdp_unit.groups == Groups(several, 1, 2, None, 0, 1, hybrid=True)
+    assert sharded._fsdp_unit.groups == Groups(many, 1, 2, None, 0, 1, hybrid=True)
     with mock.patch.dict(os.environ, FSDP_FORCE_SHARDED="1"):
-        forced = FullyShardedDataParallel(net(), (one, several), HYBRID)
-    assert forced._fsdp_unit.groups == Groups(one, 0, 1, several, 1, 2, True, True)
+        forced = FullyShardedDataParallel(net(), (one, many), HYBRID)
+    assert forced._fsdp_unit.groups == Groups(one, 0, 1, many, 1, 2, True, True)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-def test_a_mesh_for_other_strategies_is_a_group(strategy: ShardingStrategy) -> None:
-    """Dimension 0, with a warning where that is not all of it."""
+def test_mesh_with_pure_strategies_gives_the_shard_group(strategy: ShardingStrategy) -> None:
+    """Dimension 0, with a warning if the mesh has more dimensions."""
     group: Any = StandIn(1, 2)
     mesh: Any = Mesh(group)
     model = FullyShardedDataParallel(net(), sharding_strategy=strategy, auto_wrap_policy=LINEARS, device_mesh=mesh)
@@ -115,9 +115,9 @@ def test_a_mesh_for_other_strategies_is_a_group(strategy: ShardingStrategy) -> N
 # -- groups within and across machines ---------------------------------------------------------------------------------
 
 
-def _by_machine() -> tuple[list[int], list[int], list[str]]:
+def node_groups_and_errors() -> tuple[list[int], list[int], list[str]]:
     rank = dist.get_rank()
-    dist.new_group([0, 1])  # so that not all ranks know as many groups
+    dist.new_group([0, 1])  # ranks know different numbers of groups
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         models = [FullyShardedDataParallel(net(), None, HYBRID, auto_wrap_policy=LINEARS) for _ in range(2)]
     pairs = {(w.process_group, w._inter_node_pg) for m in models for w in FullyShardedDataParallel.fsdp_modules(m)}
@@ -134,10 +134,12 @@ def _by_machine() -> tuple[list[int], list[int], list[str]]:
     return dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replica), errors
 
 
-def test_groups_by_machine() -> None:
-    """Consecutive ranks to shard over, the same place on each machine to replicate over; made once for all
-    trees. An error on every rank where the machines do not have as many."""
-    for rank, (shard, replica, errors) in enumerate(run_ranks(4, _by_machine)):
+def test_default_groups_follow_the_machines() -> None:
+    """Consecutive ranks shard, equal local ranks replicate, and all trees share the groups.
+
+    Machines with different numbers of ranks are an error on every rank.
+    """
+    for rank, (shard, replica, errors) in enumerate(run_ranks(4, node_groups_and_errors)):
         assert shard == [rank // 2 * 2, rank // 2 * 2 + 1] and replica == [rank % 2, rank % 2 + 2]
         assert "of 4 ranks this machine has 3" in errors[0]
         assert f"of 4 ranks this machine has {2 + rank // 2}" in errors[1]
@@ -146,8 +148,9 @@ def test_groups_by_machine() -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _same_values() -> None:
-    """Without gradients: what all start with, what is gathered, what a copy has."""
+@on_ranks(4)
+def test_sync_module_states_broadcasts_rank_0_to_all_replicas() -> None:
+    """Forwards without gradients, a copy, summoned parameters and the state dict have rank 0's values."""
     rank = dist.get_rank()
     expected = net()
     module = net()
@@ -175,11 +178,6 @@ def _same_values() -> None:
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
 
 
-def test_values_of_the_first_rank() -> None:
-    """All start with what the first rank of the first replica has."""
-    run_ranks(4, _same_values)
-
-
 # -- training ----------------------------------------------------------------------------------------------------------
 
 CASE = ZOO["mlp"]
@@ -195,7 +193,13 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
     (scale * CASE.loss(model, rank_batch(CASE, SCHEDULE, 0, 0, rank, size))).backward()
 
 
-def _traffic(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
+@on_ranks(4)
+def test_collectives_and_bytes_of_each_group(strategy: ShardingStrategy) -> None:
+    """A step gathers and reduces full units inside shard groups and averages shards over replicas.
+
+    Replica groups have no further collectives except one vote, and none under no_sync().
+    """
     os.environ["FSDP_COLLECTIVES"] = "native"
     model = build(Chain(UNEQUAL), new_pair(), strategy)
     shard, replica = (tuple(dist.get_process_group_ranks(g)) for g in (model.process_group, model._inter_node_pg))
@@ -228,19 +232,14 @@ def _traffic(strategy: ShardingStrategy) -> None:
     assert all(group == shard for _, group in unsynchronised)
 
 
-@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
-def test_collectives_and_bytes_of_each_group(strategy: ShardingStrategy) -> None:
-    """A step gathers and reduces whole units inside the shard groups, and averages shards over the replicas: nothing
-    else goes there but one vote, and under no_sync() nothing."""
-    run_ranks(4, _traffic, strategy)
-
-
-def _low_precision() -> None:
+@on_ranks(4)
+def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
+    """Float16 is also divided before each sum. Each sum has two terms, so its order is unique."""
     rank, mesh = dist.get_rank(), mesh_of("2x2")
-    alone = [dist.new_group([r]) for r in range(4)][rank]
+    single_rank_group = [dist.new_group([r]) for r in range(4)][rank]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         precision = MixedPrecision(torch.bfloat16, dtype)
-        own = wrap(CASE, NO_SHARD, True, process_group=alone, mixed_precision=precision)
+        own = wrap(CASE, NO_SHARD, True, process_group=single_rank_group, mixed_precision=precision)
         backward(own)
         held: list[Any] = [None] * 4
         dist.all_gather_object(held, {clean_name(name): p.grad for name, p in own.named_parameters()})
@@ -259,13 +258,8 @@ def _low_precision() -> None:
             assert_bit_equal(full_gradients(model), expected, f"{strategy}, {dtype}")
 
 
-def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
-    """Float16 is divided before each sum as well; each of two terms, so that the order is one."""
-    run_ranks(4, _low_precision)
-
-
 class WithIgnored(nn.Module):
-    """Ranks have gradients of their own of what is ignored."""
+    """Ignored parameters have a different gradient on each rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +269,10 @@ class WithIgnored(nn.Module):
         return self.case(*inputs) + self.own(torch.full((1,), 1.0 + dist.get_rank())).sum()
 
 
-def _clip(shape: str) -> None:
+@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+@on_ranks(4)
+def test_gradient_norm_counts_replicas_once(shape: str) -> None:
+    """All ranks clip alike. Gradients of ignored parameters count as their mean over all ranks."""
     mesh = mesh_of(shape)
     for kind, p in itertools.product(("all", "some"), (2.0, math.inf)):
         module: Any = CASE.build() if kind == "all" else WithIgnored()
@@ -293,7 +290,7 @@ def _clip(shape: str) -> None:
         norms: list[Any] = [None] * 4
         dist.all_gather_object(norms, float(norm))
         assert len(set(norms)) == 1
-        own = [torch.cat([g.flatten() for g in several]).double() for several in held if several]
+        own = [torch.cat([g.flatten() for g in many]).double() for many in held if many]
         ours = torch.cat([g.flatten() for g in grads]).double()
         if p == math.inf:
             expected = max(float(v.abs().max()) for v in [ours, *own])
@@ -306,13 +303,12 @@ def _clip(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ["2x2", "4x1"])
-def test_norm_of_gradients(shape: str) -> None:
-    """Replicas count once, and all ranks clip alike; what the ranks made of ignored parameters counts as its mean
-    over all of them."""
-    run_ranks(4, _clip, shape)
+@on_ranks(4)
+def test_communication_and_parameter_hooks(shape: str) -> None:
+    """A communication hook reduces inside the shard group, and the engine averages the result over replicas.
 
-
-def _hooks(shape: str) -> None:
+    A parameter's own hook sees the complete gradient inside the backward.
+    """
     mesh = mesh_of(shape)
     own = default_hooks.reduce_scatter_hook if shape == "2x2" else default_hooks.allreduce_hook
     for uop in (True, False):
@@ -338,15 +334,8 @@ def _hooks(shape: str) -> None:
         assert all(bool((grad == 2).all()) for grad in full_gradients(hooked).values() if grad is not None)
 
 
-@pytest.mark.parametrize("shape", ["2x2", "4x1"])
-def test_hooks_of_users(shape: str) -> None:
-    """A communication hook reduces inside the shard group, and the engine averages over the replicas what it
-    leaves; torch refuses. A parameter's own hook sees the complete gradient, inside the backward."""
-    run_ranks(4, _hooks, shape)
-
-
-def _trained(strategy: ShardingStrategy, **options: Any) -> dict[str, Any]:
-    """Parameters after three steps of two micro-batches, clipped, where blocks are recomputed."""
+def train_parameters(strategy: ShardingStrategy, **options: Any) -> dict[str, Any]:
+    """Return parameters after three clipped steps of two micro-batches with recomputation."""
     case, schedule = ZOO["segment-reentrant"], Schedule(steps=3, micro=2)
     model = wrap(case, strategy, dtype=torch.float64, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -361,22 +350,21 @@ def _trained(strategy: ShardingStrategy, **options: Any) -> dict[str, Any]:
     return full_parameters(model)
 
 
-def _all_at_once() -> None:
+@on_ranks(4)
+def test_training_with_all_features_equals_full_shard() -> None:
+    """Accumulation, clipping, recomputation, lower precision and CPU offload."""
     low = MixedPrecision(torch.float32, torch.float64)
-    for precision, ways in ((None, [("2x2", HYBRID, True)]), (low, [("2x2", ZERO2, False), ("4x1", HYBRID, True)])):
-        expected = _trained(FULL_SHARD, mixed_precision=precision)
-        for shape, strategy, uop in ways:
+    for precision, setups in ((None, [("2x2", HYBRID, True)]), (low, [("2x2", ZERO2, False), ("4x1", HYBRID, True)])):
+        expected = train_parameters(FULL_SHARD, mixed_precision=precision)
+        for shape, strategy, uop in setups:
             options = {"device_mesh": mesh_of(shape), "use_orig_params": uop, "mixed_precision": precision}
-            found = _trained(strategy, cpu_offload=CPUOffload(offload_params=uop), **options)
+            found = train_parameters(strategy, cpu_offload=CPUOffload(offload_params=uop), **options)
             assert_equivalent(found, expected, f"{shape}, {strategy}, {precision}")
 
 
-def test_it_trains_as_full_shard_with_everything_at_once() -> None:
-    """Accumulation, clipping, recomputation, lower precision and parameters in the host's memory."""
-    run_ranks(4, _all_at_once)
-
-
-def _beside_training() -> None:
+@on_ranks(4)
+def test_loss_scaling_copies_and_reads_by_single_replicas() -> None:
+    """The scaler agrees over all ranks; one replica alone can evaluate, summon and save."""
     rank, mesh = dist.get_rank(), mesh_of("2x2")
     model = wrap(CASE, HYBRID, True, device_mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -408,15 +396,13 @@ def _beside_training() -> None:
     full_gradients(model)  # replicas are equal
 
 
-def test_what_else_there_is_in_a_training() -> None:
-    """The scaler's ranks are all; replicas evaluate, and look at parameters and gradients, each by itself."""
-    run_ranks(4, _beside_training)
-
-
 ORDERS = ([[0, 2], [1], [2, 1], [0]], [[1], [1], [], [0, 1]], [[2], [2, 0], [0], [2]])  # by step and rank
 
 
-def _skip(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
+@on_ranks(4)
+def test_reduce_unused_with_different_units_on_all_ranks(strategy: ShardingStrategy) -> None:
+    """With and without synchronization; units that no rank runs have no gradient."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = Chain(UNEQUAL).double()
@@ -440,13 +426,6 @@ def _skip(strategy: ShardingStrategy) -> None:
             pass
 
 
-@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
-def test_ranks_that_skip_units(strategy: ShardingStrategy) -> None:
-    """With reduce_unused the ranks of all replicas may run different units, with and without synchronisation; what no
-    rank runs has no gradient."""
-    run_ranks(4, _skip, strategy)
-
-
 # -- ranks that differ -------------------------------------------------------------------------------------------------
 
 DEVIATIONS = {
@@ -458,12 +437,12 @@ DEVIATIONS = {
 }
 
 
-def _deviate(odd_ranks: tuple[int, ...]) -> list[tuple[str, int, Outcome]]:
-    """In the first step or in a later one, by turns: each deviation comes in both."""
+def outcomes_of_deviations(odd_ranks: tuple[int, ...]) -> list[tuple[str, int, Outcome]]:
+    """Run each deviation in the first step or in a later one, alternating."""
     found = []
     for number, odd in enumerate(DEVIATIONS):
-        at = 2 * ((number + ODD_RANKS.index(odd_ranks)) % 2)
-        found.append((odd, at, play(odd, UNEQUAL, at, strategy=HYBRID, odd_ranks=odd_ranks)))
+        step = 2 * ((number + ODD_RANKS.index(odd_ranks)) % 2)
+        found.append((odd, step, play(odd, UNEQUAL, step, strategy=HYBRID, odd_ranks=odd_ranks)))
     return found
 
 
@@ -471,18 +450,20 @@ ODD_RANKS = [(1,), (2, 3), (0, 2)]
 
 
 @pytest.mark.parametrize("odd_ranks", ODD_RANKS, ids=str)
-def test_ranks_out_of_step(odd_ranks: tuple[int, ...]) -> None:
-    """One rank, a whole shard group, or a replica group differs: all ranks are told in that step, by the names of both
-    sides, also those that share no group with any that differs."""
-    for outcomes in zip(*run_ranks(4, _deviate, odd_ranks), strict=True):
-        odd, at, _ = outcomes[0]
-        assert_out_of_step([outcome for _, _, outcome in outcomes], at, *DEVIATIONS[odd])
+def test_divergence_is_reported_on_all_ranks(odd_ranks: tuple[int, ...]) -> None:
+    """One rank, a shard group or a replica group diverges: all ranks raise in that step and name both sides.
+
+    Also ranks without a common group with a diverging rank.
+    """
+    for outcomes in zip(*run_ranks(4, outcomes_of_deviations, odd_ranks), strict=True):
+        odd, step, _ = outcomes[0]
+        assert_out_of_step([outcome for _, _, outcome in outcomes], step, *DEVIATIONS[odd])
         for _, _, outcome in outcomes:
             named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
             assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
 
 
-def _different_layouts() -> list[str]:
+def errors_of_different_layouts() -> list[str]:
     rank = dist.get_rank()
     shards = [new_group(ranks=[0, 1]), new_group(ranks=[2, 3])]
     crossed = [new_group(ranks=[0, 3]), new_group(ranks=[1, 2])]
@@ -498,9 +479,9 @@ def _different_layouts() -> list[str]:
     return errors
 
 
-def test_replicas_are_alike() -> None:
-    """Ranks of a replica group have the same part of the same model: anything else is told before the first gather of a
-    training step."""
-    for crossed, other in run_ranks(4, _different_layouts):
+def test_different_replicas_are_an_error() -> None:
+    """Ranks of a replica group need the same part of the same model, checked before the first gather of a training
+    step."""
+    for crossed, other in run_ranks(4, errors_of_different_layouts):
         assert "replicated 2 times, part 0 of 2" in crossed and "replicated 2 times, part 1 of 2" in crossed
         assert "different models" in other and "unit 3 of the group" in other

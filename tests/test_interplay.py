@@ -1,5 +1,5 @@
-"""What lives beside the engine in a training program: hooks on parameters and modules, optimizers inside the backward,
-copies of the model. With the numbers of a plain model."""
+"""Hooks on parameters and modules, optimizers inside the backward, and copies of the model, compared with a plain
+model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, reg
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 with warnings.catch_warnings():
@@ -41,13 +41,16 @@ def train(model: nn.Module, step: Callable[[], None], schedule: Schedule = SCHED
         step()
 
 
-def step_in_backward() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: int) -> None:
+    """By torch's `_apply_optimizer_in_backward` or by post-accumulate hooks, unit by unit."""
     for strategy in STRATEGIES:
-        for how in ("torch's function", "hooks"):
+        for method in ("torch's function", "hooks"):
             model = wrap(CASE, strategy, use_orig_params=True)
             options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
             live: list[int] = []
-            if how == "hooks":
+            if method == "hooks":
                 optimizers = {param: torch.optim.SGD([param], **options) for param in model.parameters()}
 
                 def hook(param: Tensor) -> None:
@@ -60,27 +63,24 @@ def step_in_backward() -> None:
             else:
                 _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options)
             with model.no_sync():
-                CASE.loss(model, CASE.make_batch(0, 2)).backward()  # steps nothing
+                CASE.loss(model, CASE.make_batch(0, 2)).backward()  # no optimizer steps
             assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
             model.zero_grad()
             train(model, lambda: None)
             assert all(param.grad is None for param in model.parameters())
             expected = run_plain(CASE, sgd, dist.get_world_size(), SCHEDULE)[-1].params
-            assert_bit_equal(full_parameters(model), expected, f"{how}, {strategy}")
-            if how == "hooks" and strategy is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1:
-                assert max(live) < len(list(model.parameters())) / 2  # gradients are gone before the others come
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_optimizers_step_inside_the_backward(world_size: int) -> None:
-    """By torch's `_apply_optimizer_in_backward` or by hooks of one's own, unit by unit."""
-    run_ranks(world_size, step_in_backward)
+            assert_bit_equal(full_parameters(model), expected, f"{method}, {strategy}")
+            if method == "hooks" and strategy is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1:
+                assert max(live) < len(list(model.parameters())) / 2  # most gradients are freed before the last arrive
 
 
 # -- hooks on parameters -------------------------------------------------------------------------------------------
 
 
-def hook_parameters() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_parameter_hooks_see_the_full_local_gradient(world_size: int) -> None:
+    """As under DDP; the returned gradient is reduced."""
     schedule = Schedule(steps=3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for strategy in STRATEGIES:
@@ -106,7 +106,7 @@ def hook_parameters() -> None:
                 module.zero_grad()
                 CASE.loss(module, batch).backward()
             assert seen["plain"] and not any(name.endswith("bias") for name in seen["plain"])
-            assert_bit_equal(seen["sharded"], seen["plain"], f"{strategy}: what the hooks of this rank got")
+            assert_bit_equal(seen["sharded"], seen["plain"], f"{strategy}: gradients seen by hooks")
             for param in plain.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= world_size
@@ -114,13 +114,8 @@ def hook_parameters() -> None:
         assert_bit_equal(ours, {n: p.grad for n, p in named_parameters(plain).items()}, f"{strategy}: gradients")
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_hooks_on_parameters_fire_with_the_whole_gradient_of_the_rank(world_size: int) -> None:
-    """As under DDP, and what they return is what is reduced."""
-    run_ranks(world_size, hook_parameters)
-
-
-def hook_badly() -> None:
+@on_ranks(1)
+def test_parameter_hook_that_changes_the_shape_raises() -> None:
     model = wrap(CASE, use_orig_params=True)
     params = named_parameters(model)
     params["blocks.0.linear.weight"].register_hook(lambda grad: grad.flatten())
@@ -128,14 +123,11 @@ def hook_badly() -> None:
         CASE.loss(model, CASE.make_batch(0, 2)).backward()
 
 
-def test_a_hook_that_changes_the_shape_is_named() -> None:
-    run_ranks(1, hook_badly)
-
-
 # -- optimizers built before wrapping ------------------------------------------------------------------------------
 
 
-def wrap_late() -> None:
+@on_ranks(2)
+def test_optimizer_built_before_wrapping_trains_or_warns() -> None:
     for use_orig_params in (True, False):
         module = CASE.build()
         optimizer = sgd(module.parameters())
@@ -155,13 +147,9 @@ def wrap_late() -> None:
             UserWarning, match=r"SGD holds 11 of 11 parameters .* the first one '\S+' of the MlpBlock unit"
         ):
             train(model, step, Schedule(steps=1))
-        train(model, step, Schedule(steps=1))  # said once
+        train(model, step, Schedule(steps=1))  # warns once
         assert_bit_equal(full_parameters(model), before, "nothing was stepped")
         train(model, sgd(model.parameters()).step, Schedule(steps=1))
-
-
-def test_an_optimizer_from_before_wrapping_trains_or_is_warned_of() -> None:
-    run_ranks(2, wrap_late)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------
@@ -193,7 +181,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
     torch.manual_seed(seed)
     loss = model(torch.randn(3, 2, 7)).float().square().mean()
     loss.backward()
-    for param in model.parameters():  # of the plain model, which every rank has
+    for param in model.parameters():  # average gradients of the plain model
         if type(model) is Tied and param.grad is not None:
             dist.all_reduce(param.grad)
             param.grad /= dist.get_world_size()
@@ -202,7 +190,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
     return loss.detach()
 
 
-def copy_models() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_deepcopies_train_independently(world_size: int) -> None:
+    """Copies before and after the first use, with and without the optimizer."""
     for index, strategy in enumerate(STRATEGIES):
         for use_orig_params in (False, True):
             torch.manual_seed(0)
@@ -222,8 +213,8 @@ def copy_models() -> None:
             assert held.isdisjoint(p.untyped_storage().data_ptr() for p in copied.parameters() if p.numel())
             assert all(param.grad is None for param in copied.parameters())
             assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
-            assert copied.module.first.weight is copied.module.second.weight  # R07
-            for seed in range(2, 4):  # the two go on by themselves, one on other data
+            assert copied.module.first.weight is copied.module.second.weight
+            for seed in range(2, 4):  # both train further, on different data
                 for module, opt, offset in (
                     (plain, optimizers[0], 0),
                     (model, optimizers[1], 0),
@@ -233,7 +224,7 @@ def copy_models() -> None:
                     step(module, opt, seed + offset)
             for ours, theirs in ((model, plain), (copied, plain_copy)):
                 assert_bit_equal(full_parameters(ours), named_parameters(theirs), f"{strategy}, {use_orig_params}")
-            with torch.no_grad():  # an average for evaluation, of the shards alone
+            with torch.no_grad():  # average the shards for evaluation
                 for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
                     mine.lerp_(other, 0.5)
                 for mine, other in zip(plain_copy.parameters(), plain.parameters(), strict=True):
@@ -251,13 +242,8 @@ def copy_models() -> None:
                 deepcopy(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_copies_are_models_of_their_own(world_size: int) -> None:
-    """Deepcopy before and after the first use, with and without the optimizer."""
-    run_ranks(world_size, copy_models)
-
-
-def copy_in_precision() -> None:
+@on_ranks(2)
+def test_deepcopies_keep_precision_and_are_freed() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     model = wrap(Tied(), use_orig_params=True, wrap_policy=ModuleWrapPolicy({nn.LSTM}), mixed_precision=precision)
     optimizer = optimizer_of(model)
@@ -286,14 +272,12 @@ def copy_in_precision() -> None:
         gc.enable()
 
 
-def test_copies_keep_precision_and_are_freed() -> None:
-    run_ranks(2, copy_in_precision)
-
-
 # -- hooks on modules, batch norms ---------------------------------------------------------------------------------
 
 
-def hook_modules() -> None:
+@on_ranks(2)
+def test_module_hooks_see_the_plain_models_values() -> None:
+    """In the same order; parameters are unsharded while hooks of a forward run."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for strategy in STRATEGIES:
         for use_orig_params in (False, True):
@@ -301,12 +285,12 @@ def hook_modules() -> None:
             model = wrap(CASE, strategy, use_orig_params)
             seen: dict[str, list[tuple[str, str, Any]]] = {"plain": [], "sharded": []}
 
-            def note(kind: str, name: str, what: str) -> Callable[..., None]:
+            def note(kind: str, name: str, event: str) -> Callable[..., None]:
                 def hook(owner: nn.Module, *tensors: Any) -> None:
                     values = [t.clone() for part in tensors for t in (part if isinstance(part, tuple) else (part,))]
-                    if what.startswith("forward"):  # the parameters are whole
+                    if event.startswith("forward"):  # parameters are unsharded
                         values += [param.detach().clone() for param in (owner.weight, owner.bias)]
-                    seen[kind].append((name, what, values))  # noqa: B023
+                    seen[kind].append((name, event, values))  # noqa: B023
 
                 return hook
 
@@ -330,12 +314,8 @@ def hook_modules() -> None:
                 assert all(torch.equal(a, b) for a, b in zip(ours[2], theirs[2], strict=True)), ours[:2]
 
 
-def test_hooks_on_modules_see_what_they_do_without_wrapping() -> None:
-    """In the same order, with the same values; the parameters are whole while a forward's hooks run."""
-    run_ranks(2, hook_modules)
-
-
-def synchronised_batch_norm() -> None:
+@on_ranks(2)
+def test_synchronised_batch_norms_are_kept_in_full_precision() -> None:
     torch.manual_seed(0)
     plain = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
     precision = MixedPrecision(torch.bfloat16)
@@ -354,7 +334,3 @@ def synchronised_batch_norm() -> None:
         plain[1].float()
         expected = plain[2](plain[1](plain[0](x.bfloat16()).float()).bfloat16())
         assert torch.equal(model(x), expected)
-
-
-def test_synchronised_batch_norms_are_kept_in_full_precision() -> None:
-    run_ranks(2, synchronised_batch_norm)

@@ -27,7 +27,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import adamw, assert_bit_equal, named_optim_state, named_parameters
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.shapes import LENGTH, SHAPES, VOCABULARY, Inputs, Shape
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, wrap
 
@@ -166,16 +166,13 @@ def go_on(shape: Shape, fresh: Any, trained: Any, state: Any, of_optimizer: Any,
 # -- our own models in these shapes ----------------------------------------------------------------------------------
 
 
-def train_shape(name: str) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+@on_ranks(2)
+def test_shapes_of_libraries(name: str) -> None:
+    """Caches, output classes, routing, adapters, biases that layers hand on."""
     shape = SHAPES[name]
     mine = CONFIGURATIONS[list(SHAPES).index(name) % 3 :: 3]  # each strategy, and each value of use_orig_params
     train_sharded(Shape(name, lambda: shape.build().double(), shape.inputs, shape.blocks, shape.recompute), mine)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_of_libraries(name: str) -> None:
-    """Caches, output classes, routing, adapters, biases that layers hand on."""
-    run_ranks(2, train_shape, name)
 
 
 def count_gathered(shape: Shape) -> int:
@@ -205,8 +202,9 @@ def test_a_cache_keeps_no_unit_gathered() -> None:
     assert all(count <= 2 for count in run_ranks(2, cached_shape))
 
 
-def cast_outputs() -> None:
-    """A block that takes and returns output objects, in the compute dtype."""
+@on_ranks(2)
+def test_output_objects_under_mixed_precision() -> None:
+    """The output's class, with its attributes and keys the same objects."""
     shape = SHAPES["Seq2Seq"]
     for orig in (True, False):
         model = wrap(
@@ -221,11 +219,6 @@ def cast_outputs() -> None:
         assert output.logits is not None and output.logits.dtype == torch.bfloat16
         output.loss.backward()
         assert all(grad.isfinite().all() for grad in full_gradients(model).values() if grad is not None)
-
-
-def test_output_objects_under_mixed_precision() -> None:
-    """The output's class, with its attributes and keys the same objects."""
-    run_ranks(2, cast_outputs)
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -376,7 +369,9 @@ def test_transformers_cache_keeps_no_unit_gathered() -> None:
     assert all(count <= 2 for count in run_ranks(2, llama_with_a_cache, timeout=180))
 
 
-def t5_with_encoder_outputs() -> None:
+@_needs("transformers")
+@on_ranks(2, timeout=180)
+def test_transformers_output_objects_under_mixed_precision() -> None:
     with foreign_code():
         from transformers.modeling_outputs import BaseModelOutput
 
@@ -394,8 +389,3 @@ def t5_with_encoder_outputs() -> None:
             output.loss.backward()
             grads = [grad for grad in full_gradients(model).values() if grad is not None]
             assert grads and all(grad.isfinite().all() for grad in grads)
-
-
-@_needs("transformers")
-def test_transformers_output_objects_under_mixed_precision() -> None:
-    run_ranks(2, t5_with_encoder_outputs, timeout=180)

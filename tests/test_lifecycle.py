@@ -1,6 +1,6 @@
-"""From the first step to deletion: nothing accumulates, nothing is left, and what was interrupted harms nobody.
+"""Memory, hooks and process groups from the first step to deletion, and training after interrupts.
 
-Bytes are the allocator's. The garbage collector is off while they are measured: what needs it to be freed is not freed.
+Bytes are the allocator's. The garbage collector is off while they are measured, so reference cycles count as leaks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
 from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import by_turns, pairwise
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
-# torch notes its last 2000 native collectives, about 1 KiB each, which looks like a leak until they are there. Set
-# before any rank starts: they inherit it.
+# torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
+# Set before any rank starts, because ranks inherit the environment.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -56,7 +56,7 @@ needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: n
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def collector_off() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
@@ -66,8 +66,10 @@ def no_collection() -> Iterator[None]:
 
 
 def excess(meter: Meter, base: int, patience: float = 1.0) -> int:
-    """Bytes beyond `base`, once they are within the noise or for good: a thread of the backend lets go of its last call
-    a moment after that is over."""
+    """Return the bytes beyond `base`, waiting until they are within the noise.
+
+    A thread of the backend releases the last collective a moment after it ended.
+    """
     deadline = time.monotonic() + patience
     while meter.resting() - base > NOISE and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -157,27 +159,27 @@ def raise_in_backward(model: nn.Module) -> None:
     try:
         model(x).sum().backward()
     except ValueError:
-        # autograd keeps what was still queued of a backward that raised, on a plain model too, until the next one
+        # autograd keeps the queue of a failed backward until the next one, for plain models too
         torch.ones(1, requires_grad=True).sum().backward()
         return
     raise AssertionError("the hook should have raised")
 
 
 def save_and_load(model: nn.Module) -> None:
-    """In every kind of state, with the optimizer's, and through a directory."""
+    """Save and load every kind of state with the optimizer's, and a checkpoint directory."""
     train(model)
     assert isinstance(model, FullyShardedDataParallel)
     optimizer = adamw(model.parameters())
     optimizer.step()
     sharded = StateDictType.SHARDED_STATE_DICT
-    alive = []
+    references = []
     for kind in ((StateDictType.FULL_STATE_DICT,), (sharded,), (sharded, RaggedStateDictConfig())):
         with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, *kind):
             warnings.filterwarnings("ignore", "StateDictType.* which is not sharded", UserWarning)
             state, saved = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
             model.load_state_dict(state)
             FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-            alive += [weakref.ref(value) for value in [*state.values(), *saved["state"]["head.weight"].values()]]
+            references += [weakref.ref(value) for value in [*state.values(), *saved["state"]["head.weight"].values()]]
             del state, saved
     folder = [tempfile.mkdtemp()]
     if dist.get_world_size() > 1:
@@ -187,11 +189,11 @@ def save_and_load(model: nn.Module) -> None:
     if dist.get_world_size() > 1:
         dist.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
-    assert not any(value() is not None for value in alive)
-    gc.collect()  # torch's own checkpoints leave cycles: classes that are made in functions, no tensors
+    assert not any(value() is not None for value in references)
+    gc.collect()  # torch's checkpoints leave cycles of local classes, without tensors
 
 
-LIVES: dict[str, Callable[[nn.Module], None]] = {
+HISTORIES: dict[str, Callable[[nn.Module], None]] = {
     "never used": do_nothing,
     "trained": train,
     "one forward": only_forward,
@@ -204,48 +206,50 @@ LIVES: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params: bool) -> list[str]:
-    """What went wrong: bytes that were not given back, objects that still live."""
+def memory_after_deletion(history: str, strategies: list[ShardingStrategy], use_orig_params: bool) -> list[str]:
+    """Return descriptions of bytes that were not freed and of objects that are still referenced."""
     meter = Meter()
-    wrong = []
-    with no_collection():
+    problems = []
+    with collector_off():
         for attempt, strategy in enumerate([strategies[0], *strategies]):  # the first one fills caches
             base = meter.at_rest()
             model = build(strategy, use_orig_params)
-            LIVES[life](model)
+            HISTORIES[history](model)
             held = meter.live() - base
             block = model.module.blocks[0]
             context = block._fsdp_unit.context
             holders = [] if context is None else list(context.passes._by_group.values())  # of lanes
             parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0], *holders)
-            alive = [weakref.ref(part) for part in parts]
+            references = [weakref.ref(part) for part in parts]
             del model, block, parts, context, holders
-            left = excess(meter, base, patience=1.0 if attempt else 0.02)
+            remaining = excess(meter, base, patience=1.0 if attempt else 0.02)
             if attempt:
-                wrong += [f"{strategy}: {type(x()).__name__} lives" for x in alive if x() is not None]
-                if left > NOISE or held < 4 * NOISE:
-                    wrong.append(f"{strategy}: {left:,} of {held:,} bytes are left")
-    return wrong
+                problems += [f"{strategy}: {type(x()).__name__} lives" for x in references if x() is not None]
+                if remaining > NOISE or held < 4 * NOISE:
+                    problems.append(f"{strategy}: {remaining:,} of {held:,} bytes are left")
+    return problems
 
 
 @needs_meter
-@pytest.mark.parametrize(("life", "use_orig_params"), by_turns([*LIVES], [False, True]))
-def test_deletion_frees_everything(life: str, use_orig_params: bool) -> None:
-    """Without the garbage collector, whatever the model has been through."""
-    turn = list(LIVES).index(life) // 2 % 2
-    assert run_ranks(2, delete_after, life, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params) == [
+@pytest.mark.parametrize(("history", "use_orig_params"), by_turns([*HISTORIES], [False, True]))
+def test_deletion_frees_all_memory_without_collection(history: str, use_orig_params: bool) -> None:
+    """After every history of a model."""
+    turn = list(HISTORIES).index(history) // 2 % 2
+    assert run_ranks(
+        2, memory_after_deletion, history, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params
+    ) == [
         [],
         [],
     ]
     if turn:
-        assert run_ranks(1, delete_after, life, [NO_SHARD], use_orig_params) == [[]]
+        assert run_ranks(1, memory_after_deletion, history, [NO_SHARD], use_orig_params) == [[]]
 
 
-def outlived_by_its_graph(use_orig_params: bool) -> list[str]:
+def memory_after_a_backward_without_model(use_orig_params: bool) -> list[str]:
     meter = Meter()
-    wrong = []
+    problems = []
     for attempt in range(2):
-        with no_collection():
+        with collector_off():
             base = meter.at_rest()
             model = build(FULL_SHARD, use_orig_params)
             parameters = list(model.parameters())
@@ -254,19 +258,19 @@ def outlived_by_its_graph(use_orig_params: bool) -> list[str]:
             del model
             loss.backward()
             if any(p.grad is None for p in parameters if p.numel()) or x.grad is None:
-                wrong.append("no gradient")
+                problems.append("no gradient")
             del loss, parameters, x
-            left = excess(meter, base, patience=(0.02, 1.0)[attempt])
-            if attempt == 1 and left > NOISE:
-                wrong.append(f"{left:,} bytes are left")
-    return wrong
+            remaining = excess(meter, base, patience=(0.02, 1.0)[attempt])
+            if attempt == 1 and remaining > NOISE:
+                problems.append(f"{remaining:,} bytes are left")
+    return problems
 
 
 @needs_meter
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_graph_outlives_the_model(use_orig_params: bool) -> None:
-    """Its backward works, and then everything is freed."""
-    assert run_ranks(2, outlived_by_its_graph, use_orig_params) == [[], []]
+def test_backward_after_the_model_was_deleted(use_orig_params: bool) -> None:
+    """Gradients arrive, and afterwards all memory is freed."""
+    assert run_ranks(2, memory_after_a_backward_without_model, use_orig_params) == [[], []]
 
 
 # -- long runs -----------------------------------------------------------------------------------------------------
@@ -282,10 +286,11 @@ def build_two(strategy: ShardingStrategy, use_orig_params: bool) -> FullySharded
     return wrap(net, strategy, use_orig_params, wrap_policy=lambda module, recurse, **_: recurse or module is net[0])
 
 
-def run_long(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> tuple[list[int], int, bool]:
-    """Bytes at the end of every tenth step, objects that only the collector could free, and whether anything else
-    grew."""
-    os.environ["FSDP_COLLECTIVES"] = way
+def growth_of_a_long_run(
+    strategy: ShardingStrategy, use_orig_params: bool, transport: str
+) -> tuple[list[int], int, bool]:
+    """Return growth at each tenth step, objects in reference cycles, and whether threads and files stayed equal."""
+    os.environ["FSDP_COLLECTIVES"] = transport
     meter = Meter()
     model = build_two(strategy, use_orig_params)
     optimizer = sgd(model.parameters())
@@ -305,10 +310,10 @@ def run_long(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> tup
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 3 > 0)
 
-    for step in range(40):  # until caches of the allocator and of the backend are full
+    for step in range(40):  # fills caches of the allocator and of the backend
         one_step(step)
     before = resources()
-    with no_collection():
+    with collector_off():
         base = meter.at_rest()
         for step in range(100):
             one_step(step)
@@ -322,21 +327,23 @@ LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
 
 
 @needs_meter
-@pytest.mark.parametrize(("strategy", "use_orig_params", "way"), LONG_RUNS)
-def test_a_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> None:
-    """A few hundred bytes kept per step would show, or one reference cycle."""
-    for growth, cycles, same_resources in run_ranks(2, run_long, strategy, use_orig_params, way):
+@pytest.mark.parametrize(("strategy", "use_orig_params", "transport"), LONG_RUNS)
+def test_memory_stays_flat_over_a_hundred_steps(
+    strategy: ShardingStrategy, use_orig_params: bool, transport: str
+) -> None:
+    """Detects a few hundred bytes per step, or one reference cycle."""
+    for growth, cycles, same_resources in run_ranks(2, growth_of_a_long_run, strategy, use_orig_params, transport):
         assert max(growth) < NOISE, growth
         assert cycles == 0, f"{cycles} objects in reference cycles"
         assert same_resources, "file descriptors or threads"
 
 
-def build_and_delete() -> tuple[list[int], bool]:
-    """Growth over the first six of 30 cycles, which are of all strategies and modes, and whether anything else grew."""
+def growth_over_build_cycles() -> tuple[list[int], bool]:
+    """Return growth over the first 6 of 30 cycles of all modes, and whether threads and files stayed equal."""
     meter = Meter()
     live = [meter.at_rest()]
     before = resources()
-    with no_collection():
+    with collector_off():
         for cycle in range(30):
             model = build(STRATEGIES[cycle % 3], cycle % 2 > 0)
             train(model)
@@ -346,8 +353,8 @@ def build_and_delete() -> tuple[list[int], bool]:
 
 
 @needs_meter
-def test_build_train_delete_again_and_again() -> None:
-    for growth, same_resources in run_ranks(2, build_and_delete):
+def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
+    for growth, same_resources in run_ranks(2, growth_over_build_cycles):
         assert max(growth) < NOISE, growth
         assert same_resources, "file descriptors or threads"
 
@@ -359,8 +366,8 @@ def hooks_of(tensor: Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
 
-def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int], bool]:
-    """Hooks on an input that is used in every forward; gradients arrive in it as they would without wrapping."""
+def hooks_of_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int], bool]:
+    """Return the hooks and growth per forward, and whether the input's gradient equals the plain model's."""
     case = ZOO["mlp"]
     model, plain = wrap(case, strategy, use_orig_params), case.build()
     x = case.make_batch(0, 2).inputs[0].requires_grad_()
@@ -369,7 +376,7 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
     passed: list[bool] = []
     model.module.register_forward_pre_hook(lambda module, args: passed.append(args[0] is x))
     counted, growth, base = [], [], 0
-    with no_collection():
+    with collector_off():
         for step in range(30):
             if step % 2:
                 model(x).sum().backward()
@@ -387,15 +394,15 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
 
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
-def test_a_reused_input_collects_no_hooks(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    for counted, growth, same in run_ranks(2, reuse_an_input, strategy, use_orig_params):
+def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    for counted, growth, equal in run_ranks(2, hooks_of_a_reused_input, strategy, use_orig_params):
         assert max(counted) <= 1, counted
         assert max(growth) < NOISE, growth
-        assert same
+        assert equal
 
 
 class Weighted(nn.Module):
-    """Returns a parameter of its own, as regularisers and tied heads make models do."""
+    """Returns a parameter, as regularizers and tied heads need it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,15 +440,15 @@ def penalise(model: nn.Module, batches: Data) -> Iterator[Any]:
     yield {}
 
 
-def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int]]:
+def hooks_of_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int]]:
     policy = ModuleWrapPolicy({Weighted})
     reference = Reference(build_penalised, penalise)
     model = wrap(build_penalised(), strategy, use_orig_params, wrap_policy=policy)
-    reference.check(model, "a returned parameter", at_rest=False)  # what was returned stays readable
+    reference.check(model, "a returned parameter", at_rest=False)  # returned parameters stay readable
     model = wrap(build_penalised(), strategy, use_orig_params, wrap_policy=policy)
     meter = Meter()
     counted, growth, base = [], [], 0
-    with no_collection():
+    with collector_off():
         for step in range(30):
             output, weight = model(torch.ones(2, 7))
             counted.append(hooks_of(weight))
@@ -458,14 +465,14 @@ def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tup
 
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
-def test_a_returned_parameter_collects_no_hooks(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """It has none, for it outlives the graphs that return it; and gradients are as without wrapping."""
-    for counted, growth in run_ranks(2, return_a_parameter, strategy, use_orig_params):
+def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The parameter outlives the graphs that return it. Gradients equal the plain model's."""
+    for counted, growth in run_ranks(2, hooks_of_a_returned_parameter, strategy, use_orig_params):
         assert max(counted) == 0, counted
         assert max(growth) < NOISE, growth
 
 
-# -- passes that have no end, or are inside each other -------------------------------------------------------------
+# -- unfinished and nested passes ---------------------------------------------------------------------------------
 
 
 def build_mlp() -> nn.Module:
@@ -473,12 +480,12 @@ def build_mlp() -> nn.Module:
 
 
 def skip_backwards(model: nn.Module, batches: Data) -> Iterator[Any]:
-    """Forwards of every kind without a backward, then a step as usual."""
+    """Run forwards of every kind without a backward, then a regular step."""
     kept: list[Tensor] = []
     for step in range(8):
         model(batches.tensor(100 + step, 2, 7))  # dropped at once
         if step % 2:
-            kept.append(model(batches.tensor(200 + step, 2, 7)))  # its graph lives on
+            kept.append(model(batches.tensor(200 + step, 2, 7)))  # keeps the graph
         with torch.no_grad():
             model(batches.tensor(300 + step, 2, 7))
             if step % 3 == 2:
@@ -490,7 +497,15 @@ def skip_backwards(model: nn.Module, batches: Data) -> Iterator[Any]:
         yield STEP
 
 
-def forward_without_backward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+WORLDS_AND_MODES = pairwise([1, 2], STRATEGIES, [False, True])
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS_AND_MODES)
+@on_ranks("world_size")
+def test_forward_without_backward_changes_no_later_step(
+    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Same values, same collectives, and at rest afterwards."""
     Reference(build_mlp, skip_backwards).check(wrap(ZOO["mlp"], strategy, use_orig_params), "no backward")
     model = wrap(ZOO["mlp"], strategy, use_orig_params)
     x = torch.ones(2, 7)
@@ -501,24 +516,15 @@ def forward_without_backward(strategy: ShardingStrategy, use_orig_params: bool) 
         with record_collectives() as log:
             model(x).sum().backward()
         moved.append([(r.label, r.nbytes) for r in log.records if r.dtype is not None and r.dtype.is_floating_point])
-    assert moved[2] == moved[1], "what earlier forwards left saved a gather, or cost one"
+    assert moved[2] == moved[1], "earlier forwards changed the number of gathers"
     model(x)
     with torch.no_grad():
         model(x)
     assert_at_rest(model, "after a forward without gradients")
 
 
-WORLDS = pairwise([1, 2], STRATEGIES, [False, True])
-
-
-@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
-def test_forward_without_backward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The next step is what it would have been, with as many collectives, and ends at rest."""
-    run_ranks(world_size, forward_without_backward, strategy, use_orig_params)
-
-
 class ForceField(nn.Module):
-    """An energy and its negative gradient with respect to positions, taken inside the forward."""
+    """An energy and its negative gradient by position, computed inside the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +566,9 @@ def simulate(model: nn.Module, batches: Data) -> Iterator[Any]:
         yield STEP
 
 
-def differentiate_inside(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS_AND_MODES)
+@on_ranks("world_size")
+def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     reference = Reference(build_force_field, simulate)
     model = wrap(build_force_field(), strategy, use_orig_params, wrap_policy=units_of)
     parameters = list(model.parameters())
@@ -573,16 +581,11 @@ def differentiate_inside(strategy: ShardingStrategy, use_orig_params: bool) -> N
     assert_at_rest(model, "at the end")
 
 
-@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
-def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    run_ranks(world_size, differentiate_inside, strategy, use_orig_params)
-
-
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen layer, whose output can be stored, and one that is trained."""
+    """A frozen layer, whose output is stored, and a trained one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -596,13 +599,12 @@ class Adapted(nn.Module):
 
 
 @contextmanager
-def interrupted(kind: str, at: int, *, issued: bool) -> Iterator[list[Tensor]]:
-    """Inside, the collective of that kind in that place is interrupted: before or after it is ``issued``. Gives the
-    full vectors that it fills or reads."""
-    function, places, held = getattr(Communicator, kind), itertools.count(), list[Tensor]()
+def interrupted(kind: str, index: int, *, issued: bool) -> Iterator[list[Tensor]]:
+    """Interrupt the collective of this kind and index, before or after it is ``issued``; yield its full vectors."""
+    function, counter, held = getattr(Communicator, kind), itertools.count(), list[Tensor]()
 
     def interrupt(self: Communicator, first: Any, second: Any, *args: Any, **options: Any) -> Any:
-        if next(places) != at:
+        if next(counter) != index:
             return function(self, first, second, *args, **options)
         if issued:
             function(self, first, second, *args, **options)
@@ -613,16 +615,18 @@ def interrupted(kind: str, at: int, *, issued: bool) -> Iterator[list[Tensor]]:
         yield held
 
 
+@pytest.mark.parametrize("transport", ["native", "shared"])
+@on_ranks(2)
 @impatient
-def interrupt_collectives(way: str) -> None:
-    os.environ["FSDP_COLLECTIVES"] = way
+def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = transport
     torch.manual_seed(0)
     plain = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 3))
     model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({Adapted}), process_group=new_group())
-    its = [sgd(trained.parameters()) for trained in (plain, model)]
+    optimizers = [sgd(trained.parameters()) for trained in (plain, model)]
 
     def step(number: int) -> None:
-        for trained, optimizer in zip((plain, model), its):
+        for trained, optimizer in zip((plain, model), optimizers):
             trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -631,17 +635,17 @@ def interrupt_collectives(way: str) -> None:
 
     step(0)
     step(1)
-    places = [("gather", number) for number in range(5)] + [("reduce", number) for number in range(3)]
-    for (kind, number), issued in itertools.product(places, (False, True)):
+    counter = [("gather", number) for number in range(5)] + [("reduce", number) for number in range(3)]
+    for (kind, number), issued in itertools.product(counter, (False, True)):
         with interrupted(kind, number, issued=issued) as held:
             model(torch.ones(2, 4)).sum().backward()
-        for full in held:  # it may still be under way
+        for full in held:  # the collective may still be in flight
             assert full.untyped_storage().nbytes() >= full.nbytes
         model.zero_grad()
         step(2 + number)
         for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients.buckets):
             assert gradients._scratch is None or not gradients._scratch.flat.untyped_storage().nbytes()
-    # graphs of before have saved memory that is not filled any more
+    # saved tensors of earlier graphs are not gathered again
     x = torch.ones(2, 4, requires_grad=True)
     output, stored = model(x), model.module[0].stored
     with interrupted("gather", 1, issued=True):
@@ -653,19 +657,14 @@ def interrupt_collectives(way: str) -> None:
     step(9)
 
 
-@pytest.mark.parametrize("way", ["native", "shared"])
-def test_an_interrupt_while_a_collective_is_issued(way: str) -> None:
-    run_ranks(2, interrupt_collectives, way)
-
-
 @contextmanager
-def interrupted_giving_back(at: int) -> Iterator[None]:
-    """Inside, what gives a buffer's memory back for the time of that number is interrupted when it has done so."""
-    frees, places = MemoryPool.free, itertools.count()
+def interrupted_free(index: int) -> Iterator[None]:
+    """Interrupt the free of that index after the buffer was freed."""
+    frees, counter = MemoryPool.free, itertools.count()
 
     def interrupt(self: MemoryPool, *args: Any) -> None:
         kind(self, *args)
-        if next(places) == at:
+        if next(counter) == index:
             raise KeyboardInterrupt
 
     kind = SharedPool.free if os.environ["FSDP_COLLECTIVES"] == "shared" else frees
@@ -674,41 +673,38 @@ def interrupted_giving_back(at: int) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("transport", ["native", "shared"])
+@on_ranks(2)
 @impatient
-def interrupt_giving_back(way: str) -> None:
-    os.environ["FSDP_COLLECTIVES"] = way
+def test_training_resumes_after_an_interrupt_in_freeing_a_buffer(transport: str) -> None:
+    """Freeing a shared buffer may wait for slow ranks."""
+    os.environ["FSDP_COLLECTIVES"] = transport
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(4)])
     policy = ModuleWrapPolicy({nn.Sequential})
     model = wrap(copy.deepcopy(plain), wrap_policy=policy, process_group=new_group())
-    its = [sgd(trained.parameters()) for trained in (plain, model)]
+    optimizers = [sgd(trained.parameters()) for trained in (plain, model)]
     for number in range(12):
-        for trained, optimizer in zip((plain, model), its):
+        for trained, optimizer in zip((plain, model), optimizers):
             trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
             assert torch.equal(value, expected), (number, name)
-        with interrupted_giving_back(number):
+        with interrupted_free(number):
             for _ in range(2):
                 model(torch.ones(2, 4)).sum().backward()
         model.zero_grad()
 
 
-@pytest.mark.parametrize("way", ["native", "shared"])
-def test_an_interrupt_while_memory_is_given_back(way: str) -> None:
-    """Giving a buffer back may wait for slow ranks; where the user interrupts that, the next steps are as before."""
-    run_ranks(2, interrupt_giving_back, way)
-
-
 # -- copies --------------------------------------------------------------------------------------------------------
 
 
-def outlive_the_group(ways: tuple[str, ...]) -> list[str]:
-    """The ways to communicate after which a group stays, though nobody has it any more."""
+def transports_that_keep_their_group(ways: tuple[str, ...]) -> list[str]:
+    """Return the transports after which a destroyed group is still referenced."""
     found = []
-    for way in ways:
-        os.environ["FSDP_COLLECTIVES"] = way
+    for transport in ways:
+        os.environ["FSDP_COLLECTIVES"] = transport
         group = dist.new_group()
         model = wrap(build_mlp(), process_group=group)
         model(torch.ones(2, 7)).sum().backward()
@@ -719,17 +715,17 @@ def outlive_the_group(ways: tuple[str, ...]) -> list[str]:
         del group, model
         gc.collect()
         if reference() is not None:
-            found.append(way)
+            found.append(transport)
     return found
 
 
-def test_groups_end_with_the_models_that_used_them() -> None:
-    """A group has connections, and with gloo threads that do not rest."""
-    assert run_ranks(2, outlive_the_group, ("shared", "direct", "native")) == [[], []]
+def test_destroyed_groups_are_freed_after_their_models() -> None:
+    """A group holds connections, and gloo's groups have busy threads."""
+    assert run_ranks(2, transports_that_keep_their_group, ("shared", "direct", "native")) == [[], []]
 
 
 class Scaled(nn.Module):
-    """Has a parameter without dimensions."""
+    """A parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -739,7 +735,10 @@ class Scaled(nn.Module):
         return self.scale * x + self.shift
 
 
-def copy_without_dimensions(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_deepcopy_keeps_parameters_without_dimensions(use_orig_params: bool) -> None:
+    """Of a unit that is not sharded; the copy trains."""
     model = wrap(Scaled(), ShardingStrategy.NO_SHARD, use_orig_params)
     copied = copy.deepcopy(model)
     for module in (model, copied):
@@ -750,14 +749,8 @@ def copy_without_dimensions(use_orig_params: bool) -> None:
     assert [param.shape for param in copied.parameters()] == shapes
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_copies_of_parameters_without_dimensions(use_orig_params: bool) -> None:
-    """copy.deepcopy() of a unit that is not sharded keeps them, and the copy trains."""
-    run_ranks(2, copy_without_dimensions, use_orig_params)
-
-
-def pickle_and_go_on(use_orig_params: bool) -> str:
-    """What is said."""
+def error_of_pickling(use_orig_params: bool) -> str:
+    """Return the error message; check that the model still trains."""
     model = wrap(ZOO["mlp"], use_orig_params=use_orig_params)
     x = torch.ones(2, 7)
     model(x).sum().backward()
@@ -774,7 +767,6 @@ def pickle_and_go_on(use_orig_params: bool) -> str:
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_pickling_is_refused(use_orig_params: bool) -> None:
-    """In words that say so, and the model is none the worse."""
-    for words in run_ranks(2, pickle_and_go_on, use_orig_params):
+def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None:
+    for words in run_ranks(2, error_of_pickling, use_orig_params):
         assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words

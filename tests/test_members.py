@@ -1,4 +1,4 @@
-"""What tools read of an instance: by the names, and with the values, that torch's FSDP1 has in the same situation."""
+"""Attributes of torch's FSDP1 that tools read: same names, and same values in the same situation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionS
 import fsdp
 from fsdp import MixedPrecision
 from fsdp.api import TrainingState
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.test_wrapper import WIDTH, StandIn, batch, build, error_of, net, torchs
 
 NAMES = ["_has_params", "_flat_param", "params", "_is_root", "training_state", "rank", "world_size", "process_group"]
@@ -27,17 +27,17 @@ NAMES += ["_gradient_predivide_factor", "_gradient_postdivide_factor"]
 METHODS = ["_mixed_precision_enabled_for_buffers", "_low_precision_hook_enabled", "check_is_root"]
 
 
-def _described(value: Any) -> Any:
-    """In words that do not depend on whose class it is."""
+def describe_value(value: Any) -> Any:
+    """Return a description that does not depend on the module of the class."""
     import torch.distributed.fsdp.api as torch_api
 
     if isinstance(value, torch.Tensor):
         return type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
+        return [describe_value(item) for item in value]
     if hasattr(value, "name") and hasattr(value, "value"):
         return type(value).__name__, value.name
-    if dataclasses.is_dataclass(value):  # ours may have more fields
+    if dataclasses.is_dataclass(value):  # compare torch's fields
         torchs_own = getattr(torch_api, type(value).__name__)
         return type(value).__name__, {
             field.name: getattr(value, field.name) for field in dataclasses.fields(torchs_own)
@@ -45,8 +45,8 @@ def _described(value: Any) -> Any:
     return value
 
 
-def _read(model: Any, names: list[str]) -> dict[str, Any]:
-    found = {name: _described(getattr(model, name)) for name in names}
+def read_attributes(model: Any, names: list[str]) -> dict[str, Any]:
+    found = {name: describe_value(getattr(model, name)) for name in names}
     found["is the default group"] = found.pop("process_group") is dist.group.WORLD
     found["current device"] = model._device_handle.current_device()
     found["its flat parameter"] = model._handle is None or model._handle.flat_param is model._flat_param
@@ -56,7 +56,9 @@ def _read(model: Any, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def _compare(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_private_attributes_equal_torchs(use_orig_params: bool) -> None:
     def both(module: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
         options["use_orig_params"] = use_orig_params
         return build(module(), **options), torchs(module(), **options)
@@ -66,28 +68,28 @@ def _compare(use_orig_params: bool) -> None:
         both(net, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False),
         both(lambda: nn.Sequential(nn.Tanh())),
     ]
-    for ours, theirs in pairs:
-        assert repr(ours) == repr(theirs)
-        for when in ("built", "asked", "used", "in no_sync", "shown"):
-            if when == "asked":
+    for ours, expected in pairs:
+        assert repr(ours) == repr(expected)
+        for stage in ("built", "asked", "used", "in no_sync", "shown"):
+            if stage == "asked":
                 for name in METHODS:
-                    assert getattr(ours, name)() == getattr(theirs, name)(), name
-            elif when == "used":
-                for model in (ours, theirs):
+                    assert getattr(ours, name)() == getattr(expected, name)(), name
+            elif stage == "used":
+                for model in (ours, expected):
                     model(batch(0, dist.get_rank())).sum().requires_grad_().backward()
-                assert len(ours._all_handles) == len(theirs._all_handles)
-            for model in (ours, theirs):
-                model.inside = model.no_sync() if when == "in no_sync" else warnings.catch_warnings()
-                model.inside = model.summon_full_params(model) if when == "shown" else model.inside
+                assert len(ours._all_handles) == len(expected._all_handles)
+            for model in (ours, expected):
+                model.inside = model.no_sync() if stage == "in no_sync" else warnings.catch_warnings()
+                model.inside = model.summon_full_params(model) if stage == "shown" else model.inside
                 model.inside.__enter__()
-            names = [name for name in NAMES if when != "shown" or name not in ("params", "_flat_param")]
-            mine, torchs_own = _read(ours, names), _read(theirs, names)
-            differ = {name: (mine[name], torchs_own[name]) for name in mine if mine[name] != torchs_own[name]}
-            assert not differ, f"{when}: {differ}"
-            for model in (ours, theirs):
+            names = [name for name in NAMES if stage != "shown" or name not in ("params", "_flat_param")]
+            actual, torchs_own = read_attributes(ours, names), read_attributes(expected, names)
+            differ = {name: (actual[name], torchs_own[name]) for name in actual if actual[name] != torchs_own[name]}
+            assert not differ, f"{stage}: {differ}"
+            for model in (ours, expected):
                 model.inside.__exit__(None, None, None)
-    ours, theirs = pairs[0]
-    for model in (ours, theirs):
+    ours, expected = pairs[0]
+    for model in (ours, expected):
         assert not model._low_precision_hook_enabled()
         model.register_comm_hook(LowPrecisionState(dist.group.WORLD), LOW_PRECISION_HOOKS[1])
         assert model._low_precision_hook_enabled() and model._comm_hook is LOW_PRECISION_HOOKS[1]
@@ -98,13 +100,8 @@ def _compare(use_orig_params: bool) -> None:
         assert model._is_root is None and model.check_is_root()
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_attributes_have_torchs_values(use_orig_params: bool) -> None:
-    run_ranks(2, _compare, use_orig_params)
-
-
-def test_prefetch_limits_are_writable() -> None:
-    """By the names that tools write to; for all units below, before or after the first use."""
+def test_prefetch_limits_apply_to_all_units_of_the_tree() -> None:
+    """Before and after the first use, by the names that tools write to."""
     module = net()
     inner = module.layers = build(module.layers, process_group=StandIn(0, 1))
     model = build(module, process_group=StandIn(0, 1))
@@ -125,7 +122,7 @@ def test_prefetch_limits_are_writable() -> None:
     assert limits._forward_prefetch_limit == 3
 
 
-def test_defaults_of_the_state_dict_settings_are_each_instances_own() -> None:
+def test_default_state_dict_settings_are_not_shared() -> None:
     first, second = (build(net(), process_group=StandIn()) for _ in range(2))
     assert first._state_dict_config == second._state_dict_config == fsdp.FullStateDictConfig()
     assert first._state_dict_config is not second._state_dict_config

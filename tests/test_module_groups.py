@@ -1,7 +1,6 @@
 """One unit of several modules: ``FullyShardedDataParallel.group``.
 
-What a model computes with such units is compared, bit for bit, with what it computes without them, wrapped by the same
-policy, which the other tests compare with plain models; and with the plain model once, where the policy cannot do it.
+The reference is the same model and policy without groups, bit for bit, and the plain model once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, run_plain, sgd
 from tests.harness.passes import gathered
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, run_fsdp, wrap
 from tests.test_state_dict import KINDS, kind_of
@@ -36,7 +35,7 @@ FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
 
 class Lm(nn.Module):
-    """An embedding and a head at both ends, and two norms in between, inside of the blocks."""
+    """An embedding and a head at both ends, two blocks with norms between."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -87,42 +86,38 @@ GROUPED = {"tied": case_of(tied), "untied": case_of(untied)}
 WITHOUT = {"tied": case_of(partial(Lm, True)), "untied": case_of(partial(Lm, False))}
 
 
-def _same(name: str, schedule: Schedule, **options: Any) -> None:
+def assert_equal_training(name: str, schedule: Schedule, **options: Any) -> None:
     both = [run_fsdp(cases[name], sgd, schedule, **options) for cases in (GROUPED, WITHOUT)]
     for grouped, without in zip(*both, strict=True):
         assert_bit_equal(grouped.grads, without.grads, f"gradients of {name} {options}")
         assert_bit_equal(grouped.params, without.params, f"parameters of {name} {options}")
 
 
-def _trains() -> None:
+@on_ranks(2)
+def test_groups_train_to_the_same_bits() -> None:
     schedule = Schedule(steps=3, micro=2)
     for name in GROUPED:
         for step, plain in zip(run_fsdp(GROUPED[name], sgd, schedule), run_plain(GROUPED[name], sgd, 2, schedule)):
             assert_bit_equal(step.params, plain.params, name)
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
-    _same("tied", schedule, strategy=KEPT, use_orig_params=True)
-    _same("untied", schedule, mixed_precision=low, use_orig_params=True)
-    _same("untied", schedule, backward_prefetch=BackwardPrefetch.BACKWARD_POST, limit_all_gathers=False)
-    _same("tied", schedule, strategy=ShardingStrategy.NO_SHARD)
-    _same("tied", Schedule(steps=2), reduce_unused=True)
+    assert_equal_training("tied", schedule, strategy=KEPT, use_orig_params=True)
+    assert_equal_training("untied", schedule, mixed_precision=low, use_orig_params=True)
+    assert_equal_training("untied", schedule, backward_prefetch=BackwardPrefetch.BACKWARD_POST, limit_all_gathers=False)
+    assert_equal_training("tied", schedule, strategy=ShardingStrategy.NO_SHARD)
+    assert_equal_training("tied", Schedule(steps=2), reduce_unused=True)
 
 
-def test_it_trains_as_without() -> None:
-    run_ranks(2, _trains)
-
-
-def _hybrid() -> None:
+@on_ranks(4)
+def test_groups_train_to_the_same_bits_over_two_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    _same("tied", Schedule(steps=2), strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True)
+    assert_equal_training(
+        "tied", Schedule(steps=2), strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True
+    )
 
 
-def test_over_two_replicas() -> None:
-    run_ranks(4, _hybrid)
-
-
-def _same_states(states: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> None:
-    assert set(states) == set(wanted)
-    for name, state in wanted.items():
+def assert_equal_states(states: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+    assert set(states) == set(expected)
+    for name, state in expected.items():
         assert_bit_equal(states[name], state, name)
 
 
@@ -147,7 +142,7 @@ def _state(mode: bool, directory: str) -> None:
             with kind_of(grouped, kind):
                 with record_collectives() as log:
                     state = grouped.state_dict()
-                gathers = _labels(log, "gather")
+                gathers = labels_of(log, "gather")
                 assert len(gathers) == len(set(gathers)), kind
                 if kind != "local":
                     assert list(state) == list(plain.state_dict()), kind
@@ -162,12 +157,12 @@ def _state(mode: bool, directory: str) -> None:
                     key: tuple(p.shape) for key, p in plain.named_parameters()
                 }
         assert {key for key, _ in fsdp.full_params(grouped)} == {key for key, _ in plain.named_parameters()}
-        wanted = FSDP.optim_state_dict(without, optims[1])
-        _same_states(FSDP.optim_state_dict(grouped, optims[0])["state"], wanted["state"])
+        expected = FSDP.optim_state_dict(without, optims[1])
+        assert_equal_states(FSDP.optim_state_dict(grouped, optims[0])["state"], expected["state"])
         fresh = wrap(GROUPED[name], use_orig_params=mode, seed=1)
         optim = adamw(fresh.parameters())
-        optim.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optim, wanted))
-        _same_states(full_optim_state(fresh, optim), wanted["state"])
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optim, expected))
+        assert_equal_states(full_optim_state(fresh, optim), expected["state"])
         path = Path(directory, name)
         save(path, grouped, optims[0])
         for cases in (GROUPED, WITHOUT):
@@ -175,7 +170,7 @@ def _state(mode: bool, directory: str) -> None:
             optim = adamw(fresh.parameters())
             load(path, fresh, optim)
             assert_bit_equal(full_parameters(fresh), values)
-            _same_states(full_optim_state(fresh, optim), wanted["state"])
+            assert_equal_states(full_optim_state(fresh, optim), expected["state"])
         copied = copy.deepcopy(grouped)
         for model in (copied, grouped):
             model.zero_grad()
@@ -185,19 +180,20 @@ def _state(mode: bool, directory: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_state_is_that_of_the_plain_model(mode: bool, tmp_path: Path) -> None:
+def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> None:
     run_ranks(2, _state, mode, str(tmp_path))
 
 
-def _labels(log: Any, what: str) -> list[str]:
-    return [label.removeprefix(f"{what} ") for label in log.labels() if label and label.startswith(f"{what} ")]
+def labels_of(log: Any, verb: str) -> list[str]:
+    return [label.removeprefix(f"{verb} ") for label in log.labels() if label and label.startswith(f"{verb} ")]
 
 
-def _note(seen: dict[str, set[str]], name: str, now: Any, *_: Any) -> None:
-    seen[name] = now()
+def record(recorded: dict[str, set[str]], name: str, now: Any, *_: Any) -> None:
+    recorded[name] = now()
 
 
-def _once() -> None:
+@on_ranks(2)
+def test_groups_are_gathered_once_per_pass() -> None:
     head, norms, ends = "unit 'norm, head'", "unit 'blocks.0.norm, blocks.1.norm'", "unit 'embed, head'"
     blocks = [f"unit 'blocks.{index}'" for index in range(2)]
     forwards = {"tied": [ends, *blocks], "untied": [blocks[0], norms, blocks[1], head]}
@@ -205,35 +201,35 @@ def _once() -> None:
     for name, forward in forwards.items():
         prefetches = BackwardPrefetch.BACKWARD_POST if name == "tied" else BackwardPrefetch.BACKWARD_PRE
         model = wrap(GROUPED[name], use_orig_params=True, backward_prefetch=prefetches)
-        seen: dict[str, set[str]] = {}
+        recorded: dict[str, set[str]] = {}
         for index, block in enumerate(model.module.blocks):
-            told = partial(_note, seen, f"blocks.{index}", partial(gathered, model))
-            block.module.mlp.register_forward_hook(told)
-        for prefetch in (False, True):  # the first step knows no order
+            hook = partial(record, recorded, f"blocks.{index}", partial(gathered, model))
+            block.module.mlp.register_forward_hook(hook)
+        for prefetch in (False, True):  # the first step has no recorded order
             batch = _LM.make_batch(0, 2)
             with record_collectives() as log:
                 loss = _LM.loss(model, batch)
-            assert _labels(log, "gather") == ["the root unit", *forward], name
+            assert labels_of(log, "gather") == ["the root unit", *forward], name
             assert gathered(model) == {""}
             with record_collectives() as log:
                 loss.backward()
-            assert _labels(log, "gather") == backwards[name], name
-            if prefetch and name == "tied":  # also while a unit waits for gradients of the modules that are to come
+            assert labels_of(log, "gather") == backwards[name], name
+            if prefetch and name == "tied":  # also while a unit waits for gradients of later modules
                 assert log.labels().index(f"gather {blocks[0]}") < log.labels().index(f"reduce {blocks[1]}")
-            assert sorted(_labels(log, "reduce")) == sorted(["the root unit", *forward]), name
+            assert sorted(labels_of(log, "reduce")) == sorted(["the root unit", *forward]), name
             assert gathered(model) == set()
-            if name == "tied":  # the awaited unit takes nobody's room: the next block is there beside it
+            if name == "tied":  # the awaited unit does not count for the limit: the next block is unsharded, too
                 ahead = {"blocks.1"} if prefetch else set()
-                assert seen["blocks.0"] == {"", "embed, head", "blocks.0", *ahead}
-                assert seen["blocks.1"] == {"", "embed, head", "blocks.1"}
+                assert recorded["blocks.0"] == {"", "embed, head", "blocks.0", *ahead}
+                assert recorded["blocks.1"] == {"", "embed, head", "blocks.1"}
         with torch.no_grad(), record_collectives() as log:
             _LM.loss(model, batch)
-        assert _labels(log, "gather") == ["the root unit", *forward]
+        assert labels_of(log, "gather") == ["the root unit", *forward]
         assert gathered(model) == set()
 
 
-def _partly() -> None:
-    """Not all of a unit's modules run, or one of them twice."""
+@on_ranks(2)
+def test_groups_that_run_partly_or_twice() -> None:
 
     class Parts(nn.Module):
         def __init__(self) -> None:
@@ -261,11 +257,11 @@ def _partly() -> None:
                 if each is model:
                     assert gathered(model) == set(), plan
             for name, grad in full_gradients(model).items():
-                wanted = plain.get_parameter(name).grad
-                if wanted is None:  # zeros of what other modules of its unit have gradients for
+                expected = plain.get_parameter(name).grad
+                if expected is None:  # zeros where further modules of the unit have gradients
                     assert grad is None or (name.split(".")[0] in ("first", "second") and not grad.any()), (plan, name)
                 else:
-                    assert torch.equal(grad, wanted), (plan, name)
+                    assert torch.equal(grad, expected), (plan, name)
         loss = model(x, "first third").sum()
         assert gathered(model) == ({"", "first, second"} if keeps is KEPT else {""})
         del loss
@@ -274,16 +270,8 @@ def _partly() -> None:
         assert gathered(model) == set()
 
 
-def test_gathered_once_per_pass() -> None:
-    run_ranks(2, _once)
-
-
-def test_partly() -> None:
-    run_ranks(2, _partly)
-
-
 class Nested(nn.Module):
-    """Its members hold modules that a policy makes units of, buffers, and a third place of one of them."""
+    """Members contain units of a policy and buffers; one member has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,14 +303,14 @@ def _interplay() -> None:
             losses[checkpointed] = {clean(key): grad for key, grad in full_gradients(model).items()}
         for checkpointed in ("before", "after"):
             assert_bit_equal(losses[checkpointed], losses[""], checkpointed)
-    # one of two is frozen, and later trained; then all of it is
+    # freeze one of two members, then train both
     model = wrap(GROUPED["untied"], use_orig_params=True)
     whole, head = full_parameters(model), model.get_submodule("_fsdp_wrapped_module.head")
     for param in head.parameters():
         param.requires_grad_(False)
     _LM.loss(model, batch).backward()
     assert all((grad is None) == (key == "head.weight") for key, grad in full_gradients(model).items())
-    # casting changes the shards once, also while something is frozen; and each of the modules is called as a user's own
+    # casting changes shards once, also with frozen members; members can be called directly
     doubled = model._apply(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor)
     assert_bit_equal(full_parameters(doubled), {key: 2 * value for key, value in whole.items()})
     reference = wrap(WITHOUT["untied"], use_orig_params=True)
@@ -340,7 +328,7 @@ def _interplay() -> None:
     assert full_parameters(model)["head.weight"].eq(1).all()
     with kind_of(model, "local"), pytest.raises(RuntimeError, match="holds whole units, and FullyShardedDataParallel"):
         head.load_state_dict({})
-    # modules inside of members are units, members may have several places, and arguments of their own
+    # members contain units, have several names, and take options
     model = FSDP(Nested(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Sequential}))
     assert [unit.name for unit in fsdp.shard_info(model)] == ["", "front, back", "front.0", "back.0", "middle"]
     model(torch.ones(2, 4)).sum().backward()
@@ -351,7 +339,7 @@ def _interplay() -> None:
 
 
 class Inside(nn.Module):
-    """A group in which another one lies, and neighbours that become one unit, or a unit that was wrapped before."""
+    """A group inside another group, beside neighbors that coalesce and a unit wrapped by hand."""
 
     def __init__(self, grouped: bool) -> None:
         super().__init__()
@@ -392,16 +380,14 @@ def _one_inside_another() -> None:
         assert list(wrapped.state_dict()) == list(expected)
 
 
-def _interplay_and_nesting() -> None:
+@on_ranks(2)
+def test_groups_with_checkpointing_freezing_and_nesting() -> None:
     _interplay()
     _one_inside_another()
 
 
-def test_interplay() -> None:
-    run_ranks(2, _interplay_and_nesting)
-
-
-def _refused() -> None:
+@on_ranks(2)
+def test_invalid_groups_are_refused() -> None:
     def error(
         *choose: Any, of: type[nn.Module] = nn.Sequential, match: str, kind: type[Exception] = ValueError, **kw: Any
     ) -> None:
@@ -433,7 +419,3 @@ def _refused() -> None:
         model = Lm(False)
         FSDP.group([model.norm, model.head])
         FSDP(model, ignored_modules=[model.head])
-
-
-def test_refused() -> None:
-    run_ranks(2, _refused)

@@ -1,4 +1,4 @@
-"""What nested inputs and outputs are searched for and how they are rebuilt; no ranks needed."""
+"""Search for tensors in nested inputs and outputs, and rebuilding of nests; no ranks needed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fsdp.runtime.nested import map_tensors, tensors_in, to_device
 from fsdp.runtime.precision import cast_floating
 
 
-class Output(collections.OrderedDict[str, Any]):
-    """As the libraries' model outputs: a dataclass and a dictionary at once, which refuses what it does not know."""
+class ModelOutput(collections.OrderedDict[str, Any]):
+    """A dataclass and dictionary at once that refuses unknown fields, as in model libraries."""
 
     def __init__(self, first: Any = None, second: Any = None) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class Output(collections.OrderedDict[str, Any]):
         raise RuntimeError("not for an output")
 
     def __reduce__(self) -> Any:
-        return Output, (self.first, self.second)
+        return ModelOutput, (self.first, self.second)
 
 
-class Named(list[Any]):
+class NamedList(list[Any]):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
@@ -48,7 +48,7 @@ class Pair(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-class Checked(NamedTuple):
+class NamedPair(NamedTuple):
     x: Any
     y: int = 2
 
@@ -60,8 +60,8 @@ class Batch:
     size: int = 3
 
 
-def named(x: Tensor) -> Named:
-    result = Named("mine")
+def named(x: Tensor) -> NamedList:
+    result = NamedList("mine")
     result.append(x)
     return result
 
@@ -75,7 +75,7 @@ def batch(x: Tensor) -> Batch:
 KINDS: dict[str, Any] = {
     "list": lambda x: [x, 1],
     "tuple": lambda x: (x, None),
-    "named tuple": lambda x: Checked(x),
+    "named tuple": lambda x: NamedPair(x),
     "tuple with a constructor of its own": lambda x: Pair(x, 1),
     "list with a constructor of its own": named,
     "set": lambda x: {x, 1},
@@ -85,7 +85,7 @@ KINDS: dict[str, Any] = {
     "OrderedDict": lambda x: collections.OrderedDict(x=x),
     "defaultdict": lambda x: collections.defaultdict(list, x=x),
     "UserDict": lambda x: collections.UserDict(x=x),
-    "output": lambda x: Output(first=x),
+    "output": lambda x: ModelOutput(first=x),
     "dataclass": batch,
     "result of torch.max": lambda x: torch.max(x.reshape(1, -1), dim=1),
     "packed sequence": lambda x: pack_sequence([x]),
@@ -93,7 +93,7 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_container_keeps_its_type_and_what_hangs_on_it(kind: str) -> None:
+def test_rebuilt_containers_keep_type_and_attributes(kind: str) -> None:
     original = KINDS[kind](torch.randn(3))
     before = list(tensors_in(original))
     cast = cast_floating(original, torch.bfloat16)
@@ -108,18 +108,18 @@ def test_a_container_keeps_its_type_and_what_hangs_on_it(kind: str) -> None:
         assert cast.maxlen == 2
     elif kind == "output":
         assert cast.first is cast["first"] and cast.second is None
-    assert cast_floating(cast, torch.bfloat16) is cast  # nothing to change: the caller's own
+    assert cast_floating(cast, torch.bfloat16) is cast  # without a change the caller's own object is returned
     assert to_device(original, torch.device("cpu")) is original
 
 
-def test_what_cannot_be_rebuilt_is_left_alone() -> None:
+def test_objects_that_cannot_be_rebuilt_are_left_alone() -> None:
     x = torch.randn(2)
     frozen, thing = types.MappingProxyType({"x": x}), types.SimpleNamespace(x=x)
     assert cast_floating(frozen, torch.bfloat16) is frozen
     assert cast_floating(thing, torch.bfloat16) is thing and thing.x is x
 
 
-def test_what_stands_twice_stays_one_and_what_holds_itself_is_no_endless_walk() -> None:
+def test_shared_containers_stay_shared_and_cycles_end() -> None:
     shared = [torch.randn(2)]
     both = cast_floating({"a": shared, "b": shared, "c": [1]}, torch.bfloat16)
     assert both["a"] is both["b"] and both["a"][0].dtype == torch.bfloat16
@@ -140,7 +140,7 @@ def test_deep_nests_and_objects_are_walked_without_recursion() -> None:
         last = last.next
     last.x = x
     assert [tensor is x for tensor in tensors_in(chain)] == [True]
-    assert cast_floating(chain, torch.bfloat16) is chain  # an input: other objects are not looked into
+    assert cast_floating(chain, torch.bfloat16) is chain  # inputs inside of objects are not cast
     deep: list[Any] = []
     for _ in range(3000):
         deep = [deep, 1]
@@ -148,7 +148,7 @@ def test_deep_nests_and_objects_are_walked_without_recursion() -> None:
     assert list(tensors_in(deep)) == []
 
 
-def test_the_order_is_the_one_in_which_tensors_stand() -> None:
+def test_tensors_are_found_in_the_order_of_the_nest() -> None:
     tensors = [torch.full((1,), float(i)) for i in range(5)]
     nest = [tensors[0], {"a": (tensors[1], [tensors[2]])}, types.SimpleNamespace(b=tensors[3], c=[tensors[4]])]
     assert [int(tensor) for tensor in tensors_in(nest)] == [0, 1, 2, 3, 4]

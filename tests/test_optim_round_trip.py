@@ -1,7 +1,6 @@
-"""Optimizer state comes back as it left, bit for bit and under its own names: every optimizer, through every form.
+"""Optimizer state survives saving and loading bit for bit, for every optimizer and every form of state.
 
-States are compared by parameter, not by position, and are loaded into optimizers whose groups and parameters come in
-another order.
+States are compared by parameter and loaded into optimizers with other orders of groups and parameters.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from fsdp import (
 )
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
 Make = Callable[[Any], Optimizer]
 
 
 class Model(nn.Module):
-    """Parameters of 16 and of 32 bits, no padding in a flat parameter at 2 ranks."""
+    """Parameters of 16 and 32 bits, without padding in a flat parameter on 2 ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +62,8 @@ def step(optimizer: Optimizer, count: int = 2) -> Optimizer:
     return optimizer
 
 
-class Odd(Optimizer):
-    """States of all kinds of dtypes and under all kinds of names, one of them for no parameter."""
+class ManyKinds(Optimizer):
+    """An optimizer with states of many dtypes and names, and one state that belongs to no parameter."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -96,16 +95,16 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "AdamW": [{}, {"fused": True}],
     "RMSprop": [{"momentum": 0.9, "centered": True}],
 }
-NOT_ELEMENTWISE = {"SparseAdam", "LBFGS", "Muon"}  # want sparse gradients, a closure, matrices
+NOT_ELEMENTWISE = {"SparseAdam", "LBFGS", "Muon"}  # need sparse gradients, a closure, matrices
 
 
 def makers() -> Iterable[tuple[str, Make]]:
-    """Every optimizer of torch that steps parameters one element at a time."""
+    """Yield every elementwise optimizer of torch."""
     for name, kind in vars(torch.optim).items():
         if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
             for settings in SETTINGS.get(name, [{}]) if name not in NOT_ELEMENTWISE else ():
                 yield f"{name} {settings}", lambda groups, kind=kind, settings=settings: kind(groups, **settings)
-    yield "Odd", Odd
+    yield "ManyKinds", ManyKinds
 
 
 def check_other_dtypes(root: str) -> None:
@@ -124,21 +123,21 @@ def check_other_dtypes(root: str) -> None:
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
             else:
                 load(save(root, trained, optimizer, keep=1), model, fresh)
-            again = FSDP.optim_state_dict(model, fresh)
+            loaded_state = FSDP.optim_state_dict(model, fresh)
             for number, (name, _) in enumerate(plain.named_parameters()):
-                assert bits(dict(sorted(again["state"][name].items()))) == bits(
+                assert bits(dict(sorted(loaded_state["state"][name].items()))) == bits(
                     dict(sorted(of_plain.state[list(plain.parameters())[number]].items()))
                 ), f"{name}, {form}, use_orig_params={uop}"
             step(fresh)
 
 
-def test_states_of_parameters_that_had_another_dtype_are_what_torch_makes_of_them(tmp_path: Path) -> None:
-    """Float32 moments, loaded for bfloat16 parameters, are bfloat16, so that the optimizer can step."""
+def test_states_are_cast_to_another_dtype_as_torch_casts_them(tmp_path: Path) -> None:
+    """Float32 moments loaded for bfloat16 parameters become bfloat16, so the optimizer can step."""
     run_ranks(2, check_other_dtypes, str(tmp_path))
 
 
-def test_scalars_and_elements_of_parameters_without_dimensions() -> None:
-    """What one element has and what all have in common look alike there."""
+def test_states_of_parameters_without_dimensions() -> None:
+    """Elementwise states and shared scalars have equal shapes there."""
     module = nn.ParameterDict({"matrix": torch.ones(2, 3), "scalar": torch.tensor(1.0)})
     state = get_optimizer_state_dict(module, step(torch.optim.NAdam(module.parameters())))
     module = module.bfloat16()
@@ -150,14 +149,14 @@ def test_scalars_and_elements_of_parameters_without_dimensions() -> None:
 
 
 def groups_of(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups; those of another optimizer come in another order, and so do the parameters in them."""
+    """Return two parameter groups; `backwards` reverses the order of groups and of parameters."""
     params = list(model.parameters())
     groups = [{"params": params[:1], "lr": 0.125}, {"params": params[1:], "lr": 0.25}]
     return [{**group, "params": group["params"][::-1]} for group in groups[::-1]] if backwards else groups
 
 
 def bits(value: Any) -> Any:
-    """What is equal if and only if every bit is."""
+    """Return a value that is equal if and only if all bits are."""
     leaves, structure = tree_flatten(value)
     return str(structure), [
         (leaf.dtype, tuple(leaf.shape), bytes(leaf.detach().reshape(-1).view(torch.uint8).tolist()))
@@ -168,7 +167,7 @@ def bits(value: Any) -> Any:
 
 
 def content(optimizer: Optimizer) -> dict[Any, Any]:
-    """By parameter that has elements here, its states and settings; and what belongs to no parameter."""
+    """Return states and settings by parameter with elements on this rank, and states of no parameter."""
     found: dict[Any, Any] = {key: bits(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     for group in optimizer.param_groups:
         for param in (param for param in group["params"] if param.numel() > 0):
@@ -177,8 +176,8 @@ def content(optimizer: Optimizer) -> dict[Any, Any]:
     return found
 
 
-def through(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: str) -> None:
-    """From one optimizer of the model to another one."""
+def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: str) -> None:
+    """Move state from one optimizer of the model to another."""
     if form == "save":
         load(save(root, model, optimizer, keep=1), model, fresh)
     elif form == "ragged":
@@ -204,33 +203,33 @@ def check_round_trips(root: str) -> None:
     for uop in (False, True):
         model = build(uop)
         before = {name: value.clone() for name, value in model.named_parameters()}
-        for number, (what, make) in enumerate(makers()):
+        for number, (name, make) in enumerate(makers()):
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Adafactor computes with the norms, shapes or products of whole")
                 optimizer = step(make(groups_of(model)))
             expected = content(optimizer)
-            for form in ("full", "sharded", "rank 0", "ragged", "save")[(number + uop) % 2 :: 2]:  # by turns
+            for form in ("full", "sharded", "rank 0", "ragged", "save")[(number + uop) % 2 :: 2]:  # forms alternate
                 fresh = make(groups_of(model, backwards=True))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "the optimizer's state has an entry 'global'")
-                    through(form, model, optimizer, fresh, root)
-                assert content(fresh) == expected, f"{what}, {form}, use_orig_params={uop}"
+                    transfer(form, model, optimizer, fresh, root)
+                assert content(fresh) == expected, f"{name}, {form}, use_orig_params={uop}"
             with torch.no_grad():
                 for name, param in model.named_parameters():
                     param.copy_(before[name])
 
 
-def test_every_optimizers_state_comes_back_bit_for_bit_through_every_form(tmp_path: Path) -> None:
-    """Dotted and integer names, what belongs to no parameter, every dtype, groups in any order."""
+def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path) -> None:
+    """Dotted and integer names, states of no parameter, every dtype, groups in any order."""
     assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
     run_ranks(2, check_round_trips, str(tmp_path))
 
 
-# -- what is not matched -----------------------------------------------------------------------------------------------
+# -- mismatched states ------------------------------------------------------------------------------------------------
 
 
 class Renamed(Model):
-    """Its state has one parameter under another key than its name, and one not at all."""
+    """A model whose state dict renames one parameter and drops another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +248,7 @@ def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *args: A
 
 
 class Wider(Model):
-    """With a layer that the checkpoint does not have, in a bucket with others and in one of its own."""
+    """Has layers that are missing in the checkpoint, in a shared bucket and in a separate one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +256,7 @@ class Wider(Model):
         self.newest = nn.Linear(2, 4, dtype=torch.float64)
 
 
-def check_what_the_checkpoint_does_not_have(root: str) -> None:
+def check_missing_entries(root: str) -> None:
     for uop in (False, True):
         saved = build(uop)
         optimizer = step(torch.optim.SGD(saved.parameters(), lr=0.5, momentum=0.9))
@@ -292,9 +291,9 @@ def save_quietly(*args: Any) -> Path:
     return path
 
 
-def test_what_the_checkpoint_does_not_have_is_left_alone(tmp_path: Path) -> None:
-    """State, settings and entries of no parameter of the optimizer that loads."""
-    run_ranks(2, check_what_the_checkpoint_does_not_have, str(tmp_path))
+def test_entries_missing_in_the_checkpoint_are_left_alone(tmp_path: Path) -> None:
+    """States, settings and entries of no parameter in the loading optimizer."""
+    run_ranks(2, check_missing_entries, str(tmp_path))
 
 
 def gradients_of(model: nn.Module) -> Tensor:
@@ -311,8 +310,8 @@ def check_names(root: str) -> None:
         fresh = torch.optim.AdamW(model.parameters())
         load(save(root, model, optimizer), model, fresh)
         assert content(fresh) == content(optimizer)
-        # what would not come back is refused by name
-        for key, error, words in (
+        # states that could not be loaded are refused by name
+        for key, error, message in (
             ("half.bias", KeyError, r"half.bias\W+belongs to no parameter, and has the name of one"),
             (None, TypeError, "'half.weight' has one called None"),
         ):
@@ -320,15 +319,15 @@ def check_names(root: str) -> None:
                 optimizer.state[key] = {"x": 1}
             else:
                 next(state for state in optimizer.state.values() if state)[None] = 1
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 save(root, model, optimizer)
             optimizer.state.pop(key, None)
-        optimizer = step(Odd(model.parameters()))
+        optimizer = step(ManyKinds(model.parameters()))
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        for several, options in ((optimizer, flat), ([optimizer, optimizer], None)):
+        for optimizers, options in ((optimizer, flat), ([optimizer, optimizer], None)):
             with pytest.raises(ValueError, match="'global', which belongs to no parameter"), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                get_optimizer_state_dict(model, several, options=options)
+                get_optimizer_state_dict(model, optimizers, options=options)
         del optimizer.state["global"]
         with pytest.raises(ValueError, match="names of states have to be strings, but one is 0"):
             get_optimizer_state_dict(model, optimizer, options=flat)
@@ -338,16 +337,16 @@ def check_names(root: str) -> None:
             lists.step(lambda model=model: gradients_of(model))
         with pytest.raises((NotImplementedError, AssertionError), match=r"state '\w+' of 'weight'"):
             save(root, model, lists)
-        # every rank lists what it has in one order, whatever that of its optimizer is
+        # all ranks list states in one order, independent of the optimizer's order
         model = build(uop)
         params = list(model.parameters())
         backwards = step(torch.optim.AdamW(params[::-1] if rank else params))
-        listed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(listed, list(FSDP.sharded_optim_state_dict(model, backwards)["state"]))
-        assert listed[0] == listed[1]
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, list(FSDP.sharded_optim_state_dict(model, backwards)["state"]))
+        assert names[0] == names[1]
 
 
-def test_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
+def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
     """Also where a hook renames or drops the parameter's key in the model's state."""
     run_ranks(2, check_names, str(tmp_path))
 
@@ -362,7 +361,7 @@ def check_lists(root: str) -> None:
             model = FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=uop)
             return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
 
-        def go_on(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+        def continue_training(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
             def loss() -> Any:
                 optimizer.zero_grad()
                 found = model(data).square().mean()
@@ -374,24 +373,24 @@ def check_lists(root: str) -> None:
             return {name: value.clone() for name, value in model.state_dict().items()}
 
         first = make()
-        go_on(*first)
+        continue_training(*first)
         saved, state = save(root, *first), copy.deepcopy(FSDP.optim_state_dict(*first))
         values = first[0].state_dict()
         loaded, made = make(), make()
         load(saved, *loaded)
         made[0].load_state_dict(values)
         made[1].load_state_dict(FSDP.optim_state_dict_to_load(*made, copy.deepcopy(state)))
-        expected = go_on(*first)
-        for again in (loaded, made):
-            for name, value in go_on(*again).items():
+        expected = continue_training(*first)
+        for loaded_state in (loaded, made):
+            for name, value in continue_training(*loaded_state).items():
                 assert torch.equal(value, expected[name]), (uop, name)
-        if not uop:  # which have one list
+        if not uop:  # flat parameters share one list
             state["state"]["0.bias"]["old_dirs"][-1][-1] += 1
             with pytest.raises(ValueError, match="share 'old_dirs'"):
                 FSDP.optim_state_dict_to_load(*make(), state)
 
 
-def test_lists_of_tensors_come_back(tmp_path: Path) -> None:
+def test_states_that_are_lists_of_tensors_survive(tmp_path: Path) -> None:
     run_ranks(2, check_lists, str(tmp_path))
 
 
@@ -432,13 +431,15 @@ def check_no_elements_in_a_flat_parameter() -> None:
         assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(fresh["state"])
 
 
-def test_a_parameter_without_elements_has_state_as_others_have() -> None:
-    """Else what a stepped optimizer has saved would not fit a new one, and a fused one has momentum for some alone."""
+def test_parameters_without_elements_have_state() -> None:
+    """A saved state has to fit a new optimizer, and fused optimizers need momentum for all parameters or none."""
     run_ranks(2, check_no_elements)
     run_ranks(2, check_no_elements_in_a_flat_parameter)
 
 
-def check_groups_that_differ() -> None:
+@on_ranks(3)
+def test_disagreement_of_one_process_group_raises_on_all_ranks() -> None:
+    """Also on ranks of different groups only."""
     rank = dist.get_rank()
     experts = [dist.new_group([0, 1]), dist.new_group([2])]
     for uop in (False, True):
@@ -454,15 +455,13 @@ def check_groups_that_differ() -> None:
             FSDP.full_optim_state_dict(model, optimizer)
 
 
-def test_what_one_group_of_ranks_disagrees_on_is_an_error_on_all() -> None:
-    """Also on ranks that are in other groups only."""
-    run_ranks(3, check_groups_that_differ)
-
-
 # -- state of another rank ---------------------------------------------------------------------------------------------
 
 
-def check_state_of_another_rank() -> None:
+@on_ranks(2)
+def test_state_of_another_rank_is_detected_at_the_first_step() -> None:
+    """Loading one rank's ``optimizer.state_dict()`` everywhere, or a plain optimizer's, raises or warns. A rank's
+    own state does neither."""
     for uop in (False, True):
         model = build(uop)
         optimizer = step(torch.optim.AdamW(model.parameters()))
@@ -471,13 +470,13 @@ def check_state_of_another_rank() -> None:
         step(fresh)
         given = [optimizer.state_dict()]
         dist.broadcast_object_list(given)
-        for again in (fresh, torch.optim.AdamW(model.parameters())):  # one that has stepped, and one that has not
-            again.load_state_dict(copy.deepcopy(given[0]))  # torch would share the memory
+        for loaded_state in (fresh, torch.optim.AdamW(model.parameters())):  # with and without earlier steps
+            loaded_state.load_state_dict(copy.deepcopy(given[0]))  # torch would share the memory
             found = ""
             try:
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    step(again, 1)
+                    step(loaded_state, 1)
                 found = "".join(str(warning.message) for warning in caught)
             except RuntimeError as error:
                 found = str(error)
@@ -490,12 +489,6 @@ def check_state_of_another_rank() -> None:
             assert "FSDP.optim_state_dict(model" in by_rank[0] + by_rank[1]
         if uop:
             plain = step(torch.optim.AdamW(Model().parameters()))
-            again.load_state_dict(plain.state_dict())
+            loaded_state.load_state_dict(plain.state_dict())
             with pytest.raises(RuntimeError, match=r"state 'exp_avg' of 'half.weight' in .* has 15 elements"):
-                step(again, 1)
-
-
-def test_state_of_another_rank_is_noticed_at_the_first_step() -> None:
-    """One rank's ``optimizer.state_dict()`` loaded on all ranks, or a plain optimizer's, is an error or a warning; each
-    rank's own is neither."""
-    run_ranks(2, check_state_of_another_rank)
+                step(loaded_state, 1)

@@ -1,7 +1,7 @@
-"""Optimizer state by parameter name: what torch's FSDP1 gives, from any wrapping to any other and to plain optimizers.
+"""Optimizer state by parameter name: equal to torch's FSDP1, between any wrappings and plain optimizers.
 
-Gradients here are functions of the parameter's own elements, so the states of every wrapping, of torch's FSDP1 and of
-the plain model are equal bit for bit, without a forward.
+Gradients are functions of the parameter's own elements. So states of every wrapping, of torch's FSDP1 and of the
+plain model are bit-equal without a forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fsdp.checkpoint import set_optimizer_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Sizes that do not divide, a tie, a parameter in another memory order, units in a unit."""
+    """Sizes that do not divide, a tie, a parameter in another memory order, nested units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def train(optimizer: Optimizer, steps: int = 2) -> Optimizer:
 
 
 def settle(value: Any) -> Any:
-    """Sharded values as (global shape, this rank's rows)."""
+    """Convert a sharded value to (global shape, this rank's rows)."""
     if isinstance(value, DTensor):
         return (
             "distributed",
@@ -140,7 +140,7 @@ def settle(value: Any) -> Any:
 
 
 def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
-    """Where two nested values differ, the order of keys and the type and dtype of values included."""
+    """List differences of nested values, including order of keys, types and dtypes."""
     actual, expected = settle(actual), settle(expected)
     if type(actual) is not type(expected):
         return [f"{path}: {type(actual).__name__}, expected {type(expected).__name__}"]
@@ -158,29 +158,29 @@ def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
     return [] if actual == expected else [f"{path}: {actual!r}, expected {expected!r}"]
 
 
-def assert_same(actual: Any, expected: Any, what: str) -> None:
+def assert_same(actual: Any, expected: Any, case: str) -> None:
     found = differences(actual, expected)
-    assert not found, f"{what}: " + "\n".join(found[:8])
+    assert not found, f"{case}: " + "\n".join(found[:8])
 
 
 def sort_states(raw: dict[str, Any]) -> dict[str, Any]:
-    """With each parameter's states by name: in the optimizer's own dict they lie as it made them."""
+    """Sort the states of each parameter by name, because optimizers keep their own order."""
     return {**raw, "state": {key: dict(sorted(state.items())) for key, state in sorted(raw["state"].items())}}
 
 
-def assert_same_states(actual: Any, expected: Any, what: str) -> None:
-    assert_same(sort_states(actual), sort_states(expected), what)
+def assert_same_states(actual: Any, expected: Any, case: str) -> None:
+    assert_same(sort_states(actual), sort_states(expected), case)
 
 
 def quiet(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch warns of much."""
+    """Call `function` without torch's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return function(*args, **kwargs)
 
 
 def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL_STATE_DICT", **config: Any) -> Any:
-    """The library's `optim_state_dict` under this kind of state dict."""
+    """Return the library's `optim_state_dict` of this kind."""
     is_ours = library is FSDP
     kinds = StateDictType if is_ours else TorchKind
     full, sharded = (
@@ -199,65 +199,62 @@ def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL
 
 
 def row_major(seed: int = 0) -> Model:
-    """torch's sharded state cannot hold another memory order."""
+    """Build a model without other memory orders, which torch's sharded state cannot hold."""
     model = build(seed)
     model.conv.to(memory_format=torch.contiguous_format)
     return model
 
 
-def check_like_torch() -> None:
-    for uop in (False, True):
-        by_turns = ("FULL_SHARD", "NO_SHARD")[uop == dist.get_world_size() % 2 :][:1]
-        for strategy in ("FULL_SHARD", "NO_SHARD") if dist.get_world_size() < 3 else by_turns:
-            what = f"use_orig_params={uop}, {strategy}"
-            mine, theirs = ours(uop, strategy, module=row_major()), torchs(uop, strategy, module=row_major())
-            my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
-            # torch's states share memory with each other on CPU if they are "offloaded" with use_orig_params=True
-            actual = save(FSDP, mine, my_optimizer, offload_to_cpu=uop)
-            expected = save(TorchFSDP, theirs, their_optimizer, offload_to_cpu=False)
-            assert_same(actual, expected, f"{what}, full")
-            actual = save(FSDP, mine, my_optimizer, rank0_only=True)
-            assert_same(actual, expected if dist.get_rank() == 0 else {}, f"{what}, rank 0 only")
-            assert_same(FSDP.full_optim_state_dict(mine, my_optimizer), actual, f"{what}, full_optim_state_dict")
-            if dist.get_world_size() > 1 or strategy == "FULL_SHARD":
-                sharded = save(TorchFSDP, theirs, their_optimizer, "SHARDED_STATE_DICT", offload_to_cpu=False)
-                assert_same(save(FSDP, mine, my_optimizer, "SHARDED_STATE_DICT"), sharded, f"{what}, sharded")
-                assert_same(FSDP.sharded_optim_state_dict(mine, my_optimizer), sharded, f"{what}, sharded")
-                cross_load(mine, my_optimizer, theirs, their_optimizer, sharded, what)
-            cross_load(mine, my_optimizer, theirs, their_optimizer, expected, what)
-            empty = adamw(mine.parameters())
-            assert_same(save(FSDP, mine, empty)["state"], {}, "U2")
-
-
 def cross_load(
-    mine: Any, my_optimizer: Optimizer, theirs: Any, their_optimizer: Optimizer, saved: Any, what: str
+    model: Any, optimizer: Optimizer, torch_model: Any, torch_optimizer: Optimizer, saved: Any, case: str
 ) -> None:
-    """What torch saved, which is what we save, loads here and there and gives back each one's own state."""
-    loadable = FSDP.optim_state_dict_to_load(mine, my_optimizer, saved)
-    assert_same_states(loadable, my_optimizer.state_dict(), f"{what}, to load")
-    fresh = adamw(mine.parameters())
+    """Load torch's state with both libraries and compare each with its own state."""
+    loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert_same_states(loadable, optimizer.state_dict(), f"{case}, to load")
+    fresh = adamw(model.parameters())
     fresh.load_state_dict(loadable)
-    assert_same_states(fresh.state_dict(), my_optimizer.state_dict(), f"{what}, loaded")
-    taken = quiet(TorchFSDP.optim_state_dict_to_load, theirs, their_optimizer, saved)
-    assert_same_states(taken, their_optimizer.state_dict(), f"{what}, to load by torch")
+    assert_same_states(fresh.state_dict(), optimizer.state_dict(), f"{case}, loaded")
+    taken = quiet(TorchFSDP.optim_state_dict_to_load, torch_model, torch_optimizer, saved)
+    assert_same_states(taken, torch_optimizer.state_dict(), f"{case}, to load by torch")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_keys_values_order_and_types_are_torchs(world_size: int) -> None:
-    """Full, on rank 0 alone and sharded; both ways. On 3 and 4 ranks by turns."""
-    run_ranks(world_size, check_like_torch)
+@on_ranks("world_size")
+def test_state_dicts_equal_torchs(world_size: int) -> None:
+    """Keys, values, order and types; full, on rank 0 only, and sharded. 3 and 4 ranks take strategies by turns."""
+    for uop in (False, True):
+        by_turns = ("FULL_SHARD", "NO_SHARD")[uop == dist.get_world_size() % 2 :][:1]
+        for strategy in ("FULL_SHARD", "NO_SHARD") if dist.get_world_size() < 3 else by_turns:
+            case = f"use_orig_params={uop}, {strategy}"
+            model, torch_model = ours(uop, strategy, module=row_major()), torchs(uop, strategy, module=row_major())
+            optimizer, torch_optimizer = train(adamw(model.parameters())), train(adamw(torch_model.parameters()))
+            # torch's states share memory with each other on CPU if they are "offloaded" with use_orig_params=True
+            actual = save(FSDP, model, optimizer, offload_to_cpu=uop)
+            expected = save(TorchFSDP, torch_model, torch_optimizer, offload_to_cpu=False)
+            assert_same(actual, expected, f"{case}, full")
+            actual = save(FSDP, model, optimizer, rank0_only=True)
+            assert_same(actual, expected if dist.get_rank() == 0 else {}, f"{case}, rank 0 only")
+            assert_same(FSDP.full_optim_state_dict(model, optimizer), actual, f"{case}, full_optim_state_dict")
+            if dist.get_world_size() > 1 or strategy == "FULL_SHARD":
+                sharded = save(TorchFSDP, torch_model, torch_optimizer, "SHARDED_STATE_DICT", offload_to_cpu=False)
+                assert_same(save(FSDP, model, optimizer, "SHARDED_STATE_DICT"), sharded, f"{case}, sharded")
+                assert_same(FSDP.sharded_optim_state_dict(model, optimizer), sharded, f"{case}, sharded")
+                cross_load(model, optimizer, torch_model, torch_optimizer, sharded, case)
+            cross_load(model, optimizer, torch_model, torch_optimizer, expected, case)
+            empty = adamw(model.parameters())
+            assert_same(save(FSDP, model, empty)["state"], {}, "no state before the first step")
 
 
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
+# -- other wrappings ---------------------------------------------------------------------------------------------------
 
 
-def saved_here(uop: bool, strategy: str, blocks: bool) -> dict[str, Any]:
+def save_on_ranks(uop: bool, strategy: str, blocks: bool) -> dict[str, Any]:
     model = ours(uop, strategy, blocks)
     return FSDP.full_optim_state_dict(model, train(adamw(model.parameters())), rank0_only=True)
 
 
-def loaded_here(saved: dict[str, Any], scattered: bool) -> None:
-    """Everything that can be loaded into holds afterwards what it would have come to by itself, and goes on alike."""
+def load_on_ranks(saved: dict[str, Any], scattered: bool) -> None:
+    """Load into every wrapping and compare with training that was never saved, then train on."""
     rank = dist.get_rank()
     before = copy.deepcopy(saved)
     for uop in (False, True):
@@ -280,19 +277,20 @@ def loaded_here(saved: dict[str, Any], scattered: bool) -> None:
             assert_same_states(optimizer.state_dict(), expected.state_dict(), f"{uop} {strategy}, five steps later")
             for param, other in zip(model.parameters(), never_saved.parameters()):
                 assert torch.equal(param, other)
-    assert_same(saved, before, "the dict that was given")  # U19
+    assert_same(saved, before, "the dict that was given")
 
 
-@pytest.mark.parametrize(("there", "here"), [(1, 3), (2, 4), (3, 2), (4, 1)])
-def test_what_was_saved_anywhere_loads_anywhere(there: int, here: int) -> None:
-    """Other numbers of ranks, wrappings, strategies and modes; from all ranks and rank 0."""
-    uop = there % 2 == 0
-    saved, *others = run_ranks(there, saved_here, uop, "FULL_SHARD", blocks=there != 3)
-    assert others == [{}] * (there - 1)
-    run_ranks(here, loaded_here, saved, scattered=there != 3)
+@pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_state_loads_on_other_world_sizes_and_wrappings(saving_ranks: int, loading_ranks: int) -> None:
+    """With other strategies and modes, from all ranks and from rank 0."""
+    uop = saving_ranks % 2 == 0
+    saved, *remaining = run_ranks(saving_ranks, save_on_ranks, uop, "FULL_SHARD", blocks=saving_ranks != 3)
+    assert remaining == [{}] * (saving_ranks - 1)
+    run_ranks(loading_ranks, load_on_ranks, saved, scattered=saving_ranks != 3)
 
 
-def check_plain() -> None:
+@on_ranks(2)
+def test_state_converts_from_and_to_plain_optimizers() -> None:
     for uop in (False, True):
         model, plain = ours(uop), build()
         optimizer, plain_optimizer = train(adamw(model.parameters())), train(adamw(plain.parameters()))
@@ -312,16 +310,12 @@ def check_plain() -> None:
         with pytest.raises(ValueError, match="Invalid parameter keys"):
             FSDP.rekey_optim_state_dict({"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID, plain)
         if uop:
-            again = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
+            reloaded = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
             names_now = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-            assert list(again["state"]) == [names_now.index(name) for name in full["state"]]
+            assert list(reloaded["state"]) == [names_now.index(name) for name in full["state"]]
         else:
             with pytest.raises(RuntimeError, match="whose parameters have one name each"):
                 FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
-
-
-def test_plain_optimizers_take_it_and_give_it() -> None:
-    run_ranks(2, check_plain)
 
 
 def check_group(root: str) -> None:
@@ -418,7 +412,8 @@ def test_groups_frozen_stateless_ignored_and_partial() -> None:
         run_ranks(world_size, check_mixed)
 
 
-def check_named_and_inputs() -> None:
+@on_ranks(2)
+def test_named_optimizers_and_optim_input() -> None:
     for uop in (False, True):
         model = ours(uop)
         optimizer = train(adamw(model.parameters()))
@@ -432,9 +427,9 @@ def check_named_and_inputs() -> None:
             ],
         }
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            again = FSDP.optim_state_dict(model, optimizer, named)
-        assert again["state"].keys() == full["state"].keys()
-        assert_same_states({**again, "param_groups": None}, {**full, "param_groups": None}, "a named optimizer's")
+            reloaded = FSDP.optim_state_dict(model, optimizer, named)
+        assert reloaded["state"].keys() == full["state"].keys()
+        assert_same_states({**reloaded, "param_groups": None}, {**full, "param_groups": None}, "a named optimizer's")
         loadable = FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
         assert_same_states(loadable, named, "to a named optimizer")
         for given in (list(model.parameters()), [{"params": list(model.parameters())}]):
@@ -461,14 +456,16 @@ def check_named_and_inputs() -> None:
         assert_same_states(directly.state_dict(), raw, "loaded directly")
 
 
-def test_named_optimizers_and_optim_input() -> None:
-    run_ranks(2, check_named_and_inputs)
-
-
 # -- what becomes of it ------------------------------------------------------------------------------------------------
 
 
-def check_ownership() -> None:
+def settle_all(value: Any) -> Any:
+    return {key: settle_all(inner) for key, inner in value.items()} if isinstance(value, dict) else settle(value)
+
+
+@on_ranks(2)
+def test_tensors_are_owned_and_compact() -> None:
+    """Nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
     for uop in (False, True):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
             model = ours(uop, strategy)
@@ -495,26 +492,19 @@ def check_ownership() -> None:
                         assert value.untyped_storage().nbytes() == value.nbytes
 
 
-def settle_all(value: Any) -> Any:
-    return {key: settle_all(inner) for key, inner in value.items()} if isinstance(value, dict) else settle(value)
-
-
-def test_tensors_are_owned_and_compact() -> None:
-    """Nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
-    run_ranks(2, check_ownership)
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def check_refusals_on_saving() -> None:
+@on_ranks(2)
+def test_invalid_states_are_refused_on_save_on_every_rank() -> None:
+    """The error names the rank, the state and the parameter."""
     rank = dist.get_rank()
     for uop in (False, True):
         model = ours(uop)
         fresh = lambda model=model: train(adamw(model.parameters()))  # noqa: E731
 
         optimizer = fresh()
-        if rank == 1:  # torch lists what rank 0 has and others lack
+        if rank == 1:  # torch would list states that exist on rank 0 only
             optimizer.state.pop(next(param for param in model.parameters() if param.numel() > 0))
         with pytest.raises(RuntimeError, match=r"rank 1 is missing all states of '\w+"):
             save(FSDP, model, optimizer)
@@ -537,9 +527,9 @@ def check_refusals_on_saving() -> None:
         with pytest.raises(NotImplementedError, match="is a list of tensors"):
             save(FSDP, model, optimizer)
 
-        stranger = adamw([nn.Parameter(torch.ones(3)), *model.parameters()])
+        unrelated = adamw([nn.Parameter(torch.ones(3)), *model.parameters()])
         with pytest.raises(KeyError, match="that is not in the model"):
-            save(FSDP, model, quiet(train, stranger))
+            save(FSDP, model, quiet(train, unrelated))
     with pytest.raises(ValueError, match="Linear has none"):
         FSDP.optim_state_dict(nn.Linear(1, 1), adamw(nn.Linear(1, 1).parameters()))
     both = nn.Sequential(ours(False), ours(True))
@@ -547,13 +537,8 @@ def check_refusals_on_saving() -> None:
         FSDP.full_optim_state_dict(both, adamw(both.parameters()))
 
 
-def test_what_cannot_be_saved_is_refused_on_every_rank() -> None:
-    """With the rank, the state and the parameter."""
-    run_ranks(2, check_refusals_on_saving)
-
-
-def altered(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """With some states of `blocks.0.linear.bias` replaced; None drops the parameter's states."""
+def with_changes(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Replace states of `blocks.0.linear.bias`; `all=None` drops them."""
     result = {**saved, "state": {name: dict(state) for name, state in saved["state"].items()}}
     if changes == {"all": None}:
         del result["state"]["blocks.0.linear.bias"]
@@ -562,7 +547,9 @@ def altered(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return result
 
 
-def check_refusals_on_loading() -> None:
+@on_ranks(2)
+def test_mismatched_states_are_refused_on_every_rank_and_change_nothing() -> None:
+    """All mismatches are named, whether every rank or rank 0 has the state."""
     for uop in (False, True):
         model = ours(uop)
         optimizer = train(adamw(model.parameters()))
@@ -574,7 +561,7 @@ def check_refusals_on_loading() -> None:
             ({"state": {0: state}}, ValueError, "plain optimizer; turn it into names"),
             ({"state": prefixed}, ValueError, r"'module.bias' \(is it 'bias'\?\), .*'module.conv.bias'"),
             ({"state": {"_fsdp_wrapped_module.bias": {}}}, ValueError, r"is it 'bias'"),
-            (altered(saved, exp_avg=torch.zeros(4)), ValueError, rf"'exp_avg' of '{name}' has shape \(4,\)"),
+            (with_changes(saved, exp_avg=torch.zeros(4)), ValueError, rf"'exp_avg' of '{name}' has shape \(4,\)"),
             (
                 {"state": saved["state"], "param_groups": [{"params": ["bias", "nobody", "noone"]}]},
                 KeyError,
@@ -583,22 +570,24 @@ def check_refusals_on_loading() -> None:
         ]
         if not uop:
             cases += [
-                (altered(saved, all=None), ValueError, f"share 'step', which {name} lack"),
-                (altered(saved, step=torch.tensor(5.0)), ValueError, "share 'step', but it is"),
-                (altered(saved, more=1), ValueError, "need the same states"),
-                (altered(saved, exp_avg=state["exp_avg"].double()), ValueError, "needs one dtype"),
+                (with_changes(saved, all=None), ValueError, f"share 'step', which {name} lack"),
+                (with_changes(saved, step=torch.tensor(5.0)), ValueError, "share 'step', but it is"),
+                (with_changes(saved, more=1), ValueError, "need the same states"),
+                (with_changes(saved, exp_avg=state["exp_avg"].double()), ValueError, "needs one dtype"),
             ]
         before = copy.deepcopy(optimizer.state_dict())
-        for given, error, words in cases:
-            with pytest.raises(error, match=words):
+        for given, error, message in cases:
+            with pytest.raises(error, match=message):
                 FSDP.shard_full_optim_state_dict(given, model, optim=optimizer)
-            with pytest.raises(error, match=words):
+            with pytest.raises(error, match=message):
                 FSDP.scatter_full_optim_state_dict(given if dist.get_rank() == 0 else None, model, optim=optimizer)
         assert_same(optimizer.state_dict(), before, "nothing was loaded")
         if uop:  # members are independent
-            loadable = FSDP.optim_state_dict_to_load(model, optimizer, altered(saved, all=None))
-            here = {n.replace("_fsdp_wrapped_module.", ""): i for i, (n, _) in enumerate(model.named_parameters())}
-            assert here[name] not in loadable["state"]
+            loadable = FSDP.optim_state_dict_to_load(model, optimizer, with_changes(saved, all=None))
+            loading_ranks = {
+                n.replace("_fsdp_wrapped_module.", ""): i for i, (n, _) in enumerate(model.named_parameters())
+            }
+            assert loading_ranks[name] not in loadable["state"]
         else:  # tensors of a member without state are zero
             momentum = {"state": {"tokens.weight": {"momentum_buffer": torch.ones(7, 5)}}}
             (only,) = FSDP.optim_state_dict_to_load(model, optimizer, momentum)["state"].values()
@@ -609,15 +598,12 @@ def check_refusals_on_loading() -> None:
         assert FSDP.optim_state_dict_to_load(model, optimizer, extra)["state"]["of.another.model"] == {"x": 1}
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded() -> None:
-    """All of it named, from every rank or from rank 0."""
-    run_ranks(2, check_refusals_on_loading)
-
-
 # -- without communication ---------------------------------------------------------------------------------------------
 
 
-def check_parameters_that_were_not_saved() -> None:
+@on_ranks(2)
+def test_parameters_without_saved_state_are_left_out() -> None:
+    """As in torch's FSDP1, where programs complete the result before `Optimizer.load_state_dict` checks it."""
     for uop in (False, True):
         saved_model = ours(uop)
         saved = FSDP.full_optim_state_dict(saved_model, train(adamw(saved_model.parameters())), rank0_only=False)
@@ -643,11 +629,6 @@ def check_parameters_that_were_not_saved() -> None:
         assert len(FSDP.optim_state_dict_to_load(model, apart, saved)["param_groups"]) == 1
         with pytest.raises(RuntimeError, match=r"the optimizer trains 'new.weight', .*which no parameter group"):
             set_optimizer_state_dict(model, optimizer, saved)
-
-
-def test_a_parameter_that_was_not_saved_is_left_out_for_the_program_to_add() -> None:
-    """As in torch's FSDP1, whose result a program completes before `Optimizer.load_state_dict` checks it."""
-    run_ranks(2, check_parameters_that_were_not_saved)
 
 
 def check_ragged() -> None:
@@ -681,8 +662,8 @@ def check_ragged() -> None:
             assert_same_states(loadable, optimizer.state_dict(), "from intervals")
 
 
-def test_intervals_of_the_shards_leave_and_come_back_without_tensor_traffic() -> None:
-    """What a rank holds of each parameter as rectangles of the whole; only descriptions are exchanged."""
+def test_ragged_state_moves_no_tensors_between_ranks() -> None:
+    """Ranks save their parts as boxes of the full parameter and exchange descriptions only."""
     for world_size in (1, 3):
         run_ranks(world_size, check_ragged)
 
@@ -707,13 +688,15 @@ def check_ragged_without_dimensions() -> None:
             train(fresh)
 
 
-def test_ragged_state_of_a_parameter_without_dimensions_can_be_stepped() -> None:
-    """What is loaded from ragged state is plain, on one rank and unsharded too, so that the optimizer steps with it."""
+def test_ragged_state_of_parameters_without_dimensions() -> None:
+    """Loaded states are plain tensors, also unsharded and on one rank, so the optimizer can step."""
     for world_size in (1, 3):
         run_ranks(world_size, check_ragged_without_dimensions)
 
 
-def check_stages() -> None:
+@on_ranks(2)
+def test_optimizer_state_is_the_same_at_any_time() -> None:
+    """In forward, in backward, between them, in no_sync, during accumulation, while summoned."""
     case = ZOO["mlp"]
     for uop in (False, True):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
@@ -726,10 +709,10 @@ def check_stages() -> None:
             raw = copy.deepcopy(optimizer.state_dict())
 
             def check(
-                what: str, model: Any = model, optimizer: Any = optimizer, full: Any = full, raw: Any = raw
+                case: str, model: Any = model, optimizer: Any = optimizer, full: Any = full, raw: Any = raw
             ) -> None:
-                assert_same(save(FSDP, model, optimizer), full, what)
-                assert_same_states(FSDP.optim_state_dict_to_load(model, optimizer, full), raw, what)
+                assert_same(save(FSDP, model, optimizer), full, case)
+                assert_same_states(FSDP.optim_state_dict_to_load(model, optimizer, full), raw, case)
 
             with model.no_sync():
                 loss = case.loss(model, batch)
@@ -747,11 +730,6 @@ def check_stages() -> None:
             check("with gradients")
 
 
-def test_optimizer_state_does_not_depend_on_what_the_model_does() -> None:
-    """In forward, in backward, between them, in no_sync, in the middle of an accumulation, summoned."""
-    run_ranks(2, check_stages)
-
-
 # -- other optimizers --------------------------------------------------------------------------------------------------
 
 
@@ -765,7 +743,15 @@ class WithScalar(nn.Module):
         self.block = Block(5, 3)
 
 
-def check_optimizers() -> None:
+def with_scalar() -> WithScalar:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(2)
+        return WithScalar()
+
+
+@on_ranks(3)
+def test_scalar_and_eager_states_and_parameters_without_elements() -> None:
+    """Ranks without elements of a parameter have no state of it."""
     for make in (
         lambda params: Adagrad(params, lr=0.1),  # makes state for parameters without elements, and never steps it
         lambda params: AdamW(params, lr=0.1, amsgrad=True),
@@ -787,18 +773,7 @@ def check_optimizers() -> None:
             for saved in (full, sharded):
                 fresh = make(model.parameters())
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
-                again = save(FSDP, model, fresh)
-                for states in (again["state"], full["state"]):
+                reloaded = save(FSDP, model, fresh)
+                for states in (reloaded["state"], full["state"]):
                     states.pop("nothing", None)
-                assert_same(again, full, f"{type(optimizer).__name__}, use_orig_params={uop}, loaded")
-
-
-def with_scalar() -> WithScalar:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(2)
-        return WithScalar()
-
-
-def test_eager_states_scalars_and_parameters_without_dimensions_or_elements() -> None:
-    """Ranks without elements of a parameter have no state of it."""
-    run_ranks(3, check_optimizers)
+                assert_same(reloaded, full, f"{type(optimizer).__name__}, use_orig_params={uop}, loaded")

@@ -1,4 +1,4 @@
-"""Ranks that do different things: every rank is told soon, in words, and they go on together afterwards."""
+"""Ranks that diverge: every rank gets an error soon that names both sides, and training resumes afterwards."""
 
 from __future__ import annotations
 
@@ -55,48 +55,49 @@ from tests.harness.pool import Died, run_fresh, run_ranks
 
 
 def first_and_later(turn: int = 0) -> list[Any]:
-    """In the first step with units of one kind of sizes, and in a later one with those of the other; by turns."""
+    """Return the first step with units of one kind of sizes and a later step with the other kind, by turns."""
     sizes = [("equal", EQUAL), ("unequal", UNEQUAL)]
     return [
-        pytest.param(sizes[(turn + n) % 2][1], at, id=f"{sizes[(turn + n) % 2][0]}-{at}") for n, at in ((0, 0), (1, 3))
+        pytest.param(sizes[(turn + n) % 2][1], step, id=f"{sizes[(turn + n) % 2][0]}-{step}")
+        for n, step in ((0, 0), (1, 3))
     ]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "widths", "at"),
+    ("strategy", "widths", "step"),
     [
         pytest.param(strategy, *param.values, id=f"{strategy}-{param.id}")
         for turn, strategy in enumerate([FULL_SHARD, NO_SHARD])
         for param in first_and_later()[turn:][:1]
     ],
 )
-def test_another_order(strategy: ShardingStrategy, widths: tuple[int, ...], at: int) -> None:
-    """One rank runs two units the other way round. Every rank raises within the step and names both."""
-    outcomes = run_ranks(RANKS, play, "swap", widths, at, strategy=strategy)
-    assert_out_of_step(outcomes, at, "unit 'blocks.0'", "unit 'blocks.1'")
+def test_another_unit_order_in_forward(strategy: ShardingStrategy, widths: tuple[int, ...], step: int) -> None:
+    """One rank swaps two units. Every rank raises within the step and names both."""
+    outcomes = run_ranks(RANKS, play, "swap", widths, step, strategy=strategy)
+    assert_out_of_step(outcomes, step, "unit 'blocks.0'", "unit 'blocks.1'")
 
 
-@pytest.mark.parametrize(("widths", "at"), first_and_later())
-def test_another_order_in_backward(widths: tuple[int, ...], at: int) -> None:
-    outcomes = run_ranks(RANKS, play, "fork reversed", widths, at, others="fork", usual="fork")
-    assert_out_of_step(outcomes, at, "in the backward", "unit 'left'", "unit 'right'")
+@pytest.mark.parametrize(("widths", "step"), first_and_later())
+def test_another_unit_order_in_backward(widths: tuple[int, ...], step: int) -> None:
+    outcomes = run_ranks(RANKS, play, "fork reversed", widths, step, others="fork", usual="fork")
+    assert_out_of_step(outcomes, step, "in the backward", "unit 'left'", "unit 'right'")
 
 
 @SIZES
-def test_another_order_in_eval(widths: tuple[int, ...]) -> None:
-    """Units that were gathered ahead, in the usual order, are no reason to fail; the next step is."""
+def test_another_unit_order_in_eval_fails_at_the_next_step(widths: tuple[int, ...]) -> None:
+    """Units that were prefetched in the usual order are no error."""
     outcomes = run_ranks(RANKS, play, "swap in eval", widths, 3, others="eval")
     assert_out_of_step(outcomes, 4, "unit 'blocks.0'", "unit 'blocks.1'")
 
 
-@pytest.mark.parametrize("odd, at", [("swap", 0), ("swap", 3), ("skip the last unit", 3)])
-def test_another_order_by_direct_exchange(odd: str, at: int) -> None:
-    """Messages carry tags: what does not match is waited for, and the ranks look around meanwhile."""
-    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, at, way="direct")
-    assert_out_of_step(outcomes, at, "unit 'blocks.1'", "unit 'blocks.0'" if odd == "swap" else "unit 'blocks.2'")
+@pytest.mark.parametrize("odd, step", [("swap", 0), ("swap", 3), ("skip the last unit", 3)])
+def test_another_unit_order_with_direct_exchange(odd: str, step: int) -> None:
+    """Messages carry tags: on a mismatch ranks wait and read each other's progress."""
+    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, step, way="direct")
+    assert_out_of_step(outcomes, step, "unit 'blocks.1'", "unit 'blocks.0'" if odd == "swap" else "unit 'blocks.2'")
 
 
-# What the odd rank does, and what every rank's error has to speak of.
+# Actions of the odd rank, and texts that every rank's error must contain.
 DEVIATIONS = {
     "skip a unit": ("unit 'blocks.1'",),
     "skip the last unit": ("unit 'blocks.2'",),
@@ -105,26 +106,26 @@ DEVIATIONS = {
     "one eval more": ("rank 1 runs the forward of the root unit", "runs the backward"),
     "one forward more": ("rank 1 runs the forward of the root unit", "runs the backward"),
     "raise early": ("rank 1 failed in the forward of the root unit",),
-    "raise late": (),  # in the first step "failed in", later one pass further: all gathers were under way
+    "raise late": (),  # later steps fail one pass further: all gathers were in flight
     "raise in backward": ("rank 1 failed in the backward",),
 }
 
 
 @pytest.mark.parametrize(
-    ("odd", "widths", "at"),
+    ("odd", "widths", "step"),
     [
         pytest.param(odd, *param.values, id=f"{odd}-{param.id}")
         for turn, odd in enumerate(DEVIATIONS)
         for param in first_and_later(turn // 2)[turn % 2 :][:1]
     ],
 )
-def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
-    """One rank skips a branch, or has another one, or runs once more."""
-    assert_out_of_step(run_ranks(RANKS, play, odd, widths, at), at, *DEVIATIONS[odd])
+def test_one_rank_runs_other_units(odd: str, widths: tuple[int, ...], step: int) -> None:
+    """One rank skips a unit, repeats one, runs one more pass, or fails."""
+    assert_out_of_step(run_ranks(RANKS, play, odd, widths, step), step, *DEVIATIONS[odd])
 
 
 def state_dict_by(rank_0: bool) -> Callable[[Any], Any]:
-    """``state_dict()``, for rank 0 alone or on all ranks."""
+    """Return a call of ``state_dict()`` for rank 0 only or for all ranks."""
 
     def call(model: Any) -> Any:
         config = FullStateDictConfig(rank0_only=rank_0)
@@ -145,7 +146,7 @@ def get_optimizer(model: Any) -> Any:
 
 
 def set_optimizer(model: Any) -> None:
-    """What takes no communication but that of the call: rank 0 has it all."""
+    """Load from rank 0 with no communication except that of the call."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = [name for name, _ in Chain(UNEQUAL).named_parameters()]
     state = {"state": {}, "param_groups": [{**optimizer.state_dict()["param_groups"][0], "params": names}]}
@@ -154,12 +155,12 @@ def set_optimizer(model: Any) -> None:
 
 
 def set_model(model: Any) -> None:
-    """Into what is not wrapped itself."""
+    """Load into a parent module that is not wrapped."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(nn.ModuleList([model]), nn.ModuleList([Chain(UNEQUAL)]).state_dict(), options=options)
 
 
-# What all ranks have to call, how errors name it, and whether the ranks have done it before.
+# Calls of all ranks, and their names in errors.
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state_dict": (state_dict_by(False), "state_dict() (FULL_STATE_DICT) of the root unit"),
     "state_dict for rank 0": (state_dict_by(True), "state_dict() (FULL_STATE_DICT, rank0_only) of the root unit"),
@@ -174,9 +175,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @impatient
-def call_alone(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
-    """What is raised where one rank makes a call, and the others go on with the next forward; after steps that did not
-    have it, and after steps that all had it. Then whether they go on."""
+def errors_of_calls_by_one_rank(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
+    """Return errors where one rank makes a call and its peers run the next forward.
+
+    Once after steps without the call and once after steps in which all ranks made it.
+    """
     found = []
     for name, (call, _) in CALLS.items():
         for habit in (False, True) if name in ("summon", "clip") else (False,):
@@ -198,19 +201,17 @@ def call_alone(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
 
 
 @pytest.mark.parametrize("reduce_unused", [False, True])
-def test_call_on_one_rank(reduce_unused: bool) -> None:
-    """An error on all ranks that names the call that one rank made, never an abort."""
-    for rank, found in enumerate(run_ranks(2, call_alone, reduce_unused)):
+def test_call_by_one_rank_is_named_on_all_ranks(reduce_unused: bool) -> None:
+    for rank, found in enumerate(run_ranks(2, errors_of_calls_by_one_rank, reduce_unused)):
         for name, when, seconds, error in found:
-            where = f"rank {rank}, {name}, {when}: {error}"
-            assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, where
-            assert " runs the forward of the root unit" in error, where
+            case = f"rank {rank}, {name}, {when}: {error}"
+            assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, case
+            assert " runs the forward of the root unit" in error, case
 
 
 @impatient
-def fail_alike(reduce_unused: bool) -> list[str]:
-    """Each kind of failure on all ranks, in one of the passes, each kind of call after it, and then the next steps,
-    which are right."""
+def calls_after_equal_failures(reduce_unused: bool) -> list[str]:
+    """Fail alike on all ranks, make each kind of call, then check gradients of the next step."""
     done = []
     for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
         for backward in (isinstance(error, KeyboardInterrupt) != reduce_unused,):
@@ -251,15 +252,15 @@ def fail_alike(reduce_unused: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("reduce_unused", [False, True])
-def test_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
-    """The emergency save, and everything else, works after what all ranks failed at."""
-    for done in run_ranks(2, fail_alike, reduce_unused):
+def test_calls_work_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
+    """The emergency save above all."""
+    for done in run_ranks(2, calls_after_equal_failures, reduce_unused):
         assert done == 2 * list(CALLS)
 
 
 @impatient
-def fail_apart(farther: int) -> dict[str, Tensor]:
-    """Each rank fails by itself, rank `farther` a unit later; rank 0 looks around, is interrupted, and comes again."""
+def fail_at_different_units(farther: int) -> dict[str, Tensor]:
+    """Fail on each rank, on rank `farther` one unit later; rank 0 is interrupted in the call and repeats it."""
     group = new_group()
     store = dist.distributed_c10d._world.pg_map[group][1]
     torch.manual_seed(0)
@@ -289,17 +290,17 @@ def fail_apart(farther: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("farther", [0, 1])
-def test_calls_after_failures_that_are_not_alike(farther: int) -> None:
-    """A rank that has failed itself accuses nobody, and waits until all have come and issued the same."""
+def test_calls_work_after_failures_at_different_units(farther: int) -> None:
+    """A failed rank blames no peer, and waits until all ranks have met and issued the same collectives."""
     torch.manual_seed(0)
     expected = Chain(UNEQUAL).state_dict()
-    for state in run_ranks(2, fail_apart, farther):
+    for state in run_ranks(2, fail_at_different_units, farther):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 @impatient
 def interrupt_a_call(call: str) -> tuple[str, float]:
-    """Rank 1 is interrupted in the middle of a call, where rank 0 waits to compare, collect or hear what there is."""
+    """Interrupt rank 1 inside a call while rank 0 waits for the call's communication."""
     torch.manual_seed(0)
     plain = Chain(UNEQUAL)
     model = build(copy.deepcopy(plain), new_group())
@@ -307,7 +308,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     train(model)
     optimizer.step()
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
-    where, function, make = {
+    case, function, make = {
         "load_state_dict()": (consensus, "failures_in", lambda: model.load_state_dict(plain.state_dict())),
         "optim_state_dict()": (
             optim_agree,
@@ -329,7 +330,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         if interrupted:
-            stack.enter_context(mock.patch.object(where, function, side_effect=KeyboardInterrupt))
+            stack.enter_context(mock.patch.object(case, function, side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError) as caught:
             make()
     seconds = time.monotonic() - started
@@ -341,16 +342,16 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     "call", ["load_state_dict()", "optim_state_dict()", "full optim_state_dict()", "optim_state_dict_to_load()"]
 )
-def test_rank_that_is_interrupted_in_a_call(call: str) -> None:
-    """The other one is told while it waits, with the name of the call; then the call works."""
+def test_interrupt_in_a_call_reaches_the_waiting_rank(call: str) -> None:
+    """The message names the call; afterwards the call works."""
     (error, seconds), _ = run_ranks(2, interrupt_a_call, call)
     assert f"rank 1 failed in the {call.removeprefix('full ')} of the root unit" in error and seconds < PATIENT / 2, (
         error
     )
 
 
-class Late(nn.Module):
-    """A root that uses its layer last, so that it is the last unit that comes."""
+class RootLast(nn.Module):
+    """A root with two blocks of which it runs one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,8 +363,8 @@ class Late(nn.Module):
 
 
 @impatient
-def call_the_other_unit(strategy: ShardingStrategy, good: int) -> Outcome:
-    model = build(Late(), new_group(), strategy, use_orig_params=False)
+def error_of_another_inner_unit(strategy: ShardingStrategy, good: int) -> Outcome:
+    model = build(RootLast(), new_group(), strategy, use_orig_params=False)
     for _ in range(good):
         train(model)
     model.module.swapped = dist.get_rank() == ODD
@@ -374,16 +375,15 @@ def call_the_other_unit(strategy: ShardingStrategy, good: int) -> Outcome:
 
 
 @pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
-def test_rank_that_the_others_have_passed(strategy: ShardingStrategy, good: int) -> None:
-    """The others had the gather that they waited for from what the odd rank gathered ahead, and are in their
-    backward while it waits, in its forward, to be joined in another one."""
-    outcomes = run_ranks(2, call_the_other_unit, strategy, good)
+def test_rank_behind_the_backward_of_its_peers(strategy: ShardingStrategy, good: int) -> None:
+    """Peers used a gather that the odd rank had prefetched, and are in their backward while it waits in its forward."""
+    outcomes = run_ranks(2, error_of_another_inner_unit, strategy, good)
     assert_out_of_step(outcomes, 0, "unit 'l1'", "unit 'l2'")
 
 
 @impatient
-def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
-    """How much is kept of an order that changes at every step: in memory, and in the store."""
+def sizes_of_records() -> tuple[list[tuple[int, int]], float, float]:
+    """Return sizes of the lane's history and of the store for orders that change at every step."""
     group = new_group()
     model = build(Chain((5,) * 6), group)
     model.check_is_root()
@@ -399,23 +399,21 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
     return kept, float(history._capacity), 0.0
 
 
-def test_order_that_changes_at_every_step() -> None:
-    """The record of the passes and the keys in the store are bounded."""
-    for kept, limit, _ in run_ranks(2, drop_layers):
+def test_records_of_changing_orders_are_bounded() -> None:
+    for kept, limit, _ in run_ranks(2, sizes_of_records):
         records, keys = zip(*kept)
         assert max(records) <= limit and records[-1] == limit, records
         assert max(keys[40:]) <= max(keys[:40]) + 4, keys
 
 
-def test_another_model() -> None:
-    """One rank uses a new model where the others go on with theirs: its first question meets theirs."""
+def test_one_rank_trains_another_model() -> None:
     for step, error, seconds in run_ranks(RANKS, play, "another model", UNEQUAL, 2, seconds=SHORT):
         assert step == 2 and seconds < SHORT + 5 and error is not None
         assert "rank 1 is about to begin the first pass or call of a model" in error
 
 
-# What a rank does before it stays away, and what the other one of the pair then waits for, or hears (global ranks).
-AWAY = {
+# Name: (waiting rank, absent rank), texts of the waiting rank's error.
+ABSENCES = {
     "nothing": ((0, 1), ("gather the root unit", "Last collectives of rank 0: ")),
     "no backward": ((1, 2), ("in the backward", "Last collectives of rank 1: ")),
     "raise and stop": ((2, 0), ("unit 'blocks.", "rank 0 failed in the forward of the root unit")),
@@ -423,36 +421,37 @@ AWAY = {
 
 
 @impatient
-def stay_away() -> Outcome:
-    """Each rank stays away from the group that it has with another, and waits in the one that it has with the third."""
+def errors_of_absent_ranks() -> Outcome:
+    """Leave one group early and wait in another: each rank is absent once and waits once."""
     rank = dist.get_rank()
     models = {}
-    for name, (pair, _) in AWAY.items():
+    for name, (pair, _) in ABSENCES.items():
         group = new_group(SHORT, sorted(pair))
         if rank in pair:
-            torch.manual_seed(0)  # the third rank does without
+            torch.manual_seed(0)  # the third rank is not in this group
             models[name] = build(Chain(UNEQUAL), group)
             for _ in range(2):
                 train(models[name])
-    for name, ((_, odd), _) in AWAY.items():
+    for name, ((_, odd), _) in ABSENCES.items():
         if rank == odd:
             STEPS[name](models[name])
-    (waiting,) = (models[name] for name, ((waits, _), _) in AWAY.items() if rank == waits)
+    (waiting,) = (models[name] for name, ((waits, _), _) in ABSENCES.items() if rank == waits)
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         train(waiting)
     return Outcome(2, str(caught.value), time.monotonic() - started)
 
 
-def test_rank_that_stays_away() -> None:
-    """It has one batch fewer, or raised before or in its backward: the other fails within the timeout."""
-    for (_, error, seconds), ((waits, _), waiting_for) in zip(run_ranks(RANKS, stay_away), AWAY.values(), strict=True):
+def test_absent_rank_ends_the_wait_within_the_timeout() -> None:
+    """The absent rank has fewer batches, or failed before or in the backward."""
+    for (_, error, seconds), ((waits, _), waiting_for) in zip(
+        run_ranks(RANKS, errors_of_absent_ranks), ABSENCES.values(), strict=True
+    ):
         assert seconds < SHORT + 5, f"rank {waits}: {error}"
         assert error is not None and all(words in error for words in waiting_for), error
 
 
-def test_late_rank() -> None:
-    """Slow is not wrong."""
+def test_slow_rank_causes_no_error() -> None:
     for step, error, _ in run_ranks(RANKS, play, "late", UNEQUAL, 3):
         assert error is None and step == 5, error
 
@@ -467,12 +466,11 @@ def show_late() -> None:
             pass
 
 
-def test_late_rank_before_the_first_pass() -> None:
-    """Nor then."""
+def test_slow_rank_before_the_first_pass_causes_no_error() -> None:
     run_ranks(RANKS, show_late)
 
 
-# What one rank does with a model, and whether the next one is wrapped with the values of rank 0.
+# Actions of one rank, and whether the next model is synchronized from rank 0.
 BEFORE_ANOTHER = [
     ("swap", False),
     ("skip a unit", True),
@@ -485,13 +483,12 @@ BEFORE_ANOTHER = [
 
 
 @impatient
-def begin_another(way: str) -> list[str]:
-    """The situations after which a new model on the same group does not train as one on a fresh group does; all of them
-    where the ranks choose the way, and by turns where it is given."""
-    os.environ["FSDP_COLLECTIVES"] = way
+def situations_that_spoil_another_model(transport: str) -> list[str]:
+    """Return the situations after which a new model on the same group trains to other bits than on a fresh group."""
+    os.environ["FSDP_COLLECTIVES"] = transport
     found, expected = list[str](), three_steps(new_model(new_group()))
     turns = {"auto": BEFORE_ANOTHER, "native": BEFORE_ANOTHER[::2], "direct": BEFORE_ANOTHER[1::2]}
-    for odd, synchronized in turns[way]:
+    for odd, synchronized in turns[transport]:
         group = new_group(12.0)
         model = new_model(group)
         with contextlib.suppress(RuntimeError):
@@ -518,34 +515,34 @@ def three_steps(model: Any) -> Tensor:
     return torch.cat([param.detach() for param in model.parameters()])
 
 
-@pytest.mark.parametrize("way", ["auto", "native", "direct"])
-def test_another_model_after_ranks_were_out_of_step(way: str) -> None:
-    """It begins where the ranks have come together, whether they noticed or not, and trains to the same bits."""
-    assert run_ranks(RANKS, begin_another, way) == [[]] * RANKS
+@pytest.mark.parametrize("transport", ["auto", "native", "direct"])
+def test_new_model_after_divergence_trains_to_the_same_bits(transport: str) -> None:
+    """Whether the ranks noticed the divergence or not."""
+    assert run_ranks(RANKS, situations_that_spoil_another_model, transport) == [[]] * RANKS
 
 
 @impatient
-def begin_alone(how: str) -> str:
-    """Something begins in a group, and the odd rank does something else, or nothing, or ends."""
-    group = new_group(1.0 if how == "nothing" else PATIENT)
+def error_of_a_model_on_some_ranks(deviation: str) -> str:
+    """Build a model in a group while the odd rank synchronizes another, raises, or exits."""
+    group = new_group(1.0 if deviation == "nothing" else PATIENT)
     train(new_model(group))
     odd = dist.get_rank() == ODD
-    if odd and how == "ends":
+    if odd and deviation == "ends":
         os._exit(3)
     with pytest.raises(RuntimeError) as caught:
-        if odd and how == "nothing":
-            raise RuntimeError(how)
+        if odd and deviation == "nothing":
+            raise RuntimeError(deviation)
         train(new_model(group, sync_module_states=odd))
     return str(caught.value)
 
 
-def test_another_model_on_some_ranks() -> None:
-    for error in run_ranks(RANKS, begin_alone, "synchronizes"):
+def test_new_model_on_some_ranks_is_an_error() -> None:
+    for error in run_ranks(RANKS, error_of_a_model_on_some_ranks, "synchronizes"):
         assert "do not make the same calls: rank 0 is about to begin the first" in error, error
         assert "rank 1 is about to begin a model with the values of rank 0" in error
-    for error in run_ranks(RANKS, begin_alone, "nothing")[::2]:
+    for error in run_ranks(RANKS, error_of_a_model_on_some_ranks, "nothing")[::2]:
         assert "timed out: within 1 s rank 1 did not come" in error, error
-    first, died, last = run_fresh(RANKS, begin_alone, "ends")
+    first, died, last = run_fresh(RANKS, error_of_a_model_on_some_ranks, "ends")
     assert died == Died(3)
     assert all(
         "the process of rank 1 has ended" in error and "make a new process group" in error for error in (first, last)
@@ -553,24 +550,22 @@ def test_another_model_on_some_ranks() -> None:
 
 
 @impatient
-def wait_at_a_beginning() -> list[str | None]:
-    """What a rank is told of another one that waits for it, having issued as much, and less; at the store until all
-    have met there, and as they have."""
+def reports_of_a_waiting_rank() -> list[str | None]:
+    """Return reports on a peer that waits at the store with as many collectives issued, and with fewer."""
     group = new_group()
     train(new_model(group))
     lane = Lane.of(group)
     arrivals, issued = lane.arrivals, lane._progress()
-    told = []
+    reports = []
     for less in (0, 1):
         if dist.get_rank() == ODD:
             arrivals.board.post("here", [arrivals.count, "a model", [issued[0] - less, *issued[1:]], True])
         dist.barrier()
-        told.append(arrivals.gone_on(issued))
+        reports.append(arrivals.gone_on(issued))
         dist.barrier()
-    return [*told, arrivals.gone_on(issued, lambda: False), arrivals.gone_on(issued, lambda: True)]
+    return [*reports, arrivals.gone_on(issued, lambda: False), arrivals.gone_on(issued, lambda: True)]
 
 
-def test_a_rank_that_is_ahead_has_not_gone_on() -> None:
-    """Slow is not wrong, here either."""
+def test_rank_that_is_ahead_is_not_reported_as_diverged() -> None:
     words = "rank 1 is about to begin a model"
-    assert run_ranks(RANKS, wait_at_a_beginning)[::2] == [[None, words, words, None]] * 2
+    assert run_ranks(RANKS, reports_of_a_waiting_rank)[::2] == [[None, words, words, None]] * 2

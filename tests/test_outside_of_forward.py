@@ -25,7 +25,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.models import MlpBlock
 from tests.harness.passes import GRAD_OP, NONE, WIDTH, Mlp, seeded, wrapped
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 
@@ -127,7 +127,16 @@ def _averaged(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> None:
         reference.check(not_sharded(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
 
 
-def _averaged_late() -> None:
+@pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
+def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: Program) -> None:
+    """As with DistributedDataParallel, whatever leads to a parameter of a unit that is not sharded."""
+    run_ranks(2, _averaged, program)
+
+
+@on_ranks(2)
+def test_gradients_that_come_after_a_unit_was_reduced_are_averaged() -> None:
+    """A parameter that was used before the forward has a gradient after all others of its unit."""
+
     def build() -> nn.Module:
         return seeded(Mlp)().double()
 
@@ -138,23 +147,18 @@ def _averaged_late() -> None:
         reference.check(model, what, ulps=16, ulps_after_step=REASSOCIATED)
 
 
-@pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
-def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: Program) -> None:
-    """As with DistributedDataParallel, whatever leads to a parameter of a unit that is not sharded."""
-    run_ranks(2, _averaged, program)
-
-
-def test_gradients_that_come_after_a_unit_was_reduced_are_averaged() -> None:
-    """A parameter that was used before the forward has a gradient after all others of its unit."""
-    run_ranks(2, _averaged_late)
-
-
 def test_hooks_see_gradients_of_parameters_used_outside_of_forward_once() -> None:
     """Hooks on original parameters see what the plain model's see, and those behind the accumulation the average."""
     run_ranks(2, _averaged, hooked, [kind for kind in KINDS if kind[1]])
 
 
-def _accumulated() -> None:
+def norm_of(model: nn.Module) -> Tensor:
+    return torch.stack([param.square().sum() for param in model.parameters()]).sum()
+
+
+@on_ranks(2)
+def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
+    """Inside no_sync() they add up with others, and are reduced by the backward that synchronizes; else each time."""
     for kind, use_orig_params in KINDS:
         model = not_sharded(kind, use_orig_params, seeded(Mlp))
         model(torch.ones(1, WIDTH)).sum().backward()
@@ -169,15 +173,6 @@ def _accumulated() -> None:
                 torch.testing.assert_close(grad, 9 * full_parameters(model)[name], msg=name)
 
 
-def norm_of(model: nn.Module) -> Tensor:
-    return torch.stack([param.square().sum() for param in model.parameters()]).sum()
-
-
-def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
-    """Inside no_sync() they add up with others, and are reduced by the backward that synchronizes; else each time."""
-    run_ranks(2, _accumulated)
-
-
 class WithHead(nn.Module):
     """A trunk that is computed in low precision, and a plain head that reads a weight of it."""
 
@@ -190,7 +185,13 @@ class WithHead(nn.Module):
         return F.linear(hidden.float(), self.trunk.embed.weight.float())
 
 
-def _in_mixed_precision(reduce_dtype: torch.dtype, keep: bool) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
+    reduce_dtype: torch.dtype, keep: bool
+) -> None:
+    """They are averaged where forward computes with copies in low precision, whatever dtype gradients have."""
     precision = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=keep)
     weight = 1.0 + dist.get_rank()
     for kind, use_orig_params in KINDS:
@@ -215,16 +216,9 @@ def _in_mixed_precision(reduce_dtype: torch.dtype, keep: bool) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
-    reduce_dtype: torch.dtype, keep: bool
-) -> None:
-    """They are averaged where forward computes with copies in low precision, whatever dtype gradients have."""
-    run_ranks(2, _in_mixed_precision, reduce_dtype, keep)
-
-
-def _changed_by_hand() -> None:
+@on_ranks(2)
+def test_gradients_of_parameters_that_were_changed_by_hand() -> None:
+    """A parameter that was unfrozen, replaced, cast or copied is used outside of forward as it was before."""
     weight = 1.0 + dist.get_rank()
     model = not_sharded("NO_SHARD", True, seeded(Mlp))
     x = torch.ones(2, WIDTH)
@@ -252,12 +246,9 @@ def _changed_by_hand() -> None:
     check("copied")
 
 
-def test_gradients_of_parameters_that_were_changed_by_hand() -> None:
-    """A parameter that was unfrozen, replaced, cast or copied is used outside of forward as it was before."""
-    run_ranks(2, _changed_by_hand)
-
-
-def _before_any_forward() -> None:
+@on_ranks(2)
+def test_a_backward_before_the_first_forward_is_refused() -> None:
+    """An inner module that is called by itself before the model was: the error names the unit and says what to call."""
     for kind, use_orig_params in KINDS:
         model = not_sharded(kind, use_orig_params, seeded(Mlp))
         x = torch.ones(2, WIDTH)
@@ -265,11 +256,6 @@ def _before_any_forward() -> None:
             model.module.head(x).sum().backward()
         (model(x).sum() + model.module.head(x).sum()).backward()
         assert all(grad is not None for grad in full_gradients(model).values())
-
-
-def test_a_backward_before_the_first_forward_is_refused() -> None:
-    """An inner module that is called by itself before the model was: the error names the unit and says what to call."""
-    run_ranks(2, _before_any_forward)
 
 
 class Recomputed(nn.Module):
@@ -294,7 +280,10 @@ def recomputed(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-def _recomputed() -> None:
+@on_ranks(2)
+def test_recomputation_where_the_backward_gathers_nothing() -> None:
+    """set_unshard_in_backward(False) on a unit whose parameters are there all the same: what is recomputed inside of it
+    has the gradients that it has otherwise."""
     build = seeded(Recomputed)
     reference = Reference(build, recomputed)
     for kind, use_orig_params in KINDS:
@@ -303,9 +292,3 @@ def _recomputed() -> None:
         model = wrapped(build, (GRAD_OP, use_orig_params), MlpBlock)
         model.set_reshard_after_forward(False, recurse=False)
         reference.check(model, f"SHARD_GRAD_OP, use_orig_params={use_orig_params}")
-
-
-def test_recomputation_where_the_backward_gathers_nothing() -> None:
-    """set_unshard_in_backward(False) on a unit whose parameters are there all the same: what is recomputed inside of it
-    has the gradients that it has otherwise."""
-    run_ranks(2, _recomputed)

@@ -1,4 +1,4 @@
-"""What a unit owns: parameters that are shared, ignored or on the meta device, and which values they start with."""
+"""Parameters that a unit owns: shared, ignored or on the meta device, and their initial values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp import (
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters
 from tests.test_wrapper import (
     WIDTH,
@@ -40,9 +40,9 @@ from tests.test_wrapper import (
 # -- sharing -------------------------------------------------------------------------------------------------------
 
 
-def _tied(place: str) -> tuple[nn.Module, ModuleWrapPolicy]:
+def tied_net(location: str) -> tuple[nn.Module, ModuleWrapPolicy]:
     module = net()
-    if place == "siblings":
+    if location == "siblings":
         module.layers[4].weight = module.layers[0].weight
         return module, ModuleWrapPolicy({nn.Linear})
     module.head = nn.Linear(WIDTH, WIDTH)
@@ -52,12 +52,12 @@ def _tied(place: str) -> tuple[nn.Module, ModuleWrapPolicy]:
 
 @both_modes
 @pytest.mark.parametrize(
-    ("place", "names"),
+    ("location", "names"),
     [("siblings", ("layers.0.weight", "layers.4.weight")), ("parent", ("layers.0.weight", "head.weight"))],
 )
-def test_R08_a_parameter_shared_across_units(place: str, names: tuple[str, str], use_orig_params: bool) -> None:
-    """The error names both places, and nothing is left half wrapped."""
-    module, policy = _tied(place)
+def test_parameter_shared_across_units_is_refused(location: str, names: tuple[str, str], use_orig_params: bool) -> None:
+    """The error names both parameters, and the model stays unwrapped."""
+    module, policy = tied_net(location)
     modules, before = list(module.modules()), values(module)
     with pytest.raises(ValueError, match="shared") as caught:
         FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
@@ -68,26 +68,28 @@ def test_R08_a_parameter_shared_across_units(place: str, names: tuple[str, str],
 
 
 @both_modes
-def test_a_parameter_shared_with_a_unit_wrapped_by_hand(use_orig_params: bool) -> None:
-    """Both places are named as far as they are known."""
-    module, _ = _tied("parent")
+def test_parameter_shared_with_a_unit_wrapped_by_hand_is_refused(use_orig_params: bool) -> None:
+    """The error names both parameters as far as they are known."""
+    module, _ = tied_net("parent")
     module.layers = build(module.layers, process_group=StandIn(), use_orig_params=use_orig_params)
-    words = r"parameter 'head.weight' of the Net unit is shared with '0.weight' of the Sequential unit"
-    with pytest.raises(ValueError, match=words):
+    message = r"parameter 'head.weight' of the Net unit is shared with '0.weight' of the Sequential unit"
+    with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
 
 
 @both_modes
-def test_a_wrapper_that_was_not_put_into_the_model(use_orig_params: bool) -> None:
-    """Where the layers were wrapped as by torch's `fully_shard`, the remedy is to assign the wrappers."""
+def test_discarded_wrapper_is_refused_with_a_remedy(use_orig_params: bool) -> None:
+    """Layers wrapped as by torch's `fully_shard`: the remedy is to assign the wrappers."""
     module = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3))
     for layer in module:
         build(layer, process_group=StandIn(), use_orig_params=use_orig_params)
     name, other = (
         ("0.0.weight", "'0.weight' of the Sequential unit") if use_orig_params else ("0._flat_param", "a flat")
     )
-    words = f"'{name}' of the Sequential unit lies in a module that was wrapped before, as {other}.*assign it.*Or wrap"
-    with pytest.raises(ValueError, match=words):
+    message = (
+        f"'{name}' of the Sequential unit lies in a module that was wrapped before, as {other}.*assign it.*Or wrap"
+    )
+    with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
 
 
@@ -107,17 +109,14 @@ def _shared_module(use_orig_params: bool) -> None:
     assert_bit_equal(full_parameters(model), expected)
 
 
-def _sharing() -> None:
+@on_ranks(2)
+def test_shared_module_is_one_unit() -> None:
     for use_orig_params in (False, True):
         _shared_module(use_orig_params)
 
 
-def test_a_shared_module_is_one_unit_at_every_place() -> None:
-    run_ranks(2, _sharing)
-
-
 class WithHead(nn.Module):
-    """Looks like the module it holds: attributes fall through."""
+    """Forwards unknown attributes to the inner module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class WithHead(nn.Module):
 
 
 @both_modes
-def test_a_module_that_looks_like_a_wrapper_is_owned(use_orig_params: bool) -> None:
+def test_module_with_forwarded_attributes_is_no_wrapper(use_orig_params: bool) -> None:
     wrap = functools.partial(build, process_group=StandIn(), use_orig_params=use_orig_params)
     model = wrap(nn.Sequential(WithHead(wrap(nn.Linear(WIDTH, WIDTH)))))
     owned = [[unit.full_name(r) for b in unit.buckets for r in b.layout.params] for unit in shard_info(model)]
@@ -144,8 +143,7 @@ def test_a_module_that_looks_like_a_wrapper_is_owned(use_orig_params: bool) -> N
 
 
 @both_modes
-def test_wrapping_a_wrapped_module(use_orig_params: bool) -> None:
-    """The outer one is a unit without parameters."""
+def test_wrapping_a_wrapped_module_adds_an_empty_unit(use_orig_params: bool) -> None:
     wrap = functools.partial(build, process_group=StandIn(0, 1), use_orig_params=use_orig_params)
     inner = wrap(nn.Linear(WIDTH, 3))
     model = wrap(inner)
@@ -153,16 +151,16 @@ def test_wrapping_a_wrapped_module(use_orig_params: bool) -> None:
     assert model(torch.ones(1, WIDTH)).shape == (1, 3)
 
 
-# -- what is ignored -----------------------------------------------------------------------------------------------
+# -- ignored ------------------------------------------------------------------------------------------------------
 
 
 @both_modes
-def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
-    """Nested units apart; generators are read once; what is not in the tree does not matter."""
+def test_ignored_modules_include_submodules_except_nested_units(use_orig_params: bool) -> None:
+    """Generators are read once; modules outside the tree have no effect."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(4, 5))
     inner = module[1][0] = build(module[1][0], process_group=StandIn(), use_orig_params=use_orig_params)
     ignored = module[1]
-    strangers = [nn.Linear(9, 9)]
+    unrelated = [nn.Linear(9, 9)]
     kept = dict(ignored[1].named_parameters())
     policy = CustomPolicy(lambda m: isinstance(m, nn.Linear) and m is not inner.module)
     with pytest.raises(ValueError, match="holds no FullyShardedDataParallel"):
@@ -171,7 +169,7 @@ def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
         module,
         process_group=StandIn(),
         use_orig_params=use_orig_params,
-        ignored_modules=(m for m in [ignored, *strangers]),
+        ignored_modules=(m for m in [ignored, *unrelated]),
     )
     names = [[record.name for record in unit.buckets[0].layout.params] for unit in shard_info(model)]
     assert names == [["0.weight", "0.bias", "2.weight", "2.bias"], ["weight", "bias"]]
@@ -181,11 +179,11 @@ def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
 
 @both_modes
 @pytest.mark.parametrize("by", ["ignored_modules", "ignored_states", "parameters"])
-def test_ignored_states(by: str, use_orig_params: bool) -> None:
-    """Modules are skipped by the policy, parameters leave their module to it."""
+def test_ignored_parameters_and_modules(by: str, use_orig_params: bool) -> None:
+    """Policies skip ignored modules, but wrap modules of ignored parameters."""
     module = net()
-    skipped = module.layers[2]
-    states = iter([skipped.weight, nn.Parameter(torch.ones(3))]) if by == "parameters" else iter([skipped])
+    ignored = module.layers[2]
+    states = iter([ignored.weight, nn.Parameter(torch.ones(3))]) if by == "parameters" else iter([ignored])
     model = build(
         module,
         process_group=StandIn(),
@@ -198,20 +196,22 @@ def test_ignored_states(by: str, use_orig_params: bool) -> None:
     expected = {"": [], "layers.0": whole, "layers.2": ["bias"], "layers.4": whole, "head": whole}
     if by != "parameters":
         del expected["layers.2"]
-        assert model.layers[2] is skipped
+        assert model.layers[2] is ignored
     assert units == expected
-    assert type(skipped.weight) is nn.Parameter and skipped.weight.shape == (WIDTH, WIDTH)
-    assert any(p is skipped.weight for p in model.parameters())
+    assert type(ignored.weight) is nn.Parameter and ignored.weight.shape == (WIDTH, WIDTH)
+    assert any(p is ignored.weight for p in model.parameters())
 
 
-def _ignoring(use_orig_params: bool) -> None:
-    """Ignored parameters and buffers stay where and what they are; their gradients are this rank's own."""
+@both_modes
+@on_ranks(2)
+def test_ignored_parameters_and_buffers_are_unchanged(use_orig_params: bool) -> None:
+    """Same memory, and gradients of this rank only."""
     rank = dist.get_rank()
     module = net()
     module.layers.insert(1, nn.BatchNorm1d(WIDTH))
     ignored, weight = module.layers[1], module.layers[2 + 1].weight
     pointer, running = weight.data_ptr(), ignored.running_mean
-    # Nested by hand: what the inner one ignores, the outer one does not take.
+    # Nested by hand: the outer unit does not own parameters that the inner one ignores.
     module.layers = build(
         module.layers, ignored_states=[weight, *ignored.parameters()], use_orig_params=use_orig_params
     )
@@ -230,12 +230,7 @@ def _ignoring(use_orig_params: bool) -> None:
         assert module.layers.module[3].weight is weight
 
 
-@both_modes
-def test_what_is_ignored_is_left_alone(use_orig_params: bool) -> None:
-    run_ranks(2, _ignoring, use_orig_params)
-
-
-def _replicated(use_orig_params: bool) -> list[str]:
+def units_beside_replicate(use_orig_params: bool) -> list[str]:
     from torch.distributed._composable import replicate
 
     module = net()
@@ -250,8 +245,8 @@ def _replicated(use_orig_params: bool) -> list[str]:
 
 
 @both_modes
-def test_modules_under_composable_replicate_are_left_to_it(use_orig_params: bool) -> None:
-    assert run_ranks(2, _replicated, use_orig_params)[0] == ["", "layers.2", "layers.4", "head"]
+def test_modules_under_composable_replicate_are_ignored(use_orig_params: bool) -> None:
+    assert run_ranks(2, units_beside_replicate, use_orig_params)[0] == ["", "layers.2", "layers.4", "head"]
 
 
 # -- the meta device -----------------------------------------------------------------------------------------------
@@ -263,7 +258,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def constant_init(module: nn.Module) -> None:
-    """This module's own parameters and buffers get memory and values that tell them apart."""
+    """Allocate the module's own tensors and fill them with distinct values."""
     module.to_empty(device="cpu", recurse=False)
     with torch.no_grad():
         for index, tensor in enumerate([*module.parameters(recurse=False), *module.buffers(recurse=False)]):
@@ -271,7 +266,7 @@ def constant_init(module: nn.Module) -> None:
 
 
 def recursive_init(module: nn.Module) -> None:
-    """As some libraries do it: everything below is emptied and initialised again."""
+    """Empty and initialize the whole subtree, as some libraries do."""
     module.to_empty(device="cpu")
 
     def fill(each: nn.Module) -> None:
@@ -283,7 +278,7 @@ def recursive_init(module: nn.Module) -> None:
 
 
 class WithOwn(nn.Module):
-    """A parameter and a buffer of its own beside a layer, all to be initialised by `reset_parameters`."""
+    """A parameter and a buffer beside a layer, initialized by `reset_parameters`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,24 +295,26 @@ class WithOwn(nn.Module):
         return self.linear(x) * self.own.sum()
 
 
-def _meta(use_orig_params: bool) -> None:
+@both_modes
+@on_ranks(2)
+def test_initialization_from_the_meta_device(use_orig_params: bool) -> None:
     wrap = functools.partial(build, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
 
-    def shown(model: nn.Module) -> dict[str, Tensor]:
+    def summoned(model: nn.Module) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(model):
             return values(model)
 
-    # By reset_parameters, in the order in which a plain model of these units draws its random numbers.
+    # By reset_parameters, with the random numbers of a plain model.
     torch.manual_seed(0)
     model = wrap(on_meta(Net))
-    assert_bit_equal(shown(model), values(net()))
+    assert_bit_equal(summoned(model), values(net()))
     train(model)
     assert_bit_equal(full_parameters(model), train_plain(net(), 2))
     model = wrap(on_meta(lambda: nn.Sequential(WithOwn(), WithOwn())))
     assert [b.tolist() for b in model.buffers()] == [[7, 7]] * 2
-    assert all(v.unique().tolist() == [0.5] for n, v in shown(model).items() if n.endswith("own"))
+    assert all(v.unique().tolist() == [0.5] for n, v in summoned(model).items() if n.endswith("own"))
 
-    # By param_init_fn, which sees each module of each unit once, those without parameters too.
+    # By param_init_fn, called once for each module, also for those without parameters.
     seen: list[nn.Module] = []
 
     def init(module: nn.Module) -> None:
@@ -328,45 +325,42 @@ def _meta(use_orig_params: bool) -> None:
     expected_order = [m for m in plain.modules() if isinstance(m, nn.Linear)]
     model = wrap(plain, param_init_fn=init)
     assert seen[: len(expected_order)] == expected_order and len(set(seen)) == len(seen)
-    for name, value in shown(model).items():
+    for name, value in summoned(model).items():
         assert value.unique().tolist() == [1.0 if name.endswith("weight") else 2.0], name
-    # One that goes down into units that have been wrapped before.
+    # By a param_init_fn that recurses into wrapped units.
     model = wrap(on_meta(lambda: nn.Sequential(WithOwn(), WithOwn())), param_init_fn=recursive_init)
-    assert all(value.unique().tolist() == [3.0] for value in shown(model).values())
+    assert all(value.unique().tolist() == [3.0] for value in summoned(model).values())
     model(batch(0, 0)).sum().backward()
     assert any(param.grad is not None for param in model.parameters())
 
-    # Rank 0 has the values, the others have none.
+    # Values on rank 0 only.
     rank = dist.get_rank()
     module = net() if rank == 0 else on_meta(Net)
     empty = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
     model = wrap(module, sync_module_states=True, param_init_fn=empty if rank else None)
-    assert_bit_equal(shown(model), values(net()))
+    assert_bit_equal(summoned(model), values(net()))
 
 
-@both_modes
-def test_modules_from_the_meta_device(use_orig_params: bool) -> None:
-    run_ranks(2, _meta, use_orig_params)
-
-
-class Lacking(nn.Module):
+class WithoutReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2))
 
 
-def test_missing_initialisers_are_listed() -> None:
-    """All of them, before anything is changed; ignored modules need none."""
-    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Lacking(), nn.Sequential(Lacking())))
-    words = r"no reset_parameters\(\) .*: 1 \(Lacking\), 2\.0 \(Lacking\)\. Give them one, or pass param_init_fn="
-    with pytest.raises(AttributeError, match=words):
+def test_missing_initializers_are_listed() -> None:
+    """All are listed before any change; ignored modules need none."""
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), WithoutReset(), nn.Sequential(WithoutReset())))
+    message = (
+        r"no reset_parameters\(\) .*: 1 \(WithoutReset\), 2\.0 \(WithoutReset\)\. Give them one, or pass param_init_fn="
+    )
+    with pytest.raises(AttributeError, match=message):
         FullyShardedDataParallel(module, StandIn())
     assert all(param.is_meta and param.dim() > 0 for param in module.parameters())
     model = build(module, process_group=StandIn(), ignored_modules=[module[1], module[2]])
     assert module[1].weight.is_meta and not model._flat_param.is_meta
-    with pytest.raises(ValueError, match=r"param_init_fn left .* of '1' \(Lacking\) on the meta device"):
+    with pytest.raises(ValueError, match=r"param_init_fn left .* of '1' \(WithoutReset\) on the meta device"):
         FullyShardedDataParallel(
-            on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Lacking())),
+            on_meta(lambda: nn.Sequential(nn.Linear(2, 2), WithoutReset())),
             StandIn(),
             param_init_fn=lambda m: constant_init(m) if isinstance(m, nn.Linear) else None,
         )
@@ -375,7 +369,7 @@ def test_missing_initialisers_are_listed() -> None:
 @both_modes
 @pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
 def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
-    """Parameters that were one stay one when they get their values."""
+    """Tied parameters stay one parameter."""
 
     def make() -> nn.Module:
         module = nn.Sequential(nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False))
@@ -391,7 +385,7 @@ def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @both_modes
 @pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
-def test_the_peak_from_the_meta_device_is_the_shards_and_one_unit(init: Any, use_orig_params: bool) -> None:
+def test_peak_memory_from_the_meta_device_is_shards_and_one_unit(init: Any, use_orig_params: bool) -> None:
     """One unit's parameters, and the flat vector they are copied into."""
     count, width, ranks = 16, 511, 4
 
@@ -417,7 +411,7 @@ def test_the_peak_from_the_meta_device_is_the_shards_and_one_unit(init: Any, use
 # -- the same values on every rank -----------------------------------------------------------------------------------
 
 
-def _synchronised(use_orig_params: bool) -> list[str]:
+def errors_of_torch(use_orig_params: bool) -> list[str]:
     rank = dist.get_rank()
     policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
 
@@ -443,10 +437,10 @@ def _synchronised(use_orig_params: bool) -> list[str]:
             use_orig_params=use_orig_params,
             ignored_states=ignored,
         )
-        wanted = values(expected)
-        wanted["1.weight"] = values(make(10 + rank))["1.weight"]  # what is ignored is not synchronised
+        expected_values = values(expected)
+        expected_values["1.weight"] = values(make(10 + rank))["1.weight"]  # ignored parameters are not synchronized
         with model.summon_full_params(model):
-            assert_bit_equal(values(model), wanted)
+            assert_bit_equal(values(model), expected_values)
         for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
             assert torch.equal(buffer, other), name
     return [error_of(torchs, make(10 + rank), sync_module_states=True, use_orig_params=True)]
@@ -454,28 +448,33 @@ def _synchronised(use_orig_params: bool) -> list[str]:
 
 @both_modes
 def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
-    """Parameters, frozen ones, and buffers of rank 0; torch refuses on CPU."""
-    (words,) = run_ranks(3, _synchronised, use_orig_params)[0]
+    """Trained and frozen parameters and buffers of rank 0; torch refuses CPU tensors."""
+    (message,) = run_ranks(3, errors_of_torch, use_orig_params)[0]
     if torch.__version__.startswith("2.13"):
-        assert words.startswith("ValueError")
+        assert message.startswith("ValueError")
 
 
 # -- torch's own FSDP ----------------------------------------------------------------------------------------------
 
 
-def _nest_with_torchs(use_orig_params: bool) -> None:
+@is_2_13
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
+    """Named by class, before any change."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
     from torch.distributed.fsdp import fully_shard
 
     torchs = functools.partial(TorchFSDP, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     ours = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params)
     policy = ModuleWrapPolicy({nn.Linear})
-    for wrap, words in ((torchs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
+    for wrap, message in ((torchs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
         net = Net()
         net.head = wrap(net.head)
         before = [(name, type(module)) for name, module in net.named_modules()]
         with pytest.raises(
-            ValueError, match=rf"'head' is already wrapped by torch\.distributed\.fsdp.*\.{words}, which"
+            ValueError, match=rf"'head' is already wrapped by torch\.distributed\.fsdp.*\.{message}, which"
         ):
             ours(net, auto_wrap_policy=policy)
         assert [(name, type(module)) for name, module in net.named_modules()] == before
@@ -492,12 +491,4 @@ def _nest_with_torchs(use_orig_params: bool) -> None:
     with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
         model(torch.ones(2, WIDTH))
     model = ours(Net(), auto_wrap_policy=policy)
-    model.head(torch.ones(2, WIDTH))  # one of ours in one of ours, called first
-
-
-@is_2_13
-@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_not_nested_with_torchs(use_orig_params: bool) -> None:
-    """Two engines in one tree would shard the same things twice: refused by the class, before anything changes."""
-    run_ranks(2, _nest_with_torchs, use_orig_params)
+    model.head(torch.ones(2, WIDTH))  # an inner unit called before the root

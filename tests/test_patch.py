@@ -29,7 +29,7 @@ from fsdp.compat import disable_dcp, enable_dcp, patch, unpatch
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -139,7 +139,8 @@ def wrapped(use_orig_params: bool) -> Any:
     return torchs.FullyShardedDataParallel(Net(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
 
 
-def check_inside() -> None:
+@on_ranks(2)
+def test_what_tools_call_inside_takes_our_modules() -> None:
     x = torch.ones(2, 5)
     with patched():
         for use_orig_params in (False, True):
@@ -180,10 +181,6 @@ def check_inside() -> None:
         assert "double" in vars(theirs), "torch has done what it does"
         plain = common._get_param_to_fqns(Net())
         assert [name for [name] in plain.values()] == ["inner.weight", "inner.bias", "head.weight", "head.bias"]
-
-
-def test_what_tools_call_inside_takes_our_modules() -> None:
-    run_ranks(2, check_inside)
 
 
 FAKE = """

@@ -1,6 +1,6 @@
-"""`fsdp.offload` and `onload`: everything leaves the device between two phases, and training goes on bit for bit.
+"""`fsdp.offload` and `onload`: all tensors leave the device between two phases, and training continues bit for bit.
 
-What lies on a device is tested on the late device, in `tests/device/situations.py`.
+Tensors on a device are tested in `tests/device/situations.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
 from tests.test_export import FULL, NONE, WORDS, build
 
@@ -27,7 +27,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
     optimizer.step()
 
 
-def _training_goes_on(use_orig_params: bool) -> None:
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_training_with_offload_between_steps_is_bit_equal(use_orig_params: bool) -> None:
     for strategy in (FULL, NONE):
         results = []
         for moved in (False, True):
@@ -45,12 +47,8 @@ def _training_goes_on(use_orig_params: bool) -> None:
         assert_bit_equal(results[1], results[0])
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_training_goes_on_bit_for_bit(use_orig_params: bool) -> None:
-    run_ranks(2, _training_goes_on, use_orig_params)
-
-
-def _is_refused_meanwhile() -> None:
+@on_ranks(2)
+def test_calls_on_an_offloaded_model_raise_with_the_remedy() -> None:
     model = build(True)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.numel()], lr=0.1)
     step(model, optimizer, 0)
@@ -85,11 +83,8 @@ def _is_refused_meanwhile() -> None:
     whole.step()
 
 
-def test_what_communicates_meanwhile_is_an_error_that_says_so() -> None:
-    run_ranks(2, _is_refused_meanwhile)
-
-
-def _refuses() -> None:
+@on_ranks(2)
+def test_offload_is_refused_with_unreduced_gradients_and_in_a_forward() -> None:
     model = build(True)
     with model.no_sync():
         model(torch.zeros(4, dtype=torch.int64)).sum().backward()
@@ -110,7 +105,3 @@ def _refuses() -> None:
     with pytest.raises(ZeroDivisionError), fsdp.offloaded(model):
         raise ZeroDivisionError
     model(torch.zeros(4, dtype=torch.int64))
-
-
-def test_is_refused_with_unreduced_gradients_and_in_a_forward() -> None:
-    run_ranks(2, _refuses)

@@ -1,4 +1,4 @@
-"""`fsdp.plan`: what it says beforehand is what two ranks then hold and receive."""
+"""`fsdp.plan`: planned bytes equal the bytes that two ranks hold and receive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fsdp.tools.plan import _Tree, as_nbytes
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, meter_available
 from tests.harness.models import EncoderBlock, TiedTransformer
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A root that only begins."""
+    """A root that only runs first."""
 
     def __init__(self, width: int = 600, depth: int = 4) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Mlp(nn.Module):
 
 
 class Language(nn.Module):
-    """Tied weights: their gradient comes once, at the very end."""
+    """Tied embedding and head: one gradient, at the end of the backward."""
 
     def __init__(self, words: int = 900) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LargeLanguage(Language):
 
 
 class Untied(Language):
-    """The root's parameters are used before and behind all others."""
+    """The root's parameters are used before and after all inner units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,14 +89,14 @@ class Untied(Language):
 
 
 def grouped() -> nn.Module:
-    """Units of which the first and the last to run are one."""
+    """Return a model whose first and last modules form one unit."""
     model = LargeLanguage()
     FullyShardedDataParallel.group([model.embed, model.head])
     return model
 
 
 class Adapted(nn.Module):
-    """A frozen base beside what is trained."""
+    """A frozen base with a trained adapter."""
 
     def __init__(self, width: int = 600) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Adapted(nn.Module):
 
 
 class Stages(nn.Module):
-    """Units in units, behind a frozen one that no backward comes to."""
+    """Nested units behind a frozen unit that no backward reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class Stages(nn.Module):
         return x
 
 
-def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
-    """Of a step on two ranks: bytes gathered and reduced, and the numbers of gathers and reductions."""
+def traffic(log: CollectiveLog) -> tuple[int, int, int, int]:
+    """Return gathered bytes, reduced bytes, and the numbers of both collectives in a step on two ranks."""
     gathers = [each for each in log.records if (each.label or "").startswith("gather ")]
     reductions = [each for each in log.records if (each.label or "").startswith("reduce ")]
     moved = [each.output_nbytes if each.op == "exchange" else each.nbytes // 2 for each in gathers]
@@ -131,11 +131,13 @@ def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
     return sum(moved), sum(halves), len(gathers), len(reductions)
 
 
-def _hold(
+def measure(
     build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int = 15, **options: Any
 ) -> dict[str, Any]:
-    """What this rank holds at most in some step after the second, and what it receives. On a busy machine a reduction
-    is over early in about every other step."""
+    """Return bytes that this rank holds and receives; the peak is the maximum after the second step.
+
+    On a busy machine a reduction ends early in about every second step, so several steps are measured.
+    """
     meter = Meter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,70 +159,68 @@ def _hold(
         "param_nbytes": sum(bucket.flat_param.nbytes for unit in fsdp.shard_info(model) for bucket in unit.buckets),
         "grad_nbytes": sum(param.grad.nbytes for param in model.parameters() if param.grad is not None),
         "optim_nbytes": sum(state),
-        "received": _received(log),
+        "received": traffic(log),
         "peak_nbytes": most - before,
     }
 
 
-CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
-    (Mlp, ModuleWrapPolicy({Layer}), torch.ones(600, 64), {}),
-    (LargeLanguage, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
-    (Untied, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
-    (Stages, ModuleWrapPolicy({Layer, nn.Sequential, Adapted}), torch.ones(2, 600), {"use_orig_params": True}),
-    (grouped, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
+LAYERS, STAGES = ModuleWrapPolicy({Layer}), ModuleWrapPolicy({Layer, nn.Sequential, Adapted})
+TOKENS = torch.zeros(1, 8, dtype=torch.long)
+CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[ShardingStrategy, ...]]] = [
+    (Mlp, LAYERS, torch.ones(200, 64), {}, (FULL, GRAD_OP, NO_SHARD)),
+    (LargeLanguage, LAYERS, TOKENS, {"mixed_precision": MIXED}, (FULL, NO_SHARD)),
+    (Untied, LAYERS, TOKENS, {"mixed_precision": MIXED}, (FULL,)),
+    (Stages, STAGES, torch.ones(2, 600), {"use_orig_params": True}, (FULL, GRAD_OP)),
+    (grouped, LAYERS, TOKENS, {"mixed_precision": MIXED}, (GRAD_OP,)),
 ]
-
-
-@mock.patch.object(shared_memory, "SUPPORTED", False)  # with it, nothing is received into memory of its own
-@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees what is allocated, not what is mapped
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
-def _compare(number: int) -> None:
-    for build, policy, batch, options in CASES[number : number + 1]:
-        options = {**options, "process_group": dist.new_group()}
-        _hold(build, policy, batch, steps=2, **options)  # operations keep something of their first call
-        precision, orig = options.get("mixed_precision"), options.get("use_orig_params", False)
-        planned = fsdp.plan(
-            build,
-            world_size=2,
-            policy=policy,
-            precision=precision,
-            inputs=[batch],
-            use_orig_params=orig,
-            device="cpu",
-        )
-        for strategy in ((FULL, GRAD_OP, NO_SHARD), (FULL, NO_SHARD), (FULL,), (FULL, GRAD_OP), (GRAD_OP,))[number]:
-            found = _hold(build, policy, batch, sharding_strategy=strategy, **options)
-            said, what = planned[strategy], f"{build.__name__}, {strategy.name}: "
-            received = (said.gathered_nbytes, said.reduced_nbytes, said.gathers, said.reductions)
-            assert received == found["received"], f"{what}{received}, {found['received']}"
-            assert (said.param_nbytes, said.grad_nbytes) == (found["param_nbytes"], found["grad_nbytes"]), what
-            assert said.optim_nbytes == pytest.approx(found["optim_nbytes"], rel=1e-4), what
-            peak = f"{said.peak_nbytes:,} planned, {found['peak_nbytes']:,} held"
-            assert said.peak_nbytes == pytest.approx(found["peak_nbytes"], rel=0.1), what + peak
 
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_two_ranks_hold_and_receive_what_was_planned(number: int) -> None:
+@on_ranks(2)
+@mock.patch.object(shared_memory, "SUPPORTED", False)  # shared memory needs no receive buffers
+@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter counts allocations, not mappings
+@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
+def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
     """Sizes and traffic are exact; the peak is within 10 %."""
-    run_ranks(2, _compare, number)
+    build, policy, batch, options, strategies = CASES[number]
+    options = {**options, "process_group": dist.new_group()}
+    measure(build, policy, batch, steps=2, **options)  # operations cache memory at their first call
+    planned = fsdp.plan(
+        build,
+        world_size=2,
+        policy=policy,
+        precision=options.get("mixed_precision"),
+        inputs=[batch],
+        use_orig_params=options.get("use_orig_params", False),
+        device="cpu",
+    )
+    for strategy in strategies:
+        result = measure(build, policy, batch, sharding_strategy=strategy, **options)
+        plan, case = planned[strategy], f"{build.__name__}, {strategy.name}: "
+        received = (plan.gathered_nbytes, plan.reduced_nbytes, plan.gathers, plan.reductions)
+        assert received == result["received"], f"{case}{received}, {result['received']}"
+        assert (plan.param_nbytes, plan.grad_nbytes) == (result["param_nbytes"], result["grad_nbytes"]), case
+        assert plan.optim_nbytes == pytest.approx(result["optim_nbytes"], rel=1e-4), case
+        peak = f"{plan.peak_nbytes:,} planned, {result['peak_nbytes']:,} held"
+        assert plan.peak_nbytes == pytest.approx(result["peak_nbytes"], rel=0.1), case + peak
 
 
 # -- without ranks -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_and_what_makes_it_are_planned_alike_and_left_alone() -> None:
+def test_planning_a_model_or_its_builder_is_equal_and_changes_nothing() -> None:
     model = TiedTransformer()
     before = {name: (id(param), param._version) for name, param in model.named_parameters()}
     policy = ModuleWrapPolicy({EncoderBlock})
-    found = fsdp.plan(model, world_size=3, policy=policy)
-    assert found == fsdp.plan(TiedTransformer, world_size=3, policy=policy)
+    result = fsdp.plan(model, world_size=3, policy=policy)
+    assert result == fsdp.plan(TiedTransformer, world_size=3, policy=policy)
     assert before == {name: (id(param), param._version) for name, param in model.named_parameters()}
-    assert (found.name, found.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
-    assert found.numel == sum(param.numel() for param in model.parameters())  # what is tied counts once
+    assert (result.name, result.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
+    assert result.numel == sum(param.numel() for param in model.parameters())  # tied parameters count once
 
 
-def test_a_group_runs_around_what_runs_between_its_modules() -> None:
+def test_module_group_is_unsharded_around_the_units_between() -> None:
     tree = _Tree(grouped(), ModuleWrapPolicy({Layer}), MixedPrecision(), False, True)
     assert [unit.name for unit in tree.wrapped] == ["", "embed, head", "layers.0", "layers.1", "layers.2"]
     assert [index for index, begins in tree.order if begins] == [0, 1, 2, 3, 4]
@@ -228,17 +228,17 @@ def test_a_group_runs_around_what_runs_between_its_modules() -> None:
     assert [sorted(unit.around) for unit in tree.wrapped] == [[], [0], [0, 1], [0, 1], [0, 1]]
 
 
-def test_activations_are_what_autograd_saves() -> None:
-    """Of a layer its input and its output, in the dtype of the compute; where it is recomputed, its input alone."""
+def test_activation_bytes_are_the_tensors_that_autograd_saves() -> None:
+    """Input and output of a layer, in the compute dtype; with recomputation only the input."""
     rows, width = 32, 600
     inputs = [torch.ones(rows, 64)]
     policy = ModuleWrapPolicy({Layer})
-    found = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs)[FULL]
-    assert fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs[0])[FULL] == found
-    assert found.activation_nbytes == 4 * rows * (64 + 5 * width)
+    result = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs)[FULL]
+    assert fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs[0])[FULL] == result
+    assert result.activation_nbytes == 4 * rows * (64 + 5 * width)
     assert fsdp.plan(Mlp, world_size=2, policy=policy)[FULL].activation_nbytes == 0
     half = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs, precision=MIXED)[FULL]
-    assert half.activation_nbytes == found.activation_nbytes // 2
+    assert half.activation_nbytes == result.activation_nbytes // 2
 
     class Recomputed(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -255,20 +255,20 @@ def test_activations_are_what_autograd_saves() -> None:
     assert tokens == fsdp.plan(Language, world_size=2, policy=policy, batch_tokens=16)[FULL].activation_nbytes > 0
 
 
-def test_the_smallest_world_that_fits_is_the_smallest() -> None:
+def test_smallest_fitting_world_size_is_minimal() -> None:
     build = functools.partial(Mlp, 100, 6)
     policy = ModuleWrapPolicy({Layer})
     strategies = [FULL, GRAD_OP, NO_SHARD, HYBRID]
-    at = {
+    plans = {
         ranks: fsdp.plan(build, world_size=ranks, policy=policy, shard_size=1, strategy=strategies)
         for ranks in range(1, 12)
     }
     for memory in (360_000, 450_000, 700_000, 1_200_000, 10_000_000):
-        found = fsdp.plan(build, world_size=2, policy=policy, strategy=strategies[:3], memory=memory)
+        result = fsdp.plan(build, world_size=2, policy=policy, strategy=strategies[:3], memory=memory)
         for strategy in (FULL, GRAD_OP):
-            fitting = [ranks for ranks, each in at.items() if each[strategy].peak_nbytes <= memory]
-            assert found.smallest[strategy] == (min(fitting) if fitting else found.smallest[strategy])
-        assert found.smallest[NO_SHARD] == (1 if at[1][NO_SHARD].peak_nbytes <= memory else None)
+            fitting = [ranks for ranks, each in plans.items() if each[strategy].peak_nbytes <= memory]
+            assert result.smallest[strategy] == (min(fitting) if fitting else result.smallest[strategy])
+        assert result.smallest[NO_SHARD] == (1 if plans[1][NO_SHARD].peak_nbytes <= memory else None)
     assert fsdp.plan(build, world_size=2, policy=policy, memory=1000).smallest == {
         FULL: None,
         GRAD_OP: None,
@@ -276,18 +276,18 @@ def test_the_smallest_world_that_fits_is_the_smallest() -> None:
     }
 
 
-def test_hybrid_strategies_are_sharded_within_and_replicated_across() -> None:
+def test_hybrid_strategies_shard_within_and_replicate_across_groups() -> None:
     policy = ModuleWrapPolicy({Layer})
-    found = fsdp.plan(Mlp, world_size=8, policy=policy, shard_size=4, memory="1GB")
-    assert [each.strategy for each in found.strategies] == list(ShardingStrategy)
-    hybrid, full = found[HYBRID], fsdp.plan(Mlp, world_size=4, policy=policy)[FULL]
-    assert (hybrid.shard_size, hybrid.replicas, found.smallest[HYBRID]) == (4, 2, 4)
+    result = fsdp.plan(Mlp, world_size=8, policy=policy, shard_size=4, memory="1GB")
+    assert [each.strategy for each in result.strategies] == list(ShardingStrategy)
+    hybrid, full = result[HYBRID], fsdp.plan(Mlp, world_size=4, policy=policy)[FULL]
+    assert (hybrid.shard_size, hybrid.replicas, result.smallest[HYBRID]) == (4, 2, 4)
     assert (hybrid.param_nbytes, hybrid.gathered_nbytes) == (full.param_nbytes, full.gathered_nbytes)
     assert hybrid.reduced_nbytes == full.reduced_nbytes + full.grad_nbytes  # once round a ring of two
     assert hybrid.reductions == 2 * full.reductions
 
 
-def test_policies_may_give_units_options_of_their_own() -> None:
+def test_policies_with_options_of_single_units() -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Adapted):
             return {"mixed_precision": None, "sharding_strategy": NO_SHARD}
@@ -296,25 +296,25 @@ def test_policies_may_give_units_options_of_their_own() -> None:
     plain = fsdp.plan(Stages, world_size=2, policy=ModuleWrapPolicy({Layer, Adapted}), precision=MIXED, device="cpu")[
         FULL
     ]
-    found = fsdp.plan(Stages, world_size=2, policy=CustomPolicy(choose), precision=MIXED, device="cpu")[FULL]
+    result = fsdp.plan(Stages, world_size=2, policy=CustomPolicy(choose), precision=MIXED, device="cpu")[FULL]
     adapted = sum(param.nbytes for param in Adapted().parameters())
-    assert found.param_nbytes == plain.param_nbytes + 6 * adapted // 2
-    assert found.gathers < plain.gathers
+    assert result.param_nbytes == plain.param_nbytes + 6 * adapted // 2
+    assert result.gathers < plain.gathers
 
 
-def test_optimizers_are_tried() -> None:
+def test_optimizer_bytes_come_from_a_real_step() -> None:
     planned = functools.partial(fsdp.plan, Mlp, world_size=2, strategy=FULL)
     params = planned()[FULL].param_nbytes
     expected = {
         None: 0,
         torch.optim.SGD: 0,
         functools.partial(torch.optim.SGD, momentum=0.9): params,
-        torch.optim.AdamW: 2 * params + 4,  # and the number of the step
+        torch.optim.AdamW: 2 * params + 4,  # and the step count
     }
     assert {optimizer: planned(optimizer=optimizer)[FULL].optim_nbytes for optimizer in expected} == expected
-    found = planned()[FULL]
+    result = planned()[FULL]
     assert (
-        replace(found, optim_nbytes=0, peak_nbytes=found.peak_nbytes - found.optim_nbytes)
+        replace(result, optim_nbytes=0, peak_nbytes=result.peak_nbytes - result.optim_nbytes)
         == planned(optimizer=None)[FULL]
     )
 
@@ -329,7 +329,7 @@ def _wrapped_already() -> None:
         fsdp.plan(parallel, world_size=2)
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     run_ranks(2, _wrapped_already)
     with pytest.raises(ValueError, match="world_size must be a number of ranks, 1 or more, but got 0"):
         fsdp.plan(Mlp, world_size=0)
@@ -364,7 +364,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         fsdp.plan(Mlp, world_size=2)[HYBRID]
 
 
-def test_memory_may_have_a_unit() -> None:
+def test_memory_sizes_with_units() -> None:
     sizes = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5m": 1_500_000, "7": 7, 123: 123, "2TB": 2 * 10**12}
     assert {size: as_nbytes(size) for size in sizes} == sizes
 
@@ -373,20 +373,20 @@ def test_memory_may_have_a_unit() -> None:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    printed, wrong = io.StringIO(), io.StringIO()
-    with redirect_stdout(printed), redirect_stderr(wrong):
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
         code = main(["plan", *arguments])
-    return code, printed.getvalue(), wrong.getvalue()
+    return code, output.getvalue(), errors.getvalue()
 
 
-PLACE = "tests.test_plan:Language"
+MODEL = "tests.test_plan:Language"
 
 
 def test_the_command_prints_the_plan() -> None:
-    _, printed, _ = run(PLACE, "--world-size", "8", "--memory", "1GB", "--wrap", "Layer", "--batch-tokens", "2x8")
-    found = fsdp.plan(Language, world_size=8, policy=ModuleWrapPolicy({Layer}), batch_tokens=(2, 8), memory="1GB")
-    assert printed == f"{found}\n"
-    title, head, *rows = printed.splitlines()
+    _, output, _ = run(MODEL, "--world-size", "8", "--memory", "1GB", "--wrap", "Layer", "--batch-tokens", "2x8")
+    result = fsdp.plan(Language, world_size=8, policy=ModuleWrapPolicy({Layer}), batch_tokens=(2, 8), memory="1GB")
+    assert output == f"{result}\n"
+    title, head, *rows = output.splitlines()
     assert title == "Language: 1,621,800 parameters in 4 units, 8 ranks"
     assert head.split()[-5:] == ["fits", "1.00", "GB", "from", "ranks"]
     assert [(row.split()[0], *row.split()[-2:]) for row in rows] == [
@@ -394,7 +394,7 @@ def test_the_command_prints_the_plan() -> None:
         ("SHARD_GRAD_OP", "yes", "1"),
         ("NO_SHARD", "yes", "1"),
     ]
-    half = run(PLACE, "--world-size", "2", "--precision", "bf16", "--optimizer", "SGD", "--strategy", "full_shard")
+    half = run(MODEL, "--world-size", "2", "--precision", "bf16", "--optimizer", "SGD", "--strategy", "full_shard")
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     expected = fsdp.plan(Language, world_size=2, strategy=FULL, precision=precision, optimizer=torch.optim.SGD)
     assert half == (0, f"{expected}\n", "")
@@ -404,15 +404,15 @@ def batch_of_keywords() -> dict[str, Tensor]:
     return {"tokens": torch.zeros(2, 8, dtype=torch.long)}
 
 
-def test_the_command_prints_json_and_takes_inputs_of_a_function() -> None:
-    """Keyword arguments of a forward are a mapping, as batches of Hugging Face models are."""
-    code, printed, _ = run(PLACE, "--world-size", "2", "--inputs", "tests.test_plan:batch_of_keywords", "--json")
-    found = fsdp.plan(Language, world_size=2, inputs=batch_of_keywords())
-    numbers = json.loads(printed)
-    assert code == 0 and numbers == json.loads(found.to_json())
+def test_the_command_prints_json_and_accepts_a_function_of_inputs() -> None:
+    """Keyword arguments of a forward are a mapping, as in batches of Hugging Face models."""
+    code, output, _ = run(MODEL, "--world-size", "2", "--inputs", "tests.test_plan:batch_of_keywords", "--json")
+    result = fsdp.plan(Language, world_size=2, inputs=batch_of_keywords())
+    numbers = json.loads(output)
+    assert code == 0 and numbers == json.loads(result.to_json())
     full = next(each for each in numbers["strategies"] if each["strategy"] == "FULL_SHARD")
-    assert full["peak_nbytes"] == found[FULL].peak_nbytes and full["activation_nbytes"] > 0
-    assert found[FULL] == fsdp.plan(Language, world_size=2, batch_tokens=(2, 8))[FULL]
+    assert full["peak_nbytes"] == result[FULL].peak_nbytes and full["activation_nbytes"] > 0
+    assert result[FULL] == fsdp.plan(Language, world_size=2, batch_tokens=(2, 8))[FULL]
 
 
 WRONG = {
@@ -428,14 +428,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments", WRONG)
-def test_a_wrong_argument_is_one_line(arguments: tuple[str, str]) -> None:
-    code, printed, wrong = run(PLACE, "--world-size", "2", *arguments)
-    assert (code, printed) == (2, "") and wrong.startswith("fsdp plan: ") and WRONG[arguments] in wrong
+def test_invalid_command_arguments_give_one_line(arguments: tuple[str, str]) -> None:
+    code, output, errors = run(MODEL, "--world-size", "2", *arguments)
+    assert (code, output) == (2, "") and errors.startswith("fsdp plan: ") and WRONG[arguments] in errors
 
 
 def test_notebooks_show_the_table() -> None:
-    found = fsdp.plan(Language, world_size=2)
-    title, _, head, rule, *rows = found._repr_markdown_().splitlines()
-    assert title == found.title and head.startswith("| per rank | parameters |") and rule.startswith("| --- | ---: |")
+    result = fsdp.plan(Language, world_size=2)
+    title, _, head, rule, *rows = result._repr_markdown_().splitlines()
+    assert title == result.title and head.startswith("| per rank | parameters |") and rule.startswith("| --- | ---: |")
     assert [row.split(" | ")[0] for row in rows] == ["| FULL_SHARD", "| SHARD_GRAD_OP", "| NO_SHARD"]
-    assert repr(found) == str(found)
+    assert repr(result) == str(result)

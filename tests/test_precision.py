@@ -42,7 +42,7 @@ from tests.harness.oracle import (
     named_parameters,
     rank_batch,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import run_fsdp, wrap
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -245,12 +245,9 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["native", "direct"])
+@on_ranks(2)
 def test_what_gloo_has_no_type_for_travels_as_bytes(way: str) -> None:
     """Synchronised, gathered for forward, summoned, saved and loaded, from all ranks and from rank 0."""
-    run_ranks(2, train_and_save_quantised, way)
-
-
-def train_and_save_quantised(way: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = way
     rank = dist.get_rank()
     for dtype, use_orig_params in itertools.product(WITHOUT_A_TYPE, (False, True)):
@@ -283,7 +280,9 @@ def train_and_save_quantised(way: str) -> None:
             assert_bit_equal(other.state_dict(), plain.state_dict(), f"{what}, {kind}")
 
 
-def _one_of_two() -> None:
+@on_ranks(2)
+def test_a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients() -> None:
+    """Gradients that are cast and not reduced do not go through the default group."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     group = groups[dist.get_rank()]
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -294,8 +293,3 @@ def _one_of_two() -> None:
     gradient = next(model.parameters()).grad
     assert gradient is not None and gradient.flatten().tolist() == [dist.get_rank() + 1.0] * 6
     dist.destroy_process_group(group)
-
-
-def test_a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients() -> None:
-    """Gradients that are cast and not reduced do not go through the default group."""
-    run_ranks(2, _one_of_two)

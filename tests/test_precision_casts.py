@@ -1,5 +1,7 @@
-"""What mixed precision casts, and how often: shards, inputs, outputs, buffers; what it leaves alone; with what it
-composes (autocast, checkpointing, batch norms, other methods than forward)."""
+"""Casts of mixed precision: shards, inputs, outputs and buffers, and the number of casts.
+
+Also together with autocast, checkpointing, batch norms and methods other than forward.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from fsdp.comm.versions import REDUCE_SCATTER
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
 from tests.harness.lockstep import assert_local_gradients
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, handles_of, wrap
 from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
 from tests.test_precision_values import MODES, WIDTH, Pair, assert_no_casts_kept, by_foreach, loss_of, same
@@ -41,7 +43,7 @@ CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter
 
 
 class CountShardCasts(TorchDispatchMode):
-    """Counts the casts of 1-D float32 tensors to bfloat16, by number of elements: those of the shards."""
+    """Counts casts of float32 shards (1-D tensors) to bfloat16, by number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +57,13 @@ class CountShardCasts(TorchDispatchMode):
         return result
 
     def take(self) -> set[int]:
-        """How often each shard was cast since this was asked last; one number if all were cast alike."""
+        """Return how often each shard was cast since the last call: one number if all were cast alike."""
         found, self.casts = set(self.casts.values()), Counter()
         return found
 
 
 class Funnel(nn.Module):
-    """Units whose shards differ in size."""
+    """Units with shards of different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,16 +76,22 @@ class Funnel(nn.Module):
         return torch.nn.functional.linear(x, self.head.weight)
 
 
-def count_casts() -> None:
+def stop(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
+    """No cast is kept at rest, after a forward without a backward, or after a failed pass."""
     x = torch.ones(2, 7)
     for strategy in (FULL, GRAD_OP):
         for use_orig_params in (False, True):
-            what = f"{strategy.name}, {use_orig_params=}"
+            case = f"{strategy.name}, {use_orig_params=}"
             policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
             model = wrap(Funnel(), strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
             shards = {handle.layout.shard_numel for handle in handles_of(model)}
             assert len(shards) == 4
-            with torch.no_grad():  # the first passes of each kind compare what was gathered with the shards, once
+            with torch.no_grad():  # the first passes compare gathered values with the shards, once
                 model(x)
             with model.no_sync():
                 for _ in range(2):
@@ -92,28 +100,28 @@ def count_casts() -> None:
             with CountShardCasts() as counter:
                 for _ in range(3):
                     loss = model(x).sum()
-                    assert set(counter.casts) == shards and counter.take() == {1}, what
+                    assert set(counter.casts) == shards and counter.take() == {1}, case
                     loss.backward()
-                    assert counter.take() == set(), f"{what}: the backward uses the casts of its forward"
-                    assert_no_casts_kept(model, what)
+                    assert counter.take() == set(), f"{case}: the backward uses the casts of its forward"
+                    assert_no_casts_kept(model, case)
                 for context in (torch.no_grad, torch.inference_mode):
                     with context():
                         model(x)
-                    assert counter.take() == {1}, what
-                    assert_no_casts_kept(model, what)
+                    assert counter.take() == {1}, case
+                    assert_no_casts_kept(model, case)
                 first, second = model(x).sum(), model(x).sum()
-                assert counter.take() == {2}, f"{what}: a cast does not outlive its forward"
+                assert counter.take() == {2}, f"{case}: a cast does not outlive its forward"
                 second.backward()
-                assert counter.take() == set(), what
-                assert_no_casts_kept(model, what)
+                assert counter.take() == set(), case
+                assert_no_casts_kept(model, case)
                 first.backward()
-                assert counter.take() == {1}, what
+                assert counter.take() == {1}, case
                 model(x).sum().backward()
-                counter.take()  # the order was another one, so a gather may have been in vain
+                counter.take()  # another order: a prefetched gather may have been unused
                 with model.no_sync():
                     model(x).sum().backward()
                 model(x).sum().backward()
-                assert counter.take() == {2 if strategy is FULL else 1}, what  # else gathered once, and kept
+                assert counter.take() == {2 if strategy is FULL else 1}, case  # gathered once and kept otherwise
                 loss = model(x).sum()
                 kept = [handle._source is not None for handle in handles_of(model)]
                 assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
@@ -126,27 +134,19 @@ def count_casts() -> None:
                 with pytest.raises(ZeroDivisionError):
                     model(x)
                 hook.remove()
-                assert_no_casts_kept(model, what)
+                assert_no_casts_kept(model, case)
                 model(x).sum().backward()
                 model.layers[0]._unshard()
-                assert_no_casts_kept(model, what)
+                assert_no_casts_kept(model, case)
                 counter.take()
                 with FullyShardedDataParallel.summon_full_params(model):
                     model(x)
-                assert counter.take() == set(), f"{what}: in full precision"
+                assert counter.take() == set(), f"{case}: in full precision"
 
 
-def stop(*args: Any) -> None:
-    raise ZeroDivisionError
-
-
-def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
-    """And no cast is kept at rest, nor for a forward that has no backward, nor after a failed pass."""
-    run_ranks(2, count_casts)
-
-
-def _kept_by_another_tree() -> None:
-    """A forward keeps casts for its backward, which does not come; then the shards change, and the unit its tree."""
+@on_ranks(2)
+def test_casts_kept_for_a_backward_are_dropped_in_another_tree() -> None:
+    """The backward never runs; then the shards change and the unit joins another tree."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"mixed_precision": MixedPrecision(param_dtype=BF16), "device_id": torch.device("cpu")}
     x = torch.randn(2, 8)
@@ -160,26 +160,22 @@ def _kept_by_another_tree() -> None:
     assert_bit_equal({"output": outer(x).detach()}, {"output": expected.detach()}, "in a tree around it")
 
 
-def test_what_was_kept_for_a_backward_is_not_trusted_in_another_tree() -> None:
-    run_ranks(2, _kept_by_another_tree)
-
-
 # -- inputs and outputs --------------------------------------------------------------------------------------------
 
 
-class Pack(NamedTuple):
+class InputTuple(NamedTuple):
     value: Tensor
     index: Tensor
 
 
 @dataclass
-class Record:
+class InputRecord:
     value: Tensor
     name: str = "record"
 
 
-class Probe(nn.Module):
-    """Returns what it is given."""
+class Echo(nn.Module):
+    """Returns its arguments."""
 
     def __init__(self, with_parameters: bool = True) -> None:
         super().__init__()
@@ -191,7 +187,7 @@ class Probe(nn.Module):
 
 
 class Chain(nn.Module):
-    """A part of another dtype than the whole, or not; notes what the part is given."""
+    """A scale and a part, which may have another precision. Records the dtypes of inputs and parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,20 +204,24 @@ class Chain(nn.Module):
         return self.part(x * self.scale)
 
 
-def cast_inputs() -> None:
+@on_ranks(1)
+def test_forward_inputs_are_cast_as_configured() -> None:
+    """Floating-point tensors in containers of every kind are cast, also by a root without parameters."""
     number, index = torch.ones(2, WIDTH, requires_grad=True), torch.arange(WIDTH)
     for with_parameters in (True, False):
         for asked, casts in ((True, True), (False, False)):
             precision = MixedPrecision(BF16, cast_root_forward_inputs=asked)
-            model = wrap(Probe(with_parameters), use_orig_params=True, mixed_precision=precision)
-            nest = {"list": [number, index, 1.5], "pack": Pack(number, index), "record": Record(number)}
+            model = wrap(Echo(with_parameters), use_orig_params=True, mixed_precision=precision)
+            nest = {"list": [number, index, 1.5], "pack": InputTuple(number, index), "record": InputRecord(number)}
             (first, second), found = model(number, index, nest=nest, mask=index > 2)
             dtype = BF16 if casts else FP32
             assert first.dtype == dtype and second is index and found["mask"].dtype == torch.bool
             nest = found["nest"]
             assert nest["list"][0].dtype == dtype and nest["list"][1] is index and nest["list"][2] == 1.5
-            assert type(nest["pack"]) is Pack and nest["pack"].value.dtype == dtype and nest["pack"].index is index
-            assert type(nest["record"]) is Record and nest["record"].value.dtype == dtype
+            assert (
+                type(nest["pack"]) is InputTuple and nest["pack"].value.dtype == dtype and nest["pack"].index is index
+            )
+            assert type(nest["record"]) is InputRecord and nest["record"].value.dtype == dtype
             if not casts:
                 assert first is number and nest["pack"].value is number
     x = torch.ones(2, WIDTH)
@@ -244,50 +244,15 @@ def cast_inputs() -> None:
             assert net.seen == expected and output.dtype == expected[-1]
             loss_of(output).backward()
             assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FP32}
-    net = Chain()  # nobody casts what the part is given
+    net = Chain()  # no unit casts the inputs of the part
     net.part = wrap(net.part, mixed_precision=MixedPrecision(FP16))
     model = wrap(net, mixed_precision=MixedPrecision(cast_root_forward_inputs=False))
     with pytest.raises(RuntimeError, match="dtype"):
         model(x)
 
 
-def test_inputs_are_cast_where_that_was_asked() -> None:
-    """In containers of every kind, floating point only; the root without parameters too."""
-    run_ranks(1, cast_inputs)
-
-
-def cast_outputs() -> None:
-    x = torch.ones(2, WIDTH)
-    for strategy, use_orig_params in MODES:
-        for output_dtype in (None, FP32, FP64):
-            precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
-            net = Chain()
-            net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
-            model = wrap(
-                net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=precision
-            )
-            output = model(x)
-            assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16
-            wrapped = net._fsdp_wrapped_module if isinstance(net, FullyShardedDataParallel) else net
-            assert wrapped.part.mixed_precision.output_dtype is None, "the policy's units give what they compute"
-            loss_of(output).backward()
-            inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
-            assert inner(x).dtype == (output_dtype or BF16)
-    values: dict[str, Any] = {}
-    model = wrap(Keeper(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16))
-    found = model(x)
-    assert found is values["output"] and found["y"] is values["y"] and found["kept"] is values["kept"]
-    assert found["kept"].dtype == FP64, "outputs are as the module made them"
-    values = {}
-    model = wrap(Keeper(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16, output_dtype=FP32))
-    found = model(x)
-    assert type(found) is OrderedDict and found["y"].dtype == found["kept"].dtype == FP32
-    assert found["y"].grad_fn is not None and found["index"] is values["output"]["index"]
-    assert values["y"].dtype == BF16
-
-
-class Keeper(nn.Module):
-    """Keeps what it returns."""
+class KeepsOutputs(nn.Module):
+    """Keeps references to returned values."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__()
@@ -301,9 +266,36 @@ class Keeper(nn.Module):
         return self.values["output"]
 
 
-def test_outputs_are_cast_where_that_was_asked() -> None:
-    """`output_dtype` of a unit, not of those that a policy makes; else the very objects of the module."""
-    run_ranks(1, cast_outputs)
+@on_ranks(1)
+def test_outputs_are_cast_to_output_dtype() -> None:
+    """For units of the user, not of a policy. Without `output_dtype` the module's own objects are returned."""
+    x = torch.ones(2, WIDTH)
+    for strategy, use_orig_params in MODES:
+        for output_dtype in (None, FP32, FP64):
+            precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
+            net = Chain()
+            net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
+            model = wrap(
+                net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=precision
+            )
+            output = model(x)
+            assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16
+            wrapped = net._fsdp_wrapped_module if isinstance(net, FullyShardedDataParallel) else net
+            assert wrapped.part.mixed_precision.output_dtype is None, "the policy's units give case they compute"
+            loss_of(output).backward()
+            inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
+            assert inner(x).dtype == (output_dtype or BF16)
+    values: dict[str, Any] = {}
+    model = wrap(KeepsOutputs(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16))
+    found = model(x)
+    assert found is values["output"] and found["y"] is values["y"] and found["kept"] is values["kept"]
+    assert found["kept"].dtype == FP64, "outputs are as the module made them"
+    values = {}
+    model = wrap(KeepsOutputs(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16, output_dtype=FP32))
+    found = model(x)
+    assert type(found) is OrderedDict and found["y"].dtype == found["kept"].dtype == FP32
+    assert found["y"].grad_fn is not None and found["index"] is values["output"]["index"]
+    assert values["y"].dtype == BF16
 
 
 # -- buffers -------------------------------------------------------------------------------------------------------
@@ -350,7 +342,9 @@ class Parts(nn.Module):
         return self.other(self.unit(self.plain(x)))
 
 
-def cast_buffers() -> None:
+@on_ranks(1)
+def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
+    """Settings of inner units win, ignored modules and integers are left alone, and original dtypes are kept."""
     for strategy, use_orig_params in MODES:
         net = Parts()
         unit, other = net.unit, net.other
@@ -393,7 +387,8 @@ def cast_buffers() -> None:
         assert dtypes(plain) == cast_to(BF16)
 
 
-def cast_buffers_without_parameters() -> None:
+@on_ranks(1)
+def test_buffers_of_units_without_parameters_and_after_module_casts() -> None:
     x = torch.ones(2, WIDTH)
     for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(buffer_dtype=BF16)):
         net = Buffers(parameters=False)
@@ -414,20 +409,11 @@ def cast_buffers_without_parameters() -> None:
     assert model._fsdp_unit.precision.original_dtype(net.f64) == FP16
 
 
-def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
-    """An inner unit's setting wins, ignored modules and integers are left alone, own dtypes are known."""
-    run_ranks(1, cast_buffers)
-
-
-def test_buffers_of_units_without_parameters_and_of_modules_that_are_cast() -> None:
-    run_ranks(1, cast_buffers_without_parameters)
-
-
 # -- batch norms and the like --------------------------------------------------------------------------------------
 
 
-class SeeingNorm(nn.BatchNorm1d):
-    """Notes the dtypes of its input, parameters, statistics and output."""
+class RecordingBatchNorm(nn.BatchNorm1d):
+    """Records the dtypes of input, parameters, statistics and output."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -435,7 +421,7 @@ class SeeingNorm(nn.BatchNorm1d):
         return y
 
 
-class SeeingLayerNorm(nn.LayerNorm):
+class RecordingLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         self.seen = [x.dtype, self.weight.dtype, y.dtype]
@@ -445,7 +431,11 @@ class SeeingLayerNorm(nn.LayerNorm):
 class NormBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.batch, self.layer = nn.Linear(WIDTH, WIDTH), SeeingNorm(WIDTH), SeeingLayerNorm(WIDTH)
+        self.linear, self.batch, self.layer = (
+            nn.Linear(WIDTH, WIDTH),
+            RecordingBatchNorm(WIDTH),
+            RecordingLayerNorm(WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.batch(self.linear(x))
@@ -465,22 +455,24 @@ class NormNet(nn.Module):
 
 
 @contextmanager
-def warned(words: str) -> Iterator[list[bool]]:
-    """Afterwards the list tells whether a warning with `words` came; others are let go."""
+def warned(text: str) -> Iterator[list[bool]]:
+    """Yield a list that holds afterwards whether a warning contained `text`; further warnings are dropped."""
     found: list[bool] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield found
-    found.append(any(words in str(warning.message) for warning in caught))
+    found.append(any(text in str(warning.message) for warning in caught))
 
 
-def batch_norms() -> None:
+@on_ranks(2)
+def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
+    """The same modules, dtypes, warning and gradients as torch's FSDP1."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = NormNet()
     inputs = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
     by_class = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, NormBlock))
-    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, SeeingNorm)):
+    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, RecordingBatchNorm)):
         fields: dict[str, Any] = {} if ignored is None else {"_module_classes_to_ignore": ignored}
         for policies in (
             (ModuleWrapPolicy({NormBlock}), TorchModuleWrapPolicy({NormBlock})),
@@ -488,7 +480,7 @@ def batch_norms() -> None:
             (always_wrap_policy, always_wrap_policy),
             (None, None),
         ):
-            what = f"{ignored}, {policies[0]}"
+            case = f"{ignored}, {policies[0]}"
             results = []
             for cls, precision, policy in (
                 (FullyShardedDataParallel, MixedPrecision, policies[0]),
@@ -505,7 +497,9 @@ def batch_norms() -> None:
                     )
                     output = model(inputs[rank])
                     loss_of(output).backward()
-                seen = [m.seen for m in net.modules() if isinstance(m, (NormBlock, SeeingNorm, SeeingLayerNorm))]
+                seen = [
+                    m.seen for m in net.modules() if isinstance(m, (NormBlock, RecordingBatchNorm, RecordingLayerNorm))
+                ]
                 attributes = [
                     (type(m.module).__name__, m.mixed_precision.param_dtype, m.mixed_precision.reduce_dtype)
                     for m in net.modules()
@@ -518,46 +512,45 @@ def batch_norms() -> None:
                         names = (name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters())
                         grads = {name: p.grad.clone() for name, p in zip(names, model.parameters())}
                 results.append((found, seen, attributes, output, grads))
-            ours, theirs = results
-            assert ours[:3] == theirs[:3], what
-            assert ours[0] == [policies[0] is not None and ignored != ()], what
-            same(ours[3], theirs[3], what)
-            assert_bit_equal(ours[4], theirs[4], what)
+            result, reference = results
+            assert result[:3] == reference[:3], case
+            assert result[0] == [policies[0] is not None and ignored != ()], case
+            same(result[3], reference[3], case)
+            assert_bit_equal(result[4], reference[4], case)
 
 
-def test_modules_that_are_left_out_of_mixed_precision() -> None:
-    """As in torch's FSDP1: who is, in which dtypes everything runs, the warning, and every gradient."""
-    run_ranks(2, batch_norms)
+# -- in combination ------------------------------------------------------------------------------------------------
 
 
-# -- together with other things ------------------------------------------------------------------------------------
-
-
-def under_autocast() -> None:
+@on_ranks(2)
+def test_autocast_applies_on_top_of_mixed_precision() -> None:
+    """Autocast's cached casts end with the full parameters."""
     rank = dist.get_rank()
     for strategy, use_orig_params in MODES:
         for param_dtype in (BF16, FP16, None):
-            what = f"{strategy.name}, {use_orig_params=}, {param_dtype}"
+            case = f"{strategy.name}, {use_orig_params=}, {param_dtype}"
             pair = Pair(strategy, use_orig_params, MixedPrecision(param_dtype, FP32))
             for _ in range(2):
                 inputs = pair.inputs()
                 with torch.autocast("cpu", BF16):
                     pair.model(inputs[rank])
-                    if strategy is not NONE or param_dtype is not None:  # else as plain models: until the block ends
+                    if (
+                        strategy is not NONE or param_dtype is not None
+                    ):  # otherwise cached until the block ends, as for plain models
                         by_foreach(list(pair.model.parameters()))
                         by_foreach(list(pair.master.parameters()))
-                    output = pair.model(inputs[rank])  # with the new values, though within one block
+                    output = pair.model(inputs[rank])  # new values within one autocast block
                     runs = [pair.run(x, param_dtype) for x in inputs]
-                same(output, runs[rank][1], what)
+                same(output, runs[rank][1], case)
                 loss_of(output).backward()
                 for _, expected in runs:
                     loss_of(expected).backward()
                 by_rank = [{n: p.grad.float() for n, p in named_parameters(replica).items()} for replica, _ in runs]  # type: ignore[union-attr]
-                assert_local_gradients(pair.model, pair.mean(by_rank), 0, what)
+                assert_local_gradients(pair.model, pair.mean(by_rank), 0, case)
                 pair.model.zero_grad()
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     plain = deepcopy(net)
-    model = wrap(net, FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))  # the root has nothing to gather
+    model = wrap(net, FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))  # the root owns no parameters
     with torch.autocast("cpu", BF16):
         model(inputs[rank])
         by_foreach(list(model.parameters()))
@@ -565,12 +558,9 @@ def under_autocast() -> None:
         same(model(inputs[rank]), plain(inputs[rank]), "a root without parameters")
 
 
-def test_autocast_rules_apply_on_top() -> None:
-    """And autocast's own casts do not outlive what they are of."""
-    run_ranks(2, under_autocast)
-
-
-def checkpointed() -> None:
+@on_ranks(2)
+def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
+    """Recomputation casts inputs as the forward did."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
     for strategy, use_orig_params in MODES:
         found = []
@@ -596,11 +586,6 @@ def checkpointed() -> None:
             assert_bit_equal(other, found[0], f"{strategy.name}, {use_orig_params=}")
 
 
-def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
-    """A recomputation casts its inputs as the forward did."""
-    run_ranks(2, checkpointed)
-
-
 class Coder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -613,7 +598,9 @@ class Coder(nn.Module):
         raise NotImplementedError
 
 
-def other_methods() -> None:
+@on_ranks(2)
+def test_registered_forward_methods_use_mixed_precision() -> None:
+    """Inputs, parameters and outputs are cast as in a forward."""
     x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
     for strategy, use_orig_params in MODES:
         for output_dtype in (None, FP32):
@@ -634,13 +621,8 @@ def other_methods() -> None:
             assert_local_gradients(model, grads, 0, strategy.name)
 
 
-def test_other_methods_than_forward_are_in_mixed_precision() -> None:
-    """Inputs, parameters and outputs are cast as those of a forward."""
-    run_ranks(2, other_methods)
-
-
 class Mixed(nn.Module):
-    """Trained and frozen parameters of two dtypes, and integers that only take part."""
+    """Trained and frozen parameters of two dtypes, and an integer parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,11 +637,13 @@ class Mixed(nn.Module):
         return self.brain(x.to(self.brain.weight.dtype)) * self.scale
 
 
-def mixed_buckets() -> None:
+@on_ranks(2)
+def test_parameters_of_several_dtypes_in_one_unit() -> None:
+    """Trained parameters are reduced in their own dtypes; frozen and integer ones are only gathered."""
     rank = dist.get_rank()
     for strategy, use_orig_params in MODES:
         for precision in (MixedPrecision(), MixedPrecision(BF16, FP32), MixedPrecision(FP64), MixedPrecision(FP32)):
-            what = f"{strategy.name}, {use_orig_params=}, {precision.param_dtype}"
+            case = f"{strategy.name}, {use_orig_params=}, {precision.param_dtype}"
             torch.manual_seed(0)
             net = Mixed()
             plain = deepcopy(net)
@@ -674,7 +658,7 @@ def mixed_buckets() -> None:
                         param.data = param.data.to(precision.compute_dtype_of(param.dtype))
                     expected = replica(x)
                     if x is inputs[rank]:
-                        same(output, expected, what)
+                        same(output, expected, case)
                     loss_of(expected).backward()
                     by_rank.append(named_parameters(replica))
                 loss_of(output).backward()
@@ -684,7 +668,7 @@ def mixed_buckets() -> None:
                     if param.requires_grad:
                         dtype = precision.reduce_dtype_of(param.dtype)
                         grads[name] = reduced([r[name].grad.to(dtype) for r in by_rank]).to(param.dtype)  # type: ignore[union-attr]
-                assert_local_gradients(model, grads, 0, what)
+                assert_local_gradients(model, grads, 0, case)
                 model.zero_grad()
             with FullyShardedDataParallel.summon_full_params(model):
                 for name, param in named_parameters(plain).items():
@@ -694,12 +678,8 @@ def mixed_buckets() -> None:
                     )
 
 
-def test_units_with_parameters_of_several_dtypes() -> None:
-    """Trained ones are each reduced and kept in their dtypes, frozen and integer ones only gathered."""
-    run_ranks(2, mixed_buckets)
-
-
-def pure_low_precision() -> None:
+@on_ranks(2)
+def test_low_precision_models_train_in_their_own_dtype() -> None:
     for strategy, use_orig_params in MODES:
         for dtype in (BF16, FP16, FP64):
             pair = Pair(strategy, use_orig_params, MixedPrecision(), dtype=dtype)
@@ -708,12 +688,8 @@ def pure_low_precision() -> None:
             assert {param.dtype for param in pair.model.parameters()} == {dtype}
 
 
-def test_models_in_low_precision_without_mixed_precision() -> None:
-    """Everything happens in the parameters' dtype."""
-    run_ranks(2, pure_low_precision)
-
-
-def as_torch_does() -> None:
+@on_ranks(2)
+def test_outputs_and_accumulated_gradients_equal_torchs() -> None:
     rank = dist.get_rank()
     for fields in (
         {"param_dtype": BF16},
@@ -724,30 +700,26 @@ def as_torch_does() -> None:
     ):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 5))
-        theirs: Any = TorchFSDP(
+        reference: Any = TorchFSDP(
             deepcopy(net), device_id=torch.device("cpu"), mixed_precision=TorchMixedPrecision(**fields)
         )
-        ours = wrap(net, mixed_precision=MixedPrecision(**fields))
+        result = wrap(net, mixed_precision=MixedPrecision(**fields))
         for step in range(3):
             x = torch.randn(2, 3, WIDTH)[rank]
-            outputs = [model(x) for model in (ours, theirs)]
+            outputs = [model(x) for model in (result, reference)]
             same(outputs[0], outputs[1], f"{fields}, step {step}")
             for output in outputs:
                 loss_of(output).backward()
-            flats = [model._flat_param.grad for model in (ours, theirs)]
-            numel = min(flat.numel() for flat in flats)  # alignment may differ in the padding at the end
+            flats = [model._flat_param.grad for model in (result, reference)]
+            numel = min(flat.numel() for flat in flats)  # padding at the end depends on the alignment
             same(flats[0][:numel], flats[1][:numel], f"{fields}, step {step}, accumulated gradient")
-
-
-def test_outputs_and_accumulated_gradients_are_those_of_torch() -> None:
-    run_ranks(2, as_torch_does)
 
 
 # -- sums over many ranks ------------------------------------------------------------------------------------------
 
 
 def adversaries(count: int) -> dict[str, Tensor]:
-    """bfloat16 values of `count` ranks (the first dimension) that sums in bfloat16 lose."""
+    """Return bfloat16 values of `count` ranks (first dimension) that are lost in bfloat16 sums."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(count, 64, generator=generator)
     tiny = torch.full((count, 4), 2.0**-9)
@@ -764,12 +736,12 @@ def adversaries(count: int) -> dict[str, Tensor]:
 
 
 def unit_of(values: Tensor) -> Tensor:
-    """The bfloat16 unit in the last place of each element, float64."""
+    """Return the bfloat16 unit in the last place of each element, in float64."""
     return torch.ldexp(torch.ones_like(values), torch.frexp(values.abs()).exponent - 8)
 
 
 def test_sums_of_many_ranks_are_rounded_once() -> None:
-    """512 virtual ranks, within one bfloat16 unit of the float64 sum, where sums in bfloat16 are far off."""
+    """512 virtual ranks stay within one bfloat16 unit of the float64 sum; sums in bfloat16 are far off."""
     for name, values in adversaries(512).items():
         exact = values.double().sum(0)
         total = torch.empty(values.shape[1], dtype=BF16)
@@ -783,9 +755,8 @@ def test_sums_of_many_ranks_are_rounded_once() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.complex64])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_sums_and_divisions_in_parts_are_those_of_the_whole(dtype: torch.dtype, ranks: int) -> None:
-    """What is added up and divided while it is in the processor's cache: bit by bit as one operation after the other,
-    with an end that is no whole part."""
+def test_blocked_sums_equal_sums_of_the_whole(dtype: torch.dtype, ranks: int) -> None:
+    """Adding and dividing by blocks of cache size is bit-equal to whole operations, with a partial last block."""
     torch.manual_seed(0)
     pieces = [torch.randn(3 * collectives._IN_CACHE * torch.get_num_threads() + 7, dtype=dtype) for _ in range(ranks)]
     wide = torch.float32 if dtype == BF16 else dtype
@@ -798,7 +769,10 @@ def test_sums_and_divisions_in_parts_are_those_of_the_whole(dtype: torch.dtype, 
     assert_bit_equal({"sum": total, **dict(zip("abc", pieces))}, {"sum": expected, **dict(zip("abc", kept))})
 
 
-def reduce_natively() -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_ranks("world_size")
+def test_error_bound_of_sums_by_the_backend(world_size: int) -> None:
+    """Gloo's reductions in 16 bits stay within the bound in the docstring of `sum_in_rank_order`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, values in adversaries(world_size).items():
         wide = values.double()
@@ -813,9 +787,3 @@ def reduce_natively() -> None:
                 getattr(dist, operation)(total, values[rank].repeat(world_size))
             error = (total.double() - exact).abs()
             assert (error <= (world_size - 1) / 2 * unit_of(largest)).all(), (name, operation)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_bound_of_a_backends_own_sums(world_size: int) -> None:
-    """What the docstring of `sum_in_rank_order` says of reductions in 16 bits, on gloo."""
-    run_ranks(world_size, reduce_natively)

@@ -1,7 +1,7 @@
-"""Mixed precision computes with the values that the shards have now, in the dtypes that were asked for.
+"""Mixed precision computes with the current values of the shards, in the configured dtypes.
 
-The reference is the plain model: a master copy in float32, which is written, trained and averaged as the shards are,
-and at each forward a replica of it in the compute dtype. Outputs, gradients and shards are compared bit for bit.
+The reference is the plain model: a float32 master copy that is trained and written like the shards, and a replica in
+the compute dtype for each forward. Outputs, gradients and shards are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
 from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, named_parameters
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import delay_collectives
 from tests.harness.sharded import full_gradients, handles_of, wrap
 from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
@@ -39,7 +39,7 @@ WIDTH = 7
 
 
 class Block(nn.Module):
-    """Notes in which dtypes it computes. The buffer takes part in a product, which refuses another dtype."""
+    """Records compute dtypes. The buffer is part of a matrix product, which refuses mixed dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Net(nn.Module):
         return self.head(self.blocks(x))
 
     def seen(self) -> set[torch.dtype]:
-        """In which dtypes the blocks have computed since this was asked last."""
+        """Return the compute dtypes of the blocks since the last call."""
         found = set[torch.dtype]()
         for block in self.modules():
             if isinstance(block, Block):
@@ -74,7 +74,7 @@ class Net(nn.Module):
 
 
 class Pair:
-    """A wrapped model and its reference: the plain model in the parameters' dtype, and every rank's inputs."""
+    """A wrapped model, the plain model in the parameters' dtype, and inputs of every rank."""
 
     def __init__(
         self,
@@ -93,26 +93,26 @@ class Pair:
         self._generator = torch.Generator().manual_seed(1)
 
     def inputs(self) -> list[Tensor]:
-        """A new batch for each rank."""
+        """Return a new batch for each rank."""
         dtype = next(self.master.parameters()).dtype
         return [torch.randn(3, WIDTH, generator=self._generator).to(dtype) for _ in range(dist.get_world_size())]
 
     def run(self, x: Tensor, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
-        """A replica in `dtype` (None: that of the parameters), and what its forward gives."""
+        """Return a replica in `dtype` (None: dtype of the parameters) and the output of a forward."""
         replica = deepcopy(self.master).to(dtype)
         replica.zero_grad()
         return replica, replica(x.to(next(replica.parameters()).dtype))
 
     def outputs(self, inputs: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        """What each rank's forward has to give in `dtype`."""
+        """Return the expected output of each rank in `dtype`."""
         return [self.run(x, dtype)[1] for x in inputs]
 
     def gradients(self, inputs: list[Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """The mean over the ranks, of one micro-batch, in the parameters' dtype."""
+        """Return the mean over ranks for one micro-batch, in the parameters' dtype."""
         return self.mean([self.local_gradients(x, dtype) for x in inputs])
 
     def local_gradients(self, x: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """One rank's, in the dtype in which they are reduced."""
+        """Return one rank's gradients in the reduce dtype."""
         replica, output = self.run(x, dtype)
         loss_of(output).backward()
         reduce = None if dtype is None else self.precision.reduce_dtype
@@ -122,47 +122,47 @@ class Pair:
         params = named_parameters(self.master)
         return {name: reduced([grads[name] for grads in by_rank]).to(p.dtype) for name, p in params.items()}
 
-    def step(self, what: str, lr: float = 0.125, dtype: torch.dtype | None = BF16) -> None:
-        """One training step of both; output, gradients and shards are the same."""
+    def step(self, case: str, lr: float = 0.125, dtype: torch.dtype | None = BF16) -> None:
+        """Train both one step and compare output, gradients and shards."""
         inputs = self.inputs()
         output = self.model(inputs[dist.get_rank()])
-        same(output, self.outputs(inputs, dtype)[dist.get_rank()], what)
+        same(output, self.outputs(inputs, dtype)[dist.get_rank()], case)
         loss_of(output).backward()
         grads = self.gradients(inputs, dtype)
-        assert_local_gradients(self.model, grads, 0, what)
+        assert_local_gradients(self.model, grads, 0, case)
         for param, grad in zip(self.master.parameters(), grads.values(), strict=True):
             param.grad = grad
         for params in (self.model.parameters(), self.master.parameters()):
             optimizer = SGD(params, lr)
             optimizer.step()
             optimizer.zero_grad()
-        assert_local_parameters(self.model, dict(named_parameters(self.master)), 0, what)
-        assert_no_casts_kept(self.model, what)
+        assert_local_parameters(self.model, dict(named_parameters(self.master)), 0, case)
+        assert_no_casts_kept(self.model, case)
 
-    def check_output(self, what: str, dtype: torch.dtype | None = BF16) -> None:
-        """A forward without gradients gives what the reference gives."""
+    def check_output(self, case: str, dtype: torch.dtype | None = BF16) -> None:
+        """Compare a forward without gradients with the reference."""
         inputs = self.inputs()
         with torch.no_grad():
             output = self.model(inputs[dist.get_rank()])
-            same(output, self.outputs(inputs, dtype)[dist.get_rank()], what)
-        assert_no_casts_kept(self.model, what)
+            same(output, self.outputs(inputs, dtype)[dist.get_rank()], case)
+        assert_no_casts_kept(self.model, case)
 
 
 def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def same(actual: Tensor, expected: Tensor, what: str) -> None:
+def same(actual: Tensor, expected: Tensor, case: str) -> None:
     __tracebackhide__ = True
-    assert_bit_equal({"output": actual.detach()}, {"output": expected.detach()}, what)
+    assert_bit_equal({"output": actual.detach()}, {"output": expected.detach()}, case)
 
 
-def assert_no_casts_kept(model: FullyShardedDataParallel, what: str) -> None:
+def assert_no_casts_kept(model: FullyShardedDataParallel, case: str) -> None:
     __tracebackhide__ = True
-    assert all(handle._source is None for handle in handles_of(model)), what
+    assert all(handle._source is None for handle in handles_of(model)), case
 
 
-# -- whatever writes a shard ---------------------------------------------------------------------------------------
+# -- writes to the shards -----------------------------------------------------------------------------------------
 
 
 def by_copy(params: list[nn.Parameter]) -> None:
@@ -182,7 +182,7 @@ def by_data_in_place(params: list[nn.Parameter]) -> None:
 
 
 def by_numpy(params: list[nn.Parameter]) -> None:
-    """What no version counter sees: as an optimizer does that is written in C++ or CUDA."""
+    """Write without a new version counter, like an optimizer in C++ or CUDA."""
     for param in params:
         version = param._version
         array = param.detach().numpy()
@@ -198,55 +198,31 @@ def by_foreach(params: list[nn.Parameter]) -> None:
 WRITERS: list[Callable[[list[nn.Parameter]], None]] = [by_copy, by_new_data, by_data_in_place, by_numpy, by_foreach]
 
 
-def write_every_way() -> None:
+@on_ranks(2)
+def test_forward_uses_every_kind_of_write_to_the_shards() -> None:
+    """By an optimizer, `.data`, `copy_`, numpy, `summon_full_params` and `.double()`."""
     for strategy, use_orig_params in MODES:
         pair = Pair(strategy, use_orig_params)
-        for round in range(2):
+        for cycle in range(2):
             for writer in WRITERS:
-                what = f"{strategy.name}, {use_orig_params=}, round {round}, {writer.__name__}"
-                pair.step(what)
-                if round:  # what a forward left gathered, or had cast, is out of date as well
-                    pair.check_output(f"{what}, before")
+                case = f"{strategy.name}, {use_orig_params=}, round {cycle}, {writer.__name__}"
+                pair.step(case)
+                if cycle:  # gathered and cast values are outdated, too
+                    pair.check_output(f"{case}, before")
                     pair.model(pair.inputs()[dist.get_rank()])
                 for params in (pair.model.parameters(), pair.master.parameters()):
                     writer(list(params))
-                if round:
-                    pair.check_output(f"{what}, after")
+                if cycle:
+                    pair.check_output(f"{case}, after")
             with FullyShardedDataParallel.summon_full_params(pair.model, writeback=True):
                 by_copy(list(pair.model.parameters()))
             by_copy(list(pair.master.parameters()))
-            pair.step(f"{strategy.name}, {use_orig_params=}, round {round}, summon_full_params")
+            pair.step(f"{strategy.name}, {use_orig_params=}, round {cycle}, summon_full_params")
             for dtype in (FP64, FP32):
                 pair.model.to(dtype)
                 pair.master.to(dtype)
-                pair.step(f"{strategy.name}, {use_orig_params=}, round {round}, {dtype}")
+                pair.step(f"{strategy.name}, {use_orig_params=}, round {cycle}, {dtype}")
         assert_at_rest(pair.model, strategy.name)
-
-
-def test_a_forward_sees_whatever_was_written_to_the_shards() -> None:
-    """By an optimizer, `.data`, `copy_`, numpy, `summon_full_params`, `.double()`; 16 steps, all equal."""
-    run_ranks(2, write_every_way)
-
-
-def average_and_evaluate() -> None:
-    for strategy in (FULL, GRAD_OP):
-        for use_orig_params in (False, True):
-            pair = Pair(strategy, use_orig_params)
-            both = list(pair.model.parameters()), list(pair.master.parameters())
-            averages = [[param.detach().clone() for param in params] for params in both]
-            for round in range(3):
-                what = f"{strategy.name}, {use_orig_params=}, round {round}"
-                for step in range(3):
-                    pair.step(f"{what}, step {step}")
-                    for average, params in zip(averages, both):
-                        torch._foreach_lerp_(average, [param.detach() for param in params], 0.25)
-                trained = [[param.detach().clone() for param in params] for params in both]
-                replace(both, averages, in_place=round != 1)
-                pair.model.eval()
-                pair.check_output(f"{what}, averaged")
-                pair.check_output(f"{what}, averaged, again")
-                pair.model.train()
-                replace(both, trained, in_place=round != 1)
 
 
 def replace(both: Any, values: list[list[Tensor]], *, in_place: bool) -> None:
@@ -258,9 +234,27 @@ def replace(both: Any, values: list[list[Tensor]], *, in_place: bool) -> None:
                 param.data = value.clone()
 
 
-def test_evaluation_of_averaged_parameters_between_training() -> None:
+@on_ranks(2)
+def test_evaluation_with_averaged_parameters_between_training() -> None:
     """Train, copy an average into the shards, evaluate, copy back, train; three rounds."""
-    run_ranks(2, average_and_evaluate)
+    for strategy in (FULL, GRAD_OP):
+        for use_orig_params in (False, True):
+            pair = Pair(strategy, use_orig_params)
+            both = list(pair.model.parameters()), list(pair.master.parameters())
+            averages = [[param.detach().clone() for param in params] for params in both]
+            for cycle in range(3):
+                case = f"{strategy.name}, {use_orig_params=}, round {cycle}"
+                for step in range(3):
+                    pair.step(f"{case}, step {step}")
+                    for average, params in zip(averages, both):
+                        torch._foreach_lerp_(average, [param.detach() for param in params], 0.25)
+                trained = [[param.detach().clone() for param in params] for params in both]
+                replace(both, averages, in_place=cycle != 1)
+                pair.model.eval()
+                pair.check_output(f"{case}, averaged")
+                pair.check_output(f"{case}, averaged, again")
+                pair.model.train()
+                replace(both, trained, in_place=cycle != 1)
 
 
 # -- full precision in eval mode -----------------------------------------------------------------------------------
@@ -274,62 +268,64 @@ def full_precision_in_eval() -> Iterator[None]:
         yield
 
 
-def switch_modes(seeds: int) -> None:
+def check_mode_switches(seeds: int) -> None:
     with full_precision_in_eval():
         for strategy, use_orig_params in OTHER_MODES:
             for seed in range(seeds):
                 order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
                 if seed == 0:
-                    order = list(reversed(STAGES))  # the first forward of all is in inference mode
+                    order = list(reversed(STAGES))  # begins with a forward in inference mode
                 pair = Pair(strategy, use_orig_params)
                 for index, stage in enumerate(order):
                     run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
                 assert_at_rest(pair.model, strategy.name)
 
 
-def run_stage(pair: Pair, stage: str, what: str) -> None:
+def run_stage(pair: Pair, stage: str, case: str) -> None:
     pair.model.train(stage.startswith("train"))
     dtype = BF16 if stage.startswith("train") else None
     if stage in ("train", "eval"):
-        pair.step(what, dtype=dtype)
+        pair.step(case, dtype=dtype)
     elif stage.endswith("no_grad"):
-        pair.check_output(what, dtype)
+        pair.check_output(case, dtype)
     else:
         inputs = pair.inputs()
         with torch.inference_mode():
             output = pair.model(inputs[dist.get_rank()])
-        same(output, pair.outputs(inputs, dtype)[dist.get_rank()], what)
-    assert pair.net.seen() == {dtype or FP32}, what
-    assert pair.net.blocks[0].turn.dtype == (dtype or FP32), what
+        same(output, pair.outputs(inputs, dtype)[dist.get_rank()], case)
+    assert pair.net.seen() == {dtype or FP32}, case
+    assert pair.net.blocks[0].turn.dtype == (dtype or FP32), case
 
 
-def test_training_and_full_precision_evaluation_in_any_order() -> None:
-    """Parameters, buffers and inputs in the dtype of the mode, gradients of eval mode in float32."""
-    run_ranks(2, switch_modes, 3)
+def test_full_precision_evaluation_between_training_in_any_order() -> None:
+    """Parameters, buffers and inputs have the dtype of the mode; gradients in eval mode are float32."""
+    run_ranks(2, check_mode_switches, 3)
 
 
-def test_training_and_full_precision_evaluation_on_one_rank() -> None:
-    run_ranks(1, switch_modes, 2)
+def test_full_precision_evaluation_on_one_rank() -> None:
+    run_ranks(1, check_mode_switches, 2)
 
 
-def graphs_of_both_modes() -> None:
+@on_ranks(2)
+def test_graphs_of_train_and_eval_mode_coexist() -> None:
+    """Each backward uses the precision of its forward; one backward of both graphs is refused."""
     with full_precision_in_eval():
         for strategy, use_orig_params in MODES:
-            pair, what = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
+            pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
             first, second = pair.inputs(), pair.inputs()
             rank = dist.get_rank()
             trained = pair.model(first[rank])
             pair.model.eval()
             evaluated = pair.model(second[rank])
-            pair.check_output(what, None)
+            pair.check_output(case, None)
             loss_of(trained).backward()
-            assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{what}, train")
+            assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{case}, train")
             pair.model.zero_grad()
             pair.model.train()
             loss_of(evaluated).backward()
-            assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{what}, eval")
+            assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{case}, eval")
             pair.model.zero_grad()
-            pair.step(f"{what}, afterwards")
+            pair.step(f"{case}, afterwards")
             trained = pair.model(first[rank])
             pair.model.eval()
             evaluated = pair.model(second[rank])
@@ -337,32 +333,29 @@ def graphs_of_both_modes() -> None:
             with pytest.raises(RuntimeError, match="mixed and in full precision at once"):
                 (loss_of(trained).float() + loss_of(evaluated)).backward()
             pair.model.zero_grad()
-            pair.step(f"{what}, after the error")
+            pair.step(f"{case}, after the error")
 
 
-def test_graphs_of_both_modes_are_alive_at_once() -> None:
-    """Each computes its backward in the precision of its forward; one backward of both is refused."""
-    run_ranks(2, graphs_of_both_modes)
-
-
-class Casting(Block):
-    """Takes what comes in the dtype in which it computes, and gives it back as it came."""
+class CastingBlock(Block):
+    """Casts the input to the compute dtype and the output back."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.linear.weight.dtype)).to(x.dtype)
 
 
-def modes_of_parts() -> None:
+@on_ranks(2)
+def test_precision_follows_the_mode_of_each_unit() -> None:
+    """The mode of the unit's own module decides."""
     with full_precision_in_eval():
         for strategy, use_orig_params in MODES:
             torch.manual_seed(0)
-            net = nn.Sequential(Casting(), Casting(), nn.Linear(WIDTH, 3))
+            net = nn.Sequential(CastingBlock(), CastingBlock(), nn.Linear(WIDTH, 3))
             plain = deepcopy(net)
             model = wrap(
                 net,
                 strategy,
                 use_orig_params,
-                wrap_policy=ModuleWrapPolicy({Casting}),
+                wrap_policy=ModuleWrapPolicy({CastingBlock}),
                 mixed_precision=MixedPrecision(BF16, FP32, BF16),
             )
             for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
@@ -385,12 +378,9 @@ def modes_of_parts() -> None:
                     net[index].module.seen = set()
 
 
-def test_units_of_one_tree_in_different_modes() -> None:
-    """The mode of a unit's own module counts."""
-    run_ranks(2, modes_of_parts)
-
-
-def switch_of_construction() -> None:
+@on_ranks(1)
+def test_full_precision_in_eval_is_chosen_at_wrapping() -> None:
+    """Units of one tree with different choices are refused; without the switch eval mode uses mixed precision."""
     with full_precision_in_eval():
         inner = wrap(Block(), mixed_precision=MixedPrecision(BF16))
     outer = wrap(nn.Sequential(inner, nn.Linear(WIDTH, 3)), mixed_precision=MixedPrecision(BF16))
@@ -406,69 +396,64 @@ def switch_of_construction() -> None:
         assert pair.net.seen() == {BF16}
 
 
-def test_the_switch_is_read_when_a_model_is_wrapped() -> None:
-    """Instances of one tree that disagree are refused; without it eval mode is in mixed precision."""
-    run_ranks(1, switch_of_construction)
+# -- summoned ------------------------------------------------------------------------------------------------------
 
 
-# -- shown whole ---------------------------------------------------------------------------------------------------
-
-
-def forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> None:
+def check_forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> None:
     rank = dist.get_rank()
     for strategy in strategies:
         for use_orig_params in (False, True):
-            pair, what = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
+            pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
             summoned = FullyShardedDataParallel.summon_full_params
-            pair.step(what)
+            pair.step(case)
             for writeback in (True, False):
                 first, second = pair.inputs(), pair.inputs()
                 with summoned(pair.model, writeback=writeback):
                     assert pair.net.blocks[0].turn.dtype == BF16
                     shown = {n: p.detach().clone() for n, p in named_parameters(pair.model).items()}
-                    assert_bit_equal(shown, {n: p.detach() for n, p in named_parameters(pair.master).items()}, what)
+                    assert_bit_equal(shown, {n: p.detach() for n, p in named_parameters(pair.master).items()}, case)
                     by_copy(list(pair.model.parameters()))
                     by_copy(list(pair.master.parameters()))
                     output = pair.model(first[rank])
-                    same(output, pair.outputs(first, None)[rank], f"{what}, inside")
+                    same(output, pair.outputs(first, None)[rank], f"{case}, inside")
                     expected = pair.gradients(first, None)
                     by_new_data(list(pair.model.parameters()))
                     by_new_data(list(pair.master.parameters()))
                     with torch.inference_mode():
-                        same(pair.model(second[rank]), pair.outputs(second, None)[rank], f"{what}, inside, written")
+                        same(pair.model(second[rank]), pair.outputs(second, None)[rank], f"{case}, inside, written")
                 assert pair.net.blocks[0].turn.dtype == BF16
                 assert pair.net.seen() >= {FP32}
-                if not writeback and strategy is not NONE and dist.get_world_size() > 1:  # live tensors else
+                if not writeback and strategy is not NONE and dist.get_world_size() > 1:  # live tensors otherwise
                     pair.master.load_state_dict(shown, strict=False)
                 del output, expected
-                pair.step(f"{what}, {writeback=}, afterwards")
+                pair.step(f"{case}, {writeback=}, afterwards")
             with summoned(pair.model), pytest.raises(RuntimeError, match="inside summon_full_params, or of a forward"):
                 loss_of(pair.model(first[rank])).backward()
-            pair.step(f"{what}, after the error")
+            pair.step(f"{case}, after the error")
 
 
-def test_parameters_are_shown_and_used_in_full_precision() -> None:
-    """Forwards inside compute with them; what is written stays or goes, as without mixed precision."""
-    run_ranks(2, forwards_inside_summon, STRATEGIES)
+def test_summoned_parameters_have_full_precision() -> None:
+    """Forwards inside use them; writes are kept or dropped as without mixed precision."""
+    run_ranks(2, check_forwards_inside_summon, STRATEGIES)
 
 
-def test_parameters_are_shown_in_full_precision_on_one_rank() -> None:
-    run_ranks(1, forwards_inside_summon, (FULL,))
+def test_summoned_parameters_have_full_precision_on_one_rank() -> None:
+    run_ranks(1, check_forwards_inside_summon, (FULL,))
 
 
 # -- gradients in low precision ------------------------------------------------------------------------------------
 
 
-def keep_low(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
+def check_low_precision_gradients(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
     rank = dist.get_rank()
     for reduce_dtype in reduce_dtypes:
         for strategy, use_orig_params in MODES:
             pair = Pair(
                 strategy, use_orig_params, MixedPrecision(BF16, reduce_dtype, BF16, keep_low_precision_grads=True)
             )
-            what = f"{strategy.name}, {use_orig_params=}, {reduce_dtype}"
+            case = f"{strategy.name}, {use_orig_params=}, {reduce_dtype}"
             expected: dict[str, Tensor] = {}
-            # on one rank, where nothing is reduced or cast, each backward adds to what is there
+            # one rank reduces and casts nothing: each backward adds to the gradient
             alike = reduce_dtype is None and dist.get_world_size() == 1
             for unsynced in (0, 0, 0) if alike else (0, 0, 1, 2, 0):
                 local: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
@@ -479,10 +464,10 @@ def keep_low(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
                     for sums, x in zip(local, inputs):
                         for name, grad in pair.local_gradients(x, BF16).items():
                             sums[name] = sums[name] + grad if name in sums else grad
-                for name, mean in pair.mean(local).items():  # in float32, and rounded when it is there
+                for name, mean in pair.mean(local).items():  # added in float32, then rounded
                     expected[name] = (expected[name].float() + mean if name in expected else mean).to(BF16)
                 assert {param.grad.dtype for param in pair.model.parameters() if param.grad is not None} == {BF16}
-                assert_bit_equal(full_gradients(pair.model), expected, what)
+                assert_bit_equal(full_gradients(pair.model), expected, case)
             for param in pair.model.parameters():
                 assert param.dtype == FP32
                 if param.grad is not None:
@@ -490,19 +475,22 @@ def keep_low(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
             SGD(pair.model.parameters(), 0.1).step()
             for name, param in named_parameters(pair.master).items():
                 param.data.sub_(expected[name].float(), alpha=0.1)
-            assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, what)
+            assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, case)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_stay_in_the_compute_dtype(world_size: int) -> None:
-    """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bf16."""
-    run_ranks(world_size, keep_low, (None, FP32))
+def test_keep_low_precision_grads(world_size: int) -> None:
+    """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bfloat16."""
+    run_ranks(world_size, check_low_precision_gradients, (None, FP32))
 
 
 # -- after the backward --------------------------------------------------------------------------------------------
 
 
-def step_at_once(offload: bool) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2)
+def test_gradients_are_complete_when_backward_returns(offload: bool) -> None:
+    """With reductions that start late and complete only when waited for."""
     precisions = (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(FP16, FP32, FP16))
     for number, (strategy, use_orig_params) in enumerate(MODES):
         for precision in precisions if strategy is FULL else [precisions[(number + number // 2 + offload) % 2]]:
@@ -512,7 +500,7 @@ def step_at_once(offload: bool) -> None:
                     inputs = pair.inputs()
                     loss_of(pair.model(inputs[dist.get_rank()])).backward()
                     sums = [param.grad.sum().item() for param in pair.model.parameters() if param.grad is not None]
-                    SGD(pair.model.parameters(), 0.1).step()  # and nothing in between
+                    SGD(pair.model.parameters(), 0.1).step()  # immediately
                     assert all(value == value for value in sums)
                     grads = pair.gradients(inputs, precision.param_dtype)
                     assert_local_gradients(pair.model, grads, 0, f"{strategy.name}, step {step}")
@@ -520,12 +508,6 @@ def step_at_once(offload: bool) -> None:
                     for param, grad in zip(pair.master.parameters(), grads.values(), strict=True):
                         param.data.sub_(grad, alpha=0.1)
                     assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, strategy.name)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_gradients_are_reduced_when_backward_returns(offload: bool) -> None:
-    """Reductions that start late and deliver only when waited for."""
-    run_ranks(2, step_at_once, offload)
 
 
 class Wide(nn.Module):
@@ -537,11 +519,11 @@ class Wide(nn.Module):
         return self.blocks(x)
 
 
-def bytes_at_rest(use_orig_params: bool) -> list[tuple[str, float]]:
-    """Bytes held beyond the shards, in shards, at each stage."""
+def memory_at_rest(use_orig_params: bool) -> list[tuple[str, float]]:
+    """Return bytes beyond the shards, as a multiple of the shards, at each stage."""
     meter = Meter()
     found = []
-    for attempt in range(2):  # the first run fills the caches of everything that is called
+    for attempt in range(2):  # the first run fills caches
         base = meter.at_rest()
         model = wrap(
             Wide(),
@@ -559,7 +541,7 @@ def bytes_at_rest(use_orig_params: bool) -> list[tuple[str, float]]:
                     model(x)
                 hook.remove()
                 assert_no_casts_kept(model, name)
-                continue  # the pool keeps its blocks until the next pass has looked at what is under way
+                continue  # the pool keeps blocks until the next pass has checked what is in flight
             if name == "evaluated":
                 with torch.no_grad():
                     model(x)
@@ -583,8 +565,8 @@ def fail(*args: Any) -> None:
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_only_the_shards_are_held_at_rest(use_orig_params: bool) -> None:
-    """No low precision copy stays, neither of the whole (a half) nor of a shard (another half)."""
-    for held in run_ranks(2, bytes_at_rest, use_orig_params):
-        for name, value in held:
-            assert value == pytest.approx(2 if "gradients" in name else 1, abs=0.1), held
+def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None:
+    """Neither of the full parameters (half a shard) nor of the shard (another half)."""
+    for stages in run_ranks(2, memory_at_rest, use_orig_params):
+        for name, value in stages:
+            assert value == pytest.approx(2 if "gradients" in name else 1, abs=0.1), stages

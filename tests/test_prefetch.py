@@ -1,8 +1,8 @@
-"""Gathered ahead, exactly: which gathers are issued before which compute, and how many full buffers there are then.
+"""Prefetching, exactly: the order of gathers and compute, and the number of full buffers at each point.
 
-A chain of units under a root R that has a layer at each end; here units are numbered in the order in which they run, so
-from the other end in backward. With distance d and a record of the pass before (the first pass has none: all as with
-distance 0), where "k + d" stands for that unit and all before it, as far as their gathers are not issued yet:
+A chain of units under a root R that has a layer at each end. Units are numbered in the order in which they run, so
+backward begins at the last. The table shows distance d with a recorded pass; the first pass behaves like distance 0.
+"k + d" stands for unit k + d and all earlier units that are not gathered yet:
 
                             before R computes   before unit k computes      after its gradients, before they are reduced
     forward                 R and 0 ... d - 1   k + d
@@ -10,8 +10,8 @@ distance 0), where "k + d" stands for that unit and all before it, as far as the
     backward, BACKWARD_POST                     k                           k + d
     backward, None                              k
 
-So 1 + d units have memory while one computes, and under BACKWARD_POST d, or one where nothing was gathered ahead. The
-root is gathered once for both passes.
+So 1 + d units have memory while one computes; under BACKWARD_POST d, or one without a prefetch. The root is gathered
+once for both passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp.runtime.order import ExecutionOrder
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import Collective, delay_collectives, record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -42,7 +42,7 @@ UNITS, WIDTH, STEPS = 5, 5, 3
 
 
 class Part(nn.Module):
-    """A unit of the chain."""
+    """One unit of the chain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Part(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Around(nn.Module):
-    """A unit with units inside."""
+class Outer(nn.Module):
+    """A unit with inner units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Chain(nn.Module):
 
 
 def chain(segment: str = "") -> Chain:
-    """With `segment` ("reentrant", "non-reentrant"), all units are checkpointed as one."""
+    """Return the chain; `segment` ("reentrant", "non-reentrant") checkpoints all units as one."""
     torch.manual_seed(0)
     return Chain(*(Part() for _ in range(UNITS)), segment=segment)
 
@@ -89,7 +89,7 @@ def batch(step: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user may ask for."""
+    """Prefetch options of a user."""
 
     forward: int = 1
     prefetch: BackwardPrefetch | None = PRE
@@ -109,12 +109,12 @@ class Choice:
         }
 
 
-# -- what happens --------------------------------------------------------------------------------------------------
+# -- observed ------------------------------------------------------------------------------------------------------
 
 
 class Tracer:
-    """What a step does: gathers and reductions as they are issued, and units as they begin to compute; with each event,
-    how many units have memory (the root not counted). Units go by their names in the chain."""
+    """Records gathers, reductions and computing units of a step, with the number of unsharded inner units at each
+    event."""
 
     def __init__(self, model: FullyShardedDataParallel) -> None:
         self.events: list[str] = []
@@ -128,10 +128,10 @@ class Tracer:
                     self._fulls.append(module._fsdp_unit.handles[0].full)
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        """Inside of the unit's own hooks, before any operation of it."""
+        """Hook into the unit's own module, before its operations."""
 
         def returns(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.grad_fn is not None:  # before the operation that made it, and after all hooks on the tensor
+            if output.grad_fn is not None:  # runs after all hooks on the tensor
                 output.grad_fn.register_prehook(lambda grads: self.note(f"backward {name}"))
 
         module.register_forward_pre_hook(lambda module, args: self.note(f"forward {name}"))
@@ -143,9 +143,9 @@ class Tracer:
 
     def issued(self, record: Collective) -> None:
         if record.dtype is not None and record.dtype.is_floating_point:
-            what, _, unit = str(record.label).partition(" ")
+            verb, _, unit = str(record.label).partition(" ")
             self.note(
-                f"{what} {'R' if unit == 'the root unit' else unit[len('unit ') :].strip(chr(39))[len('units.') :]}"
+                f"{verb} {'R' if unit == 'the root unit' else unit[len('unit ') :].strip(chr(39))[len('units.') :]}"
             )
 
     def run(self, model: FullyShardedDataParallel, step: int) -> tuple[list[str], list[int]]:
@@ -157,8 +157,8 @@ class Tracer:
 
 
 def train(choice: Choice, module: nn.Module, delayed: bool) -> tuple[list[Any], list[dict[str, Any]]]:
-    """(events, live units) and gradients of each step."""
-    policy = ModuleWrapPolicy({Part, Around})
+    """Return (events, live units) and gradients of each step."""
+    policy = ModuleWrapPolicy({Part, Outer})
     model = wrap(module, choice.strategy, choice.use_orig_params, wrap_policy=policy, **choice.options)
     tracer = Tracer(model)
     steps, grads = [], []
@@ -172,11 +172,11 @@ def train(choice: Choice, module: nn.Module, delayed: bool) -> tuple[list[Any], 
     return steps, grads
 
 
-# -- what should happen --------------------------------------------------------------------------------------------
+# -- expected ------------------------------------------------------------------------------------------------------
 
 
 class Expected:
-    """The events of one step."""
+    """The expected events of one step."""
 
     def __init__(self, order: list[int]) -> None:
         self.events: list[str] = []
@@ -184,7 +184,7 @@ class Expected:
         self._issued = 0
 
     def gathers(self, until: int) -> None:
-        """Those of the pass that are not issued yet, up to this many."""
+        """Append gathers of the pass that are not issued yet, up to this number."""
         for unit in self._order[self._issued : until]:
             self.events.append(f"gather {unit}")
         self._issued = max(self._issued, min(until, len(self._order)))
@@ -223,20 +223,20 @@ def expected_backward(distance: int, after: bool) -> list[str]:
 def check_order(choice: Choice, steps: list[Any]) -> None:
     for number, (events, live) in enumerate(steps):
         forward, backward = (choice.forward, choice.backward) if number else (0, 0)
-        wanted = expected_forward(forward) + expected_backward(backward, choice.prefetch is POST)
-        assert events == wanted, f"{choice}, step {number}:\n{events}\nexpected\n{wanted}"
+        expected_events = expected_forward(forward) + expected_backward(backward, choice.prefetch is POST)
+        assert events == expected_events, f"{choice}, step {number}:\n{events}\nexpected\n{expected_events}"
         for event, count in zip(events, live, strict=True):
-            what, _, unit = event.partition(" ")
-            if what == "forward" and unit != "R":
-                most = min(forward + 1, UNITS - int(unit))
-            elif what == "backward" and unit != "R":
-                most = backward + 1
+            verb, _, unit = event.partition(" ")
+            if verb == "forward" and unit != "R":
+                limit = min(forward + 1, UNITS - int(unit))
+            elif verb == "backward" and unit != "R":
+                limit = backward + 1
                 if choice.prefetch is POST:
-                    most = max(backward, 1) if int(unit) < UNITS - 1 else 1
-                most = min(most, int(unit) + 1)
+                    limit = max(backward, 1) if int(unit) < UNITS - 1 else 1
+                limit = min(limit, int(unit) + 1)
             else:
                 continue
-            assert count == most, f"{choice}, step {number}, {event}: {count} units gathered, expected {most}"
+            assert count == limit, f"{choice}, step {number}, {event}: {count} units gathered, expected {limit}"
         bound = {"forward": forward + 1, "backward": backward + 1}
         middle = events.index("backward R") + 1
         for phase, counts in (("forward", live[: events.index(f"forward {UNITS - 1}")]), ("backward", live[middle:])):
@@ -249,7 +249,7 @@ CHOICES += [Choice(1, prefetch, backward) for prefetch in (PRE, POST) for backwa
 CHOICES += [Choice(2, None, 0), Choice(2, PRE, 2, limited=False), Choice(0, POST, 2, limited=False)]
 
 
-def orders(delayed: bool) -> None:
+def check_orders(delayed: bool) -> None:
     os.environ["FSDP_COLLECTIVES"] = "native"
     plain: list[dict[str, Any]] | None = None
     for number, choice in enumerate(CHOICES[:: 2 if delayed else 1]):
@@ -261,15 +261,15 @@ def orders(delayed: bool) -> None:
             assert_bit_equal(ours, theirs, f"{choice}, step {step}")
 
 
-def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
-    """After it nothing is gathered ahead; a unit at another place than recorded moves on from there."""
+def test_passes_without_gathers_are_recorded() -> None:
+    """They prefetch nothing; a unit at an unexpected position resumes the record from there."""
     first, second, third = units = ["first", "second", "third"]
     order: ExecutionOrder[str] = ExecutionOrder()
     order.start(first, backward=False)
     for unit in units:
         order.record(unit)
     order.stop()
-    order.record(third)  # for nobody
+    order.record(third)  # ignored after stop
     order.start(first, backward=True)
     assert order.upcoming(1) == []
     order.start(first, backward=False)
@@ -283,20 +283,19 @@ def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_what_is_gathered_before_what_computes(delayed: bool) -> None:
-    """Each kind of prefetch at each distance, and with collectives that come late every other one; no bit
-    of a gradient depends on it."""
-    run_ranks(2, orders, delayed)
+def test_gathers_are_issued_at_each_distance_and_kind_of_prefetch(delayed: bool) -> None:
+    """With delayed collectives every second choice. Gradients do not depend on the choice."""
+    run_ranks(2, check_orders, delayed)
 
 
 # -- beyond the chain ----------------------------------------------------------------------------------------------
 
 
-def room() -> None:
-    """What the limit holds back, and what it does not."""
+@on_ranks(2)
+def test_limit_all_gathers_counts_unsharded_units() -> None:
     for limited in (True, False):
         choice = Choice(limited=limited)
-        steps, _ = train(choice, Chain(Part(), Around(), Part()), False)
+        steps, _ = train(choice, Chain(Part(), Outer(), Part()), False)
         events, live = steps[-1]
         start, last = events.index("forward 1.inner.1"), events.index("gather 2")
         # Unit 1 is live around 1.inner.1 and not around 2, for which there is room only when 1.inner.1 is over.
@@ -304,11 +303,10 @@ def room() -> None:
         assert live[start] == (2 if limited else 3), live
 
 
-def test_the_limit_counts_what_is_live() -> None:
-    run_ranks(2, room)
-
-
-def segments(reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_recomputed_units_stay_unsharded_up_to_the_limit(reentrant: bool) -> None:
+    """Without the limit the full segment stays and is not gathered again."""
     distances = {PRE: DISTANCES[reentrant::2], POST: DISTANCES[not reentrant :: 2]}
     for choice in [Choice(1, prefetch, d) for prefetch in (PRE, POST) for d in distances[prefetch]] + [
         Choice(1, None), Choice(1, PRE, 1, limited=False), Choice(1, PRE, 1, strategy=SHARD_GRAD_OP),
@@ -320,24 +318,20 @@ def segments(reentrant: bool) -> None:
         for number, (events, live) in enumerate(steps):
             backward = events.index(f"forward {UNITS - 1}") + 1
             gathers = sum(event.startswith("gather") for event in events[backward:])
-            most = max(live[backward:])
+            limit = max(live[backward:])
             if choice.strategy is SHARD_GRAD_OP:
-                wanted = (0, UNITS)
-            elif choice.limited:  # all are recomputed, and the last of them stay for their backward
-                wanted = (2 * UNITS - bound, bound)
+                expected_events = (0, UNITS)
+            elif choice.limited:  # all are recomputed; the last ones stay for their backward
+                expected_events = (2 * UNITS - bound, bound)
             else:
-                wanted = (UNITS, UNITS)
-            assert (gathers, most) == wanted, f"{choice}, step {number}: {gathers} gathers, {most} units\n{events}"
+                expected_events = (UNITS, UNITS)
+            assert (gathers, limit) == expected_events, (
+                f"{choice}, step {number}: {gathers} gathers, {limit} units\n{events}"
+            )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_what_was_recomputed_stays_as_far_as_the_limit_goes(reentrant: bool) -> None:
-    """Without the limit the whole segment stays, and is gathered no second time."""
-    run_ranks(2, segments, reentrant)
-
-
-def kept() -> None:
-    """Units that stay between the passes are no reason to hold others back."""
+@on_ranks(2)
+def test_units_kept_between_passes_do_not_count_for_the_limit() -> None:
     for distance in DISTANCES:
         choice = Choice(distance, PRE, distance, strategy=SHARD_GRAD_OP)
         steps, _ = train(choice, chain(), False)
@@ -345,22 +339,19 @@ def kept() -> None:
             forward = expected_forward(distance if number else 0)
             assert events[: len(forward)] == forward, f"{choice}, step {number}: {events}"
             assert not any(event.startswith("gather") for event in events[len(forward) :])
-    policy, choice = ModuleWrapPolicy({Part, Around}), Choice(2, PRE, 0, strategy=SHARD_GRAD_OP)
+    policy, choice = ModuleWrapPolicy({Part, Outer}), Choice(2, PRE, 0, strategy=SHARD_GRAD_OP)
     model = wrap(chain(), choice.strategy, wrap_policy=policy, **choice.options)
     tracer = Tracer(model)
     with model.no_sync():
         tracer.run(model, 0)
-    events, _ = tracer.run(model, 1)  # with what was kept; its order is a record all the same
+    events, _ = tracer.run(model, 1)  # uses kept units and still records the order
     assert not any(event.startswith("gather") for event in events), events
     events, _ = tracer.run(model, 2)
     assert events[: len(expected_forward(2))] == expected_forward(2), events
 
 
-def test_units_that_are_kept() -> None:
-    run_ranks(2, kept)
-
-
-def one_unit_farther() -> None:
+@on_ranks(2)
+def test_prefetch_distances_of_single_units() -> None:
     module = chain()
     policy = CustomPolicy(lambda m: {"forward_prefetch_distance": 3} if m is module.units[1] else isinstance(m, Part))
     model = wrap(module, FULL_SHARD, wrap_policy=policy)
@@ -372,11 +363,7 @@ def one_unit_farther() -> None:
     ]  # fmt: skip
 
 
-def test_each_unit_may_have_distances_of_its_own() -> None:
-    run_ranks(2, one_unit_farther)
-
-
-def different_ranks() -> str:
+def error_of_different_distances() -> str:
     options: list[dict[str, Any]] = [{}, {"backward_prefetch_distance": 2}]
     model = wrap(chain(), FULL_SHARD, wrap_policy=ModuleWrapPolicy({Part}), **options[dist.get_rank()])
     with pytest.raises(RuntimeError) as caught:
@@ -384,7 +371,7 @@ def different_ranks() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_gather_ahead_differently_are_told() -> None:
-    """Their gathers and reductions would come in different orders."""
-    for words in run_ranks(2, different_ranks):
-        assert "FULL_SHARD, BACKWARD_PRE, 48" in words and "FULL_SHARD, BACKWARD_PRE, 2 ahead" in words, words
+def test_different_distances_on_ranks_are_an_error() -> None:
+    """The orders of gathers and reductions would differ."""
+    for message in run_ranks(2, error_of_different_distances):
+        assert "FULL_SHARD, BACKWARD_PRE, 48" in message and "FULL_SHARD, BACKWARD_PRE, 2 ahead" in message, message

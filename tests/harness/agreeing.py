@@ -1,4 +1,4 @@
-"""Models whose units can run in another order, and steps in which one rank does something else than the others."""
+"""Models with a variable order of units, and steps in which one rank deviates from its peers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.NO_SHARD,
 )
 RANKS = 3
-ODD = 1  # the rank that does something else
+ODD = 1  # the rank that deviates
 WIDTH = 6
 EQUAL, UNEQUAL = (5, 5, 5), (5, 7, 11)  # of the units
-PATIENT = 30.0  # seconds that a collective may take where nothing should end that way
-SHORT = 4.0  # where it has to
+PATIENT = 30.0  # timeout of collectives where no timeout is expected, in seconds
+SHORT = 4.0  # timeout where one is expected
 OUT_OF_STEP = "Forward order differs across ranks"
 
 
@@ -39,12 +39,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def impatient(function: F) -> F:
-    """`function` with ranks that soon look what the others do while they wait."""
+    """Decorate `function` so that waiting ranks check their peers soon."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.1))
-        # Memory whose readers have gone another way is waited for in vain, and then left alone.
+        # Memory whose readers diverged is abandoned after this wait.
         with patience, mock.patch.object(segment, "_PATIENCE", 1):
             return function(*args, **kwargs)
 
@@ -61,14 +61,14 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Units one after the other, in an order that can be changed, and a root with a layer of its own."""
+    """Units in a sequence with a variable order, and a root with a layer of its own."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(width) for width in widths])
         self.head = nn.Linear(WIDTH, 3)
         self.order = list(range(len(widths)))
-        self.between: Callable[[int, Tensor], Tensor] = lambda position, x: x  # applied to what each unit gets
+        self.between: Callable[[int, Tensor], Tensor] = lambda position, x: x  # applied to the input of each unit
 
     def forward(self, x: Tensor) -> Tensor:
         for position, index in enumerate(self.order):
@@ -77,7 +77,7 @@ class Chain(nn.Module):
 
 
 class Fork(nn.Module):
-    """Two units side by side, with an output each: the order of their backwards is the caller's."""
+    """Two units side by side with separate outputs: the caller orders their backwards."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Fork(nn.Module):
 
 
 def new_group(seconds: float = PATIENT, ranks: list[int] | None = None) -> Any:
-    """A group that may be broken, of all ranks or of `ranks`; all ranks have to make it."""
+    """Create a group that may be broken, of all ranks or of `ranks`. All ranks must call this."""
     group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
     dist.barrier()
     _kept.append(group)
@@ -96,19 +96,21 @@ def new_group(seconds: float = PATIENT, ranks: list[int] | None = None) -> Any:
 
 
 def new_pair(shard_size: int = 2, seconds: float = PATIENT) -> tuple[Any, Any]:
-    """Groups for hybrid sharding that may be broken: consecutive ranks, and those in the same place of each; all ranks
-    have to make them."""
+    """Create groups for hybrid sharding that may be broken. All ranks must call this.
+
+    Consecutive ranks shard, ranks of equal position replicate.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     shards = [new_group(seconds, [*range(first, first + shard_size)]) for first in range(0, size, shard_size)]
     replicas = [new_group(seconds, [*range(place, size, shard_size)]) for place in range(shard_size)]
     return shards[rank // shard_size], replicas[rank % shard_size]
 
 
-_kept: list[Any] = []  # the end of a group whose ranks parted waits until its last collectives have timed out
+_kept: list[Any] = []  # destroying a diverged group waits for timeouts of its last collectives
 
 
 def build(module: nn.Module, group: Any, strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
-    """`module` wrapped over `group`, each block a unit."""
+    """Wrap `module` over `group` with each block as a unit."""
     return wrap(module, strategy, process_group=group, wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
@@ -127,11 +129,11 @@ def summon(model: Any) -> None:
 
 
 class Outcome(NamedTuple):
-    """How a run ended on one rank."""
+    """The end of a run on one rank."""
 
     step: int  # the last
     error: str | None
-    seconds: float  # that the last step took
+    seconds: float  # of the last step
 
 
 Step = Callable[[Any], Any]
@@ -183,7 +185,7 @@ def forward_too(model: Any) -> None:
 
 
 def train_and_raise(model: Any, position: int, *, backward: bool = False) -> None:
-    """A step that fails in a unit's forward, or after its backward; whoever called it deals with that."""
+    """Run a step that fails in a unit's forward, or after its backward, and catch the failure."""
 
     def fail(grad: Tensor | None = None) -> None:
         raise ValueError("a bad batch")
@@ -251,7 +253,7 @@ def play(
     seconds: float = PATIENT,
     odd_ranks: tuple[int, ...] = (ODD,),
 ) -> Outcome:
-    """Usual steps, until in step `at` the odd ranks do one thing and the others another."""
+    """Run usual steps until step `at`, in which odd ranks and peers run different actions."""
     if way is not None:
         os.environ["FSDP_COLLECTIVES"] = way
     group = new_pair() if strategy is ShardingStrategy.HYBRID_SHARD else new_group(seconds)
@@ -267,16 +269,16 @@ def play(
 
 
 def assert_out_of_step(outcomes: list[Outcome], at: int, *words: str) -> None:
-    """Every rank was told, in step `at`, what the ranks do differently, and not by a timeout."""
+    """Assert that every rank reported the difference in step `at`, without a timeout."""
     __tracebackhide__ = True
     for rank, (step, error, seconds) in enumerate(outcomes):
-        assert error is not None, f"rank {rank} noticed nothing in {step + 1} steps"
+        assert error is not None, f"rank {rank} raised no error in {step + 1} steps"
         assert OUT_OF_STEP in error and "timed out" not in error, f"rank {rank}: {error}"
         assert step == at and seconds < PATIENT / 2, (
             f"rank {rank} noticed in step {step}, after {seconds:.1f} s: {error}"
         )
         for word in words:
-            assert word in error, f"rank {rank}: no word of {word!r} in: {error}"
+            assert word in error, f"rank {rank}: {word!r} is missing in: {error}"
 
 
 SIZES = pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["equal", "unequal"])

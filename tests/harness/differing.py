@@ -1,7 +1,6 @@
-"""Random programs in which one rank does something else at one place: what becomes of every rank, and whether they go
-on together afterwards.
+"""Random programs in which one rank deviates at one action, and the outcome on every rank.
 
-A program is a list of actions, the same on all ranks but for the odd one's deviation. Everything follows from a seed.
+A program is a list of actions, equal on all ranks except for the deviation. Everything follows from a seed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_pair
 
 WIDTH = 6
-SOON = 10.0  # seconds within which every rank has to know
-TIMEOUT = 25.0  # of a collective: what ends that way was found by nobody
+SOON = 10.0  # seconds until every rank must have an error
+TIMEOUT = 25.0  # of a collective: a divergence that ends this way was not detected
 
 
 class Part(nn.Module):
@@ -41,7 +40,7 @@ class Part(nn.Module):
 
 
 class Parts(nn.Module):
-    """Units in an order that can be changed, and a root with a layer of its own."""
+    """Units in a variable order, and a root with a layer of its own."""
 
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
@@ -57,17 +56,17 @@ class Parts(nn.Module):
 
 
 class Fault(Exception):
-    """What a user's code raises."""
+    """An exception of the user's code."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is done: "train", "eval", "twice" (two forwards, then two backwards), "no_sync", or a call."""
+    """One action: "train", "eval", "twice" (two forwards, then two backwards), "no_sync", or a call."""
 
     kind: str
     order: tuple[int, ...] = ()
     clips: bool = False
-    fails: str = ""  # "forward", "backward" or "between", with how after a space
+    fails: str = ""  # "forward" or "backward", a space, and the exception
     position: int = 0
 
 
@@ -76,7 +75,7 @@ CALLS = ("state_dict", "rank0_state_dict", "optim_state_dict", "summon", "load",
 
 @dataclass
 class Program:
-    """Made from a seed, on every rank alike."""
+    """A program drawn from a seed, alike on every rank."""
 
     seed: int
     world_size: int
@@ -86,11 +85,11 @@ class Program:
     odd: int = 0
     at: int = 0
     deviation: str = ""
-    instead: list[Action] = field(default_factory=list)  # what the odd rank does at that place
+    instead: list[Action] = field(default_factory=list)  # the odd rank's actions at that position
 
     @staticmethod
     def make(seed: int, world_size: int, *, exits: bool) -> Program:
-        """``exits``: whether the odd rank's process ends."""
+        """Draw a program; with ``exits`` the odd rank's process ends."""
         rng = random.Random(seed)
         program = Program(seed, world_size)
         count = rng.randint(2, 4)
@@ -111,7 +110,7 @@ class Program:
         program.odd, program.at = rng.randrange(world_size), rng.randrange(len(program.actions) - 2)
         program._deviate(rng, exits)
         while not program.instead:
-            if exits:  # no process ends at a call that is no pass
+            if exits:  # processes end in passes only
                 program.at = rng.randrange(len(program.actions) - 2)
             program._deviate(rng, exits)
         return program
@@ -165,25 +164,25 @@ class Program:
 
 @dataclass
 class Outcome:
-    """What became of one rank in one program."""
+    """The outcome of one program on one rank."""
 
-    deviated: float | None = None  # when, by the machine's clock
+    deviated: float | None = None  # time of the deviation, by the machine's clock
     told: float | None = None
     error: str = ""
-    goes_on: str = ""  # "right", or what went wrong when the ranks went on together
-    found_alone: bool = False  # the exception that this rank made itself
+    goes_on: str = ""  # "right", or the error of the restart
+    found_alone: bool = False  # the exception was this rank's own
 
 
 def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
-    """Each of them in a group of its own, which the ranks make one after the other; with ``shard_size`` hybrid, in
-    shard groups of so many ranks, and the replica groups that go with them."""
+    """Run each program in a new group; with ``shard_size`` hybrid, in shard groups of that size with their replica
+    groups."""
     patience, threads.PATIENCE = threads.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
     try:
         for seed in seeds:
             timeout = timedelta(seconds=TIMEOUT)
             group = new_pair(shard_size, TIMEOUT) if shard_size else dist.new_group(timeout=timeout)
-            kept.append(group)  # the end of a broken group waits for its last collectives
+            kept.append(group)  # destroying a broken group waits for its last collectives
             program = Program.make(seed, dist.get_world_size(), exits=exits)
             outcomes.append(_Run(program, group).run())
             if not exits:
@@ -214,7 +213,7 @@ class _Run:
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
-        if isinstance(self.group, tuple):  # replicas know of each other once they train
+        if isinstance(self.group, tuple):  # replicas connect when they first train
             self._do(self.program.actions[-1])
         for place, action in enumerate(self.program.actions):
             todo = [action]
@@ -302,8 +301,10 @@ class _Run:
                 pass
 
     def _go_on(self) -> str:
-        """All ranks begin anew from the same values, and train as the plain model does. What others have begun since
-        one failed fails there as well."""
+        """Restart all ranks from the same values and train like the plain model.
+
+        A call that peers began after one rank failed raises there as well.
+        """
         self.model.zero_grad()
         try:
             self.model.load_state_dict(self.plain.state_dict())
@@ -325,20 +326,20 @@ class _Run:
 
 
 def faults(program: Program, outcomes: list[Outcome | None]) -> list[str]:
-    """What is not as it has to be; None for the outcome of a rank that is dead."""
+    """List violations of the guarantees; the outcome of a dead rank is None."""
     started = outcomes[program.odd]
     found = []
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
             continue
         if outcome.told is None and not (outcome.found_alone and program.deviation == "exception"):
-            found.append(f"rank {rank} was told nothing")
+            found.append(f"rank {rank} got no error")
         elif outcome.told is not None:
             deviated = started.deviated if started is not None else None
             if deviated is not None and outcome.told - deviated > SOON:
-                found.append(f"rank {rank} was told after {outcome.told - deviated:.1f} s: {outcome.error}")
+                found.append(f"rank {rank} got an error after {outcome.told - deviated:.1f} s: {outcome.error}")
             if "rank " not in outcome.error or "Timed out" in outcome.error:
-                found.append(f"rank {rank} was told: {outcome.error}")
+                found.append(f"rank {rank} got: {outcome.error}")
         if program.deviation != "exit" and outcome.goes_on != "right":
             found.append(f"rank {rank} does not go on: {outcome.goes_on}")
     return found

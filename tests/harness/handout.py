@@ -1,13 +1,12 @@
-"""pytest plugin of `scripts/run_tests.py`: pytest processes that take the files they run from a queue outside.
+"""pytest plugin of `scripts/run_tests.py`: pytest processes that take files from an external queue.
 
-Loaded with `-p tests.harness.handout`. One process collects the tests and runs none: it is a `template`, from which as
-many are forked as are asked for, so that torch and the tests are imported once. Ranks come from templates of the same
-kind, which all share. Each forked process says which parts there are, then asks for one part after another, runs it as
-pytest would, and tells every report. A part is a file's tests, in their order, without those marked `serial`, or those
-alone: tests that must not have the machine's load of another process beside them.
+Loaded with `-p tests.harness.handout`. One process collects the tests and runs none: it is a `template` from which
+pytest processes are forked, so torch and the tests are imported once. All share templates of ranks. Each forked
+process lists the parts, requests one part after another, runs it like pytest, and reports results. A part is a
+file's tests in order without those marked `serial`, or only these, which need an idle machine.
 
-Messages to the parent are `Collected`, `Ask` (answered with a part's name, or None at the end), `Started`, `Report` and
-`Done`.
+Messages to the parent are `Collected`, `Ask` (answered with a part's name, or None at the end), `Started`, `Report`
+and `Done`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import pytest
 
 from tests.harness import template
 
-COMPILER = "torch._inductor.compile_fx"  # imported by a few files' ranks each, which takes them a second
-SERIAL = "serial"  # the marker, and what ends the name of a part that holds such tests
+COMPILER = "torch._inductor.compile_fx"  # ranks of a few files import it, which takes a second each
+SERIAL = "serial"  # the marker, and the suffix of such parts
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Report:
 
     test: str
     outcome: str
-    text: str  # what pytest shows of a failure, or why it was skipped
+    text: str  # pytest's text of a failure, or the reason of a skip
     seconds: float
 
 
@@ -63,12 +62,12 @@ class Handout:
         self.config = config
         self._requests = template.control()
         self._at_end: Callable[[], object] = bool
-        self._seconds = 0.0  # of the running test, so far
+        self._seconds = 0.0  # of the running test
 
     def pytest_collection(self) -> None:
         pool = sys.modules.get("tests.harness.pool")
-        if pool is not None:  # a `conftest` has imported it: these are tests with ranks
-            pool.start_templates(also=[COMPILER])  # they import beside the collection
+        if pool is not None:  # imported by a `conftest`: tests with ranks
+            pool.start_templates(also=[COMPILER])  # templates import beside the collection
             self._at_end = pool.end_templates
 
     @pytest.hookimpl(tryfirst=True)
@@ -93,7 +92,7 @@ class Handout:
         return True
 
     def _fork(self) -> None:
-        """Serve requests for processes. Returns in those: each captures output in files of its own."""
+        """Serve requests for processes. Return in forked processes, which capture output in files of their own."""
         capture = self.config.pluginmanager.getplugin("capturemanager")
         capture.stop_global_capturing()
         _, (pipe,) = template.serve(self._requests, self._at_end)

@@ -40,13 +40,13 @@ REASSOCIATED = 2.0**20
 
 @dataclass(frozen=True)
 class Data:
-    """What one rank computes with."""
+    """Rank and inputs of one rank."""
 
     rank: int
     world_size: int
 
     def tensor(self, index: int, *shape: int) -> Tensor:
-        """Normal values that depend on `index` and the rank alone; a leaf that requires grad."""
+        """Return normal values that depend on `index` and the rank only; a leaf that requires grad."""
         generator = torch.Generator().manual_seed(1000 * index + self.rank)
         return torch.randn(*shape, generator=generator).requires_grad_()
 
@@ -57,9 +57,9 @@ Program = Callable[[nn.Module, Data], Iterator[Any]]
 
 @dataclass
 class _Event:
-    """What the reference had at one yield: mean gradients so far, each rank's values; after a step, the parameters.
+    """The reference at one yield: mean gradients so far and each rank's values; after a step, the parameters.
 
-    `summed` is what the gradients would be if each rank's were positive: the measure of their rounding.
+    `summed` is the gradient of magnitudes, which bounds rounding.
     """
 
     grads: Values = field(default_factory=dict)
@@ -69,7 +69,7 @@ class _Event:
 
 
 class Reference:
-    """What plain replicas do under `program`. Gradients in full shapes, by the plain model's parameter names."""
+    """Plain replicas under `program`. Gradients have full shapes and the plain model's parameter names."""
 
     def __init__(
         self,
@@ -80,8 +80,11 @@ class Reference:
         world_size: int | None = None,
         zero_unused: bool = False,
     ) -> None:
-        """With `zero_unused`, gradients that are None at a step are zeros for it: needed where unused members of used
-        units are moved by momentum or weight decay."""
+        """Run the program on plain replicas.
+
+        With `zero_unused`, missing gradients are zeros at a step, because momentum and weight decay move unused
+        members of used units.
+        """
         self.build, self.program, self.make_optimizer = build, program, make_optimizer
         self.world_size = world_size or dist.get_world_size()
         replicas = [build() for _ in range(self.world_size)]
@@ -128,11 +131,11 @@ class Reference:
         ulps_after_step: float | None = None,
         at_rest: bool = True,
     ) -> None:
-        """Run the program on the wrapped `model` and compare; bit for bit with `ulps=0`.
+        """Run the program on the wrapped `model` and compare, bit for bit with `ulps=0`.
 
-        That holds after a step, too, if the optimizer rounds alike wherever in memory an element is, as
-        `sgd_of_halves` does. Where it does not, or where `ulps` is not 0 and training goes on from what it allows, the
-        bound after a step is `ulps_after_step`: `REASSOCIATED`, for models in float64.
+        Parameters after a step are bit-equal only if the optimizer rounds alike at every memory position, as
+        `sgd_of_halves` does. Otherwise, or if `ulps` is not 0, `ulps_after_step` bounds values after a step:
+        `REASSOCIATED` for float64 models.
         """
         rank = dist.get_rank()
         optimizer = self.make_optimizer(model.parameters())
@@ -160,10 +163,8 @@ class Reference:
 
 
 def mean_gradients(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tensor] | None]:
-    """Gradients summed in the order of the replicas and divided by their number, and the same of their magnitudes.
-
-    The replicas' own are None after.
-    """
+    """Return gradients averaged in the order of the replicas, with the mean of their magnitudes; clear the replicas'
+    gradients."""
     per_replica = [named_parameters(replica) for replica in replicas]
     means: dict[str, tuple[Tensor, Tensor] | None] = {}
     for name, param in per_replica[0].items():
@@ -188,7 +189,8 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
 def assert_same(
     actual: Mapping[str, Tensor | None], expected: Values, ulps: float, what: str, summed: Values | None = None
 ) -> None:
-    """Bit for bit with `ulps=0`, else within so many units in the last place of the largest element (or `summed`'s)."""
+    """Assert bit equality with `ulps=0`, otherwise a bound in units in the last place of the largest element (or of
+    `summed`)."""
     __tracebackhide__ = True
     if ulps == 0:
         assert_bit_equal(actual, expected, what)
@@ -196,7 +198,7 @@ def assert_same(
         assert_close_ulp(actual, expected, ulps, what, summed=summed)
 
 
-# -- what a rank holds -------------------------------------------------------------------------------------------
+# -- values of a rank -------------------------------------------------------------------------------------------
 
 
 def assert_local_gradients(
@@ -206,10 +208,10 @@ def assert_local_gradients(
     what: str,
     summed: Mapping[str, Tensor | None] | None = None,
 ) -> None:
-    """Every `.grad` that users see is this rank's part of `full`, None where it should be, and padding is zero.
+    """Assert that every `.grad` is this rank's part of `full`, or None, and that padding is zero.
 
-    What is None in `full` is zeros if another parameter of its unit has a gradient, and None if it does not require
-    grad. `ulps` are those of `summed`, where that is told.
+    A parameter with None in `full` has zeros if another parameter of its unit has a gradient, and None if it does
+    not require grad. `ulps` are units of `summed`, if given.
     """
     __tracebackhide__ = True
     actual, expected = local_gradients(model, full)
@@ -218,7 +220,7 @@ def assert_local_gradients(
 
 
 def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tuple[Values, Values]:
-    """(what this rank has, what it should have) by name; with flat parameters one tensor per bucket."""
+    """Return (actual, expected) gradients of this rank by name; with flat parameters one tensor per bucket."""
     actual: Values = {}
     expected: Values = {}
     for unit in fsdp.shard_info(model):
@@ -242,7 +244,9 @@ def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tupl
                 name = unit.full_name(record)
                 actual[name] = param.grad
                 grad = full[name] if full[name] is not None else torch.zeros(record.shape, dtype=layout.dtype)
-                of_others = sharded and piece.numel == 0 and record.numel > 0  # without elements, all have all of it
+                of_others = (
+                    sharded and piece.numel == 0 and record.numel > 0
+                )  # every rank owns a parameter without elements
                 if not used or not param.requires_grad or of_others:
                     expected[name] = None
                 elif sharded:
@@ -253,7 +257,7 @@ def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tupl
 
 
 def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: str) -> None:
-    """This rank's shards hold its part of `full`, and padding is zero."""
+    """Assert that this rank's shards hold this rank's part of `full`, and that padding is zero."""
     __tracebackhide__ = True
     actual: Values = {}
     expected: Values = {}
@@ -275,8 +279,11 @@ def _kept(unit: Any) -> bool:
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:
-    """Nothing is gathered or under way: full buffers have no memory (or are poisoned), leaves no gradient. Only what a
-    backward of `no_sync` keeps for the next forward, where the strategy says so, may have stayed."""
+    """Assert that no unit is unsharded or running: full buffers have no memory (or are poisoned), leaves no
+    gradient.
+
+    Units that a backward of `no_sync` keeps for the next forward are exempt.
+    """
     __tracebackhide__ = True
     wrong = []
     for name, unit, _ in units_in(model):
@@ -303,8 +310,8 @@ ALL_SMALL = pytest.mark.parametrize("all_small", [False, True], ids=["mixed", "s
 
 
 def with_gradients(all_small: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` on a rank, where units that it makes have gradients that are ``all_small``, and stay on their
-    leaves; else they have some of each kind."""
+    """Call ``function`` on a rank where all gradients count as small and stay on their leaves (``all_small``), or
+    some of each kind."""
     before, arrivals.SMALL = arrivals.SMALL, (1 << 16 if all_small else arrivals.SMALL)
     try:
         return function(*args)

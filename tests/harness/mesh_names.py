@@ -1,7 +1,6 @@
-"""Names of meshes that no other job of this process has had."""
+"""Unique mesh names within this process."""
 
 import itertools
 
-# torch keeps what it has computed for a mesh, and takes one of the same ranks and names for that one, whose groups
-# ended with the job that made them.
+# torch caches results by a mesh's ranks and names; a cached mesh has groups that ended with an earlier job.
 numbers = itertools.count()

@@ -1,13 +1,13 @@
-"""A byte meter at the allocator's level: what is really held, whatever the program's own flags say.
+"""A byte meter at the allocator's level, independent of the program's own flags.
 
-On the CPU it asks glibc (`mallinfo2`) for the bytes in use, over all arenas and mapped blocks, and the system for those
-that this process shares with other ranks; on CUDA it asks torch's caching allocator. Releasing memory by `resize_`,
-`_swap_data_ptr_` or deletion shows at once; no sampling is involved.
+On the CPU it asks glibc (`mallinfo2`) for bytes in use over all arenas and mapped blocks, and adds the bytes that
+this process shares with other ranks. On CUDA it asks torch's caching allocator. Memory released by `resize_`,
+`_swap_data_ptr_` or deletion shows at once, without sampling.
 
-[Note: Noise] glibc counts everything that C code allocates: tensor headers, autograd nodes, dictionaries, and up to
-seven freed chunks of each size below 1 KiB per thread, which stay "in use" in its thread cache. Python's own small
-objects come from pools that malloc does not see. So a measured delta is right to within `NOISE` bytes when what runs
-in between is small; use sizes well above it, and run the measured code once before measuring (first calls fill caches).
+[Note: Noise] glibc counts everything that C code allocates: tensor headers, autograd nodes, dictionaries. Each
+thread also caches up to seven freed chunks of each size below 1 KiB, which stay "in use". Python's own small objects
+come from pools that malloc does not see. So a measured delta is right within `NOISE` bytes. Use sizes well above it,
+and run the measured code once before measuring, because first calls fill caches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _mallinfo2 = _find_mallinfo2()
 
 
 def _segment() -> Any:
-    """What this process shares with other ranks, if the package is there and shares anything."""
+    """Return the package's shared memory of this process, if there is any."""
     package = sys.modules.get("fsdp.comm.shared_memory")
     return None if package is None else package.segment()
 
@@ -52,7 +52,7 @@ def meter_available(device: str = "cpu") -> bool:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that are held after any operation inside, of those that give new tensors."""
+    """The maximum of live bytes after any operation inside that returns new tensors."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         gives_new = self._gives_new.get(func)
-        if gives_new is None:  # a view and what writes in place allocate nothing, and to ask takes long
+        if gives_new is None:  # views and in-place operations allocate no memory, and reading the meter is slow
             gives_new = self._gives_new[func] = any(r.alias_info is None for r in func._schema.returns)
         if gives_new:
             self.nbytes = max(self.nbytes, self.meter.live())
@@ -70,7 +70,7 @@ class Peak(TorchDispatchMode):
 
 
 class Delta:
-    """`nbytes`: how many more bytes are held at the end of the context than at its start (negative: fewer)."""
+    """The change of live bytes over the context."""
 
     nbytes: int = 0
 
@@ -89,7 +89,7 @@ class Meter:
         self.device = device
 
     def live(self) -> int:
-        """Bytes allocated and not freed, right now."""
+        """Return the bytes allocated and not freed."""
         if self.device != "cpu":
             return torch.cuda.memory_allocated(self.device)
         assert _mallinfo2 is not None
@@ -97,16 +97,16 @@ class Meter:
         return info.uordblks + info.hblkhd + (0 if (segment := _segment()) is None else segment.held_nbytes)
 
     def resting(self) -> int:
-        """As `live`, without what a step leaves for the next one and a second of idleness would give back."""
+        """Return `live` without memory that a step keeps for the next one and an idle second would release."""
         if self.device == "cpu" and (segment := _segment()) is not None:
             segment.trim()
         return self.live()
 
     def at_rest(self, quiet: float = 0.06) -> int:
-        """Bytes to measure from: the lowest reading that stood for `quiet` seconds.
+        """Return a baseline: the lowest reading that was stable for `quiet` seconds.
 
-        A thread of the backend lets go of its last call a moment after that is over, and what it still holds when a
-        measurement begins would be missing at the end.
+        A thread of the backend releases the last collective a moment after it ended, which would be missing at the
+        end of a measurement.
         """
         lowest, since = self.resting(), time.monotonic()
         while time.monotonic() - since < quiet:
@@ -117,7 +117,7 @@ class Meter:
 
     @contextmanager
     def delta(self, collect: bool = True) -> Iterator[Delta]:
-        """Measure a `with` block. Cycles left by earlier code are collected first, those of the block are not."""
+        """Measure a `with` block. Cycles of earlier code are collected first, cycles of the block are not."""
         if collect:
             gc.collect()
         delta = Delta()

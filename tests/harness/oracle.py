@@ -1,4 +1,4 @@
-"""The same training steps without sharding, and comparisons that name what differs.
+"""The same training steps without sharding, and comparisons that name differences.
 
 `run_plain` trains the plain model in one process, in one of two orders of arithmetic:
 
@@ -11,9 +11,9 @@
 
 All three see the same batches (`rank_batch`) and return one `Step` per optimizer step.
 
-[Note: Bounds] What rounding makes of a sum is proportional to what is summed, not to what cancellation leaves of it,
-and how it comes out depends on the processor, whose kernels add up in orders of their own. So no bound counts units of
-a result that can cancel. There are three comparisons:
+[Note: Bounds] The rounding error of a sum is proportional to the magnitudes of the terms, not to the result after
+cancellation, and depends on the order of the processor's kernels. So no bound counts units of a result that can cancel.
+There are three comparisons:
 
 * `assert_bit_equal` where both sides do the same arithmetic on the same shapes;
 * `assert_close_ulp` with `summed`, the sum of the terms' magnitudes, where the terms are known and only the order of
@@ -53,11 +53,11 @@ def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def sgd_of_halves(params: Iterable[nn.Parameter]) -> Optimizer:
-    """SGD whose factors are powers of two: products are exact, so that every operation of a step rounds once.
+    """Return SGD with factors that are powers of two: products are exact, so each operation of a step rounds once.
 
-    A kernel may fuse a multiplication and an addition in its vectorised body and not in its tail, and in low precision
-    round the product or not. An element of a shard lies elsewhere in a vector than that of a whole parameter; with
-    these factors it is rounded alike in both.
+    A kernel may fuse a multiplication and an addition in the vectorized body and not in the tail, and in low
+    precision round the product or not. An element of a shard has another position than in the full parameter. These
+    factors make both round alike.
     """
     return SGD(params, lr=0.125, momentum=0.5, weight_decay=0.0078125)
 
@@ -67,10 +67,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw}
 
 @dataclass
 class Schedule:
-    """How long and on how much to train: `micro` batches of `batch` samples per rank and optimizer step.
+    """Length and batches of a training: `micro` batches of `batch` samples per rank and optimizer step.
 
-    With several micro-batches, gradients are summed (not averaged) over them: locally before one reduction, as under
-    `no_sync`, or with `reduce_each` after a reduction of each.
+    Gradients are summed (not averaged) over micro-batches: locally before one reduction, as under `no_sync`, or with
+    `reduce_each` after a reduction of each.
     """
 
     steps: int = 10
@@ -82,11 +82,11 @@ class Schedule:
 
 @dataclass
 class Step:
-    """One optimizer step. Tensors are copies, in full shapes, by the plain model's parameter names.
+    """One optimizer step. Tensors are copies in full shapes, by the plain model's parameter names.
 
-    `loss` and `rank_losses` belong to the last micro-batch; `grads` is what the optimizer saw, None where a parameter
-    had none; `params`, `optim` and `buffers` are those after the step. Buffers are rank 0's. `summed` is what `grads`
-    would be if all that was summed over ranks were positive; `run_plain` in rank order knows it.
+    `loss` and `rank_losses` belong to the last micro-batch. `grads` are the gradients at the optimizer's step, None
+    where a parameter has none. `params`, `optim` and `buffers` are values after the step; buffers are rank 0's.
+    `summed` are gradients of magnitudes, from `run_plain` in rank order.
     """
 
     loss: Tensor
@@ -99,7 +99,7 @@ class Step:
 
 
 def rank_batch(case: Case, schedule: Schedule, step: int, micro: int, rank: int, world_size: int) -> Batch:
-    """The samples of one rank: its part, by rank order, of the concatenated batch."""
+    """Return one rank's samples: this rank's part of the concatenated batch."""
     whole = whole_batch(case, schedule, step, micro, world_size)
     return whole.slice(rank * schedule.batch, (rank + 1) * schedule.batch)
 
@@ -125,9 +125,9 @@ def run_plain(
 ) -> list[Step]:
     """Train the plain model as `world_size` ranks would.
 
-    With `shard_size`, `order="ranks"` sums up the gradients of so many consecutive ranks first, and then the sums, as
-    hybrid sharding does. Parameters named in `zero_grads` get a gradient of zeros where they have none, as unused
-    members of a used unit do, so that weight decay and momentum move them.
+    With `shard_size`, `order="ranks"` sums gradients within groups of consecutive ranks first, as hybrid sharding
+    does. Parameters in `zero_grads` get zeros instead of no gradient, as unused members of a used unit do, so that
+    weight decay and momentum move them.
     """
     schedule = schedule or Schedule()
     if order == "batch" and case.local_statistics:
@@ -172,10 +172,11 @@ def run_plain(
 
 
 def _take_mean_grads(replicas: list[nn.Module], shard_size: int) -> dict[str, tuple[Tensor, Tensor] | None]:
-    """Gradients summed in the order of the replicas and divided by their number, and the same of their magnitudes.
+    """Return gradients averaged in the order of the replicas, with means of their magnitudes; clear the replicas'
+    gradients.
 
-    `shard_size` of them first, and then those sums. 16-bit ones are summed in fp32. A parameter without a gradient on
-    some replicas counts as zero there. The replicas' gradients are None afterwards.
+    Groups of `shard_size` are summed first. 16-bit gradients are summed in float32. A missing gradient of some
+    replicas counts as zero.
     """
     per_replica = [named_parameters(replica) for replica in replicas]
     means: dict[str, tuple[Tensor, Tensor] | None] = {}
@@ -209,18 +210,17 @@ def run_ddp(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> list[Step]:
-    """Train under DDP on the default group, one process per rank; every rank returns the same but for its buffers.
+    """Train under DDP on the default group; ranks return equal results except for buffers.
 
-    DDP divides by the number of ranks before it sums, so it agrees bit for bit with `order="ranks"` at 1 and 2 ranks
-    only (division by a power of two is exact and the sum of two terms has one order), and not with `reduce_each`:
-    it then reduces the sum of the gradient it has reduced before and the new one.
+    DDP divides by the number of ranks before it sums. So it equals `order="ranks"` bit for bit only on 1 and 2
+    ranks, and not with `reduce_each`, where it reduces the sum of the earlier reduced gradient and the new one.
     """
     schedule = schedule or Schedule()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = case.build(schedule.seed, dtype)
     for block in module.modules():
         if isinstance(block, SegmentBlock) and block.segment == "reentrant":
-            block.segment = "non-reentrant"  # the same arithmetic; DDP refuses the other beside unused parameters
+            block.segment = "non-reentrant"  # same arithmetic; with unused parameters DDP accepts only this
     keywords = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = {next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in keywords): False}
     ddp = DistributedDataParallel(module, find_unused_parameters=bool(case.unused), **buffers)
@@ -253,7 +253,7 @@ def _record(module: nn.Module, optimizer: Optimizer, losses: list[Tensor], grads
 
 
 def mean_loss(losses: list[Tensor]) -> Tensor:
-    """Summed in rank order, divided by the number of ranks."""
+    """Return the mean over ranks, summed in rank order."""
     total = losses[0].clone()
     for loss in losses[1:]:
         total += loss
@@ -266,23 +266,23 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def clean_name(name: str) -> str:
-    """A parameter's name in the plain model, whatever wraps it."""
+    """Return a parameter's name in the plain model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """By cleaned name; a shared parameter stands under its first."""
+    """Return parameters by clean name; a shared parameter has its first name."""
     return {clean_name(name): param for name, param in module.named_parameters()}
 
 
 def named_grads(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of the gradients by cleaned name."""
+    """Return copies of the gradients by clean name."""
     params = named_parameters(module).items()
     return {name: None if param.grad is None else param.grad.detach().clone() for name, param in params}
 
 
 def named_optim_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Copies of the optimizer's state by cleaned parameter name; parameters without state are left out."""
+    """Return copies of the optimizer's state by clean name, without parameters that have no state."""
     state: dict[str, dict[str, Tensor]] = {}
     for name, param in named_parameters(module).items():
         if optimizer.state.get(param):
@@ -292,7 +292,7 @@ def named_optim_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict
 
 
 def flatten_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """`{"weight": {"exp_avg": t}}` as `{"weight/exp_avg": t}`, for the comparisons below."""
+    """Convert `{"weight": {"exp_avg": t}}` to `{"weight/exp_avg": t}`."""
     return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
 
 
@@ -300,7 +300,7 @@ def flatten_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 def assert_bit_equal(actual: Tensors, expected: Tensors, what: str = "") -> None:
-    """Same names, None at the same places, same shapes and dtypes, and the same bits (so -0.0 is not 0.0)."""
+    """Assert equal names, Nones, shapes, dtypes and bits (so -0.0 is not 0.0)."""
     __tracebackhide__ = True
     _assert_comparable(actual, expected, what)
     wrong = []
@@ -317,11 +317,11 @@ def assert_bit_equal(actual: Tensors, expected: Tensors, what: str = "") -> None
 def assert_close_ulp(
     actual: Tensors, expected: Tensors, ulps: float, what: str = "", *, summed: Tensors | None = None
 ) -> None:
-    """Same names, Nones, shapes and dtypes, and every element within `ulps` units in the last place.
+    """Assert equal names, Nones, shapes and dtypes, and values within `ulps` units in the last place.
 
-    The unit is that of the tensor's largest magnitude, eps(dtype) * 2**floor(log2(max |x|)), in `actual`'s dtype: of
-    `expected`, or, where values are sums that can cancel, of `summed`, the sums of their terms' magnitudes ([Note:
-    Bounds]). A tensor of zeros must be zeros. NaN and infinities are never close. `expected` may be float64.
+    The unit is that of the tensor's largest magnitude, eps(dtype) * 2**floor(log2(max |x|)), in `actual`'s dtype.
+    The magnitude is that of `expected`, or of `summed`, the sums of the terms' magnitudes, where sums can cancel
+    ([Note: Bounds]). A tensor of zeros must be zeros. NaN and infinities are never close. `expected` may be float64.
     """
     __tracebackhide__ = True
     _assert_comparable(actual, expected, what, same_dtype=False)
@@ -338,12 +338,13 @@ def assert_close_ulp(
 
 
 def assert_equivalent(actual: Tensors, expected: Tensors, what: str = "") -> None:
-    """Same names, Nones, shapes and dtypes; what is in float64 differs by nothing but rounding, all else not at all.
+    """Assert equal names, Nones, shapes and dtypes; float64 values may differ by rounding, further values must be
+    equal.
 
-    An element may differ by 2**-23 of its tensor's largest magnitude (one unit of float32). Rounding is at most 2**-53
-    times the number of terms times the condition of their sum, so that leaves 2**30 for the two together: a million for
-    cancellation even where a thousand terms are summed. What cancels altogether, as the gradient of a key's bias in an
-    attention does, is nothing but rounding: anything may differ by 2**-40 of the largest magnitude in `expected`.
+    An element may differ by 2**-23 of the tensor's largest magnitude (one unit of float32). Rounding is at most
+    2**-53 times the number of terms times the condition of their sum. That leaves 2**30 for both: a million for
+    cancellation where a thousand terms are summed. Values that cancel entirely, such as the gradient of a key's bias
+    in attention, are only rounding: every element may differ by 2**-40 of the largest magnitude in `expected`.
     """
     __tracebackhide__ = True
     _assert_comparable(actual, expected, what)
@@ -366,7 +367,7 @@ def _largest(value: Tensor) -> float:
 
 
 def ulp(expected: Tensor, dtype: torch.dtype) -> Tensor:
-    """The unit in the last place, for `dtype`, of the largest magnitude in `expected` (float64, 0-d)."""
+    """Return the unit in the last place, for `dtype`, of the largest magnitude in `expected` (float64, 0-d)."""
     largest = expected.detach().double().abs().max()
     exponent = torch.frexp(largest).exponent - 1  # frexp's mantissa is in [0.5, 1)
     unit = torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps

@@ -1,4 +1,4 @@
-"""Fewer cases than a product has, in which still every two values meet."""
+"""Few cases of a product in which any two values still occur together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def by_turns(longer: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows of each value of `longer` with one of each other axis, whose values take turns."""
-    return [(value, *(axis[place % len(axis)] for axis in others)) for place, value in enumerate(longer)]
+def by_turns(longer: Sequence[Any], *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows of each value of `longer` with one value of each further axis, by turns."""
+    return [(value, *(axis[row % len(axis)] for axis in axes)) for row, value in enumerate(longer)]
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows of the product of `axes`, in its order, in which any two values of different axes stand together.
+    """Return rows of the product of `axes`, in order, so that any two values of different axes share a row.
 
-    Most mistakes show where two choices meet, few need three of a kind. Each row is one that has most pairs which no
-    row before has.
+    Most mistakes show where two choices meet; few need three. Each row adds the largest number of new pairs.
     """
     rows = list(itertools.product(*(range(len(axis)) for axis in axes)))
     pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}

@@ -1,4 +1,4 @@
-"""What the tests of backward passes share: strategies and modes by turns, a small model, and looks at its units."""
+"""Helpers of tests of backward passes: strategies and modes by turns, a small model, states of units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("none", "non-reentrant", "reentrant")
 
 
 def by_turns(number: int) -> list[Mode]:
-    """Each strategy, in one of the two modes: cases that are numbered have the one and the other by turns."""
+    """Return each strategy in one of the two modes, alternating with the number of the case."""
     return [(strategy, (number + index) % 2 == 0) for index, strategy in enumerate((FULL, GRAD_OP, NONE))]
 
 
@@ -40,7 +40,7 @@ def wrapped(build: Callable[[], nn.Module], mode: Mode, *blocks: type[nn.Module]
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:
-    """A builder of equal models."""
+    """Return a builder of equal models."""
 
     def build() -> nn.Module:
         torch.manual_seed(3)
@@ -70,7 +70,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Mlp(nn.Module):
-    """Blocks with a parameter of one element; the root has parameters too. Width 7 at both ends."""
+    """Blocks with a parameter of one element, and a root with parameters. Width 7 at both ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class Mlp(nn.Module):
 
 
 def gathered(model: nn.Module) -> set[str]:
-    """Names of the units whose full buffers have memory now ("" is the root)."""
+    """Return the names of unsharded units ("" is the root)."""
     return {name for name, unit, _ in units_in(model) for h in unit.handles if h.full.untyped_storage().nbytes()}
 
 
 def set_requires_grad(model: nn.Module, prefix: str, flag: bool) -> None:
-    """Freeze or unfreeze the parameters whose name starts with `prefix`, on what users hold of them."""
+    """Freeze or unfreeze parameters by prefix of their names, on the parameters that users hold."""
     found = 0
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:

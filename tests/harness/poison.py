@@ -1,9 +1,9 @@
-"""Fresh memory filled with NaN, so that a byte nobody wrote shows.
+"""Fresh memory filled with NaN, so that reading an unwritten byte shows.
 
-`poisoned_memory()` fills what torch allocates without initialising (`torch.empty` and its relatives, also inside
-torch's own operators, and tensors grown by `resize_`) with NaN in floating and the largest value in integer dtypes, and
-new or grown bytes of untyped storages with 0xFF, which is NaN in every floating dtype. It turns on deterministic
-algorithms, since that is how torch fills.
+`poisoned_memory()` fills uninitialized allocations of torch with NaN in floating and the largest value in integer
+dtypes. This covers `torch.empty`, torch's own operators and tensors grown by `resize_`. New bytes of untyped
+storages are 0xFF, which is NaN in every floating dtype. The context turns on deterministic algorithms, because torch
+fills only then.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import UntypedStorage
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Poison uninitialised memory for the duration of the context."""
+    """Poison uninitialized memory inside the context."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory

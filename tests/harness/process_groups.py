@@ -1,16 +1,16 @@
 """Record, delay and poison the collectives that a program issues.
 
-Both context managers replace the functions of `torch.distributed` for their duration, so they see every collective
-that is called as an attribute of that module (`dist.all_reduce(...)`); calls from C++ (DDP's reducer), functional
-collectives and names imported before pass by. They can be nested in either order.
+Both context managers replace functions of `torch.distributed`, so they see every collective that is called as an
+attribute of that module (`dist.all_reduce(...)`). They miss calls from C++ (DDP's reducer), functional collectives
+and functions imported by name. They nest in either order.
 
-* `record_collectives()` yields a `CollectiveLog`: what was issued, in which order, and when it was waited for.
-* `delay_collectives(seed)` makes a missing wait certain to be seen. While a collective is in flight its outputs are
-  filled with 0xFF bytes (NaN in every floating dtype, -1 in the signed integers) and the result arrives in `wait()` and
-  nowhere else. The real call starts late, at a random time, but in issue order on every rank, and without anybody
-  waiting, so a program that is right cannot deadlock. Inputs travel as they were when the call was issued; if their
-  memory or content, or an output's, is found changed at `wait()`, that raises, since a real collective may have read
-  or written at any time in between.
+`record_collectives()` yields a `CollectiveLog` with issued collectives in order and the times of their waits.
+
+`delay_collectives(seed)` makes a missing wait visible. Outputs of a collective in flight are filled with 0xFF bytes
+(NaN in every floating dtype, -1 in signed integers), and only `wait()` delivers the result. The real call starts
+late, at a random time, but in issue order on every rank and without blocking, so a correct program cannot deadlock.
+Inputs are copied at the call. `wait()` raises if memory or content of an input or output changed in flight, because
+a real collective may read or write at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.distributed import distributed_c10d as c10d  # keeps the real functio
 
 
 class _Form(NamedTuple):
-    """How to read one function's arguments: the name it is recorded under, and which of them are written and read."""
+    """How to read one function's arguments: the recorded name, written and read tensors."""
 
     op: str
     outputs: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ _FORMS = {
     "recv": _Form("recv", ("tensor",), ()),
     "barrier": _Form("barrier"),
     "batch_isend_irecv": _Form("exchange"),
-    # Recorded, and delayed only in that everything issued before is started first.
+    # Recorded, and delayed only until all earlier calls have started.
     "monitored_barrier": _Form("barrier"),
     "all_gather_object": _Form("object"),
     "broadcast_object_list": _Form("object"),
@@ -105,7 +105,7 @@ class Collective:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole message: the gathered vector, or the one that is scattered."""
+        """Return the number of elements of the full message: the gathered vector, or the scattered one."""
         return max(self.input_numel, self.output_numel)
 
     @property
@@ -117,8 +117,8 @@ class Collective:
 class CollectiveLog:
     """Every collective since the context was entered, in order.
 
-    `events` tells besides when each was waited for: ("issue", index), ("wait", index), ("mark", text). `on_issue` is
-    told of each collective before it is called.
+    `events` lists issues, waits and marks: ("issue", index), ("wait", index), ("mark", text). `on_issue` is called
+    with each collective before it runs.
     """
 
     records: list[Collective] = field(default_factory=list)
@@ -141,7 +141,7 @@ class CollectiveLog:
         return [r.label for r in self.select(op)]
 
     def mark(self, text: str) -> None:
-        """Note something of the program's own between the events, such as the start of a computation."""
+        """Log an event of the program, such as the start of a computation."""
         self.events.append(("mark", text))
 
     def clear(self) -> None:
@@ -151,7 +151,7 @@ class CollectiveLog:
 
 @contextmanager
 def record_collectives() -> Iterator[CollectiveLog]:
-    """Record this rank's collectives; they run as they would without."""
+    """Record this rank's collectives, which run unchanged."""
     log = CollectiveLog()
     with _interposed():
         _logs.append(log)
@@ -163,10 +163,10 @@ def record_collectives() -> Iterator[CollectiveLog]:
 
 @contextmanager
 def delay_collectives(seed: int = 0, max_ms: float = 3.0) -> Iterator[None]:
-    """Delay and poison this rank's collectives, as this module's docstring says. CPU tensors only.
+    """Delay and poison this rank's collectives (see the module's docstring). CPU tensors only.
 
     Starts are delayed by 0 to `max_ms` milliseconds, drawn from `seed` and the rank. Leaving the context without an
-    exception raises RuntimeError if some collective was never waited for.
+    exception raises RuntimeError for collectives without a wait.
     """
     global _delayer
     if _delayer is not None:
@@ -260,7 +260,7 @@ def _note_wait(open_in: list[tuple[CollectiveLog, int]]) -> None:
 
 
 class _NotedWork:
-    """Stands for a `Work` that may only be waited for; the first wait is noted in the logs."""
+    """A proxy of a `Work` that supports only `wait`; logs the first wait."""
 
     def __init__(self, work: Any, open_in: list[tuple[CollectiveLog, int]]) -> None:
         self._work, self._open_in = work, open_in
@@ -271,13 +271,13 @@ class _NotedWork:
 
 
 def current_label() -> str | None:
-    """What the package says it is communicating for, if it is there and says it."""
+    """Return the package's label of the current communication, if there is one."""
     package = sys.modules.get("fsdp.comm.collectives")
     return None if package is None else package.current_label()
 
 
 class _Call:
-    """One call of one function: its group, and which of its tensors it reads and writes."""
+    """One call of a function: group, written tensors and read tensors."""
 
     def __init__(self, name: str, real: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self.name, self.real, self.arguments, self.form = name, real, arguments, _FORMS[name]
@@ -290,7 +290,7 @@ class _Call:
         else:
             self.outputs = _tensors(arguments[key] for key in self.form.outputs)
             self.inputs = _tensors(arguments[key] for key in self.form.inputs)
-        if self.form.op == "broadcast" and self.in_group:  # the source only reads, the others only write
+        if self.form.op == "broadcast" and self.in_group:  # the source reads, its peers write
             source = arguments["src"]
             if source is None:
                 source = dist.get_global_rank(self.group, arguments["group_src"])
@@ -308,7 +308,7 @@ class _Call:
         return "async_op" in self.arguments or self.asynchronous or self.name in _ASYNC_TWIN
 
     def start(self, private: dict[int, Tensor]) -> list[Any]:
-        """Make the call asynchronously on `private[id(tensor)]` in place of each tensor. Returns its works."""
+        """Call asynchronously with `private[id(tensor)]` in place of each tensor; return the works."""
         if self.p2p:
             ops = [
                 c10d.P2POp(p.op, private[id(p.tensor)], group=p.group, tag=p.tag, group_peer=p.group_peer)
@@ -366,7 +366,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 class _Memory:
-    """The bytes under a contiguous CPU tensor, read and written behind autograd's back, as a real collective does.
+    """The bytes under a contiguous CPU tensor, accessed without autograd, as a real collective does.
 
     Ordinary copies would bump version counters and fail on inference tensors.
     """
@@ -374,12 +374,12 @@ class _Memory:
     def __init__(self, tensor: Tensor) -> None:
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             raise ValueError(f"only contiguous CPU tensors can be delayed, got {tensor.device} {tensor.stride()}")
-        self._tensor = tensor.detach()  # shares the storage, and stays with it when `.data` of the original moves on
+        self._tensor = tensor.detach()  # shares the storage, also after `.data` of the original is replaced
         self.start, self.nbytes = tensor.data_ptr(), tensor.nbytes
         self.end = self.start + self.nbytes
 
     def intact(self) -> bool:
-        """Whether the memory is still the same and still there."""
+        """Return whether the memory is unchanged and still allocated."""
         storage = self._tensor.untyped_storage()
         needed = self._tensor.storage_offset() * self._tensor.element_size() + self.nbytes
         return storage.nbytes() >= needed and self._tensor.data_ptr() == self.start
@@ -401,7 +401,7 @@ class _Memory:
 
 
 class _Part:
-    """What one work object stands for: tensors lent to the collective, as they were when it was issued."""
+    """The tensors behind one work object, as they were at the call."""
 
     def __init__(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         self.outputs = [(_Memory(t), t) for t in outputs]
@@ -411,7 +411,7 @@ class _Part:
 
 
 class _Pending:
-    """One collective in flight: one part per message of an exchange, otherwise one. It runs on private copies."""
+    """One collective in flight on private copies: one part per message of an exchange, otherwise one part."""
 
     def __init__(self, call: _Call, label: str | None, due: float) -> None:
         self._call, self._label, self.due = call, label, due
@@ -434,18 +434,19 @@ class _Pending:
     def start(self) -> None:
         try:
             self._works = self._call.start(self._private)
-        except BaseException as error:  # to be raised where the program waits
+        except BaseException as error:  # raised at the program's wait
             self._error = error
         self._started.set()
 
     def finish(self) -> None:
-        """Let the real collective end and deliver nothing: dropping a message in flight breaks its connection."""
+        """Wait for the real collective without a delivery, because dropping a message in flight breaks the
+        connection."""
         for work, part in zip(self._works, self.parts, strict=True):
             if not part.delivered:
                 work.wait()
 
     def deliver(self, index: int) -> None:
-        """Wait for one part, check that the program left its tensors alone, and hand over what arrived."""
+        """Wait for one part, check that its tensors are unchanged, and copy the result."""
         part = self.parts[index]
         if part.delivered:
             return
@@ -457,7 +458,7 @@ class _Pending:
         for (memory, _), before in zip(part.inputs, part.contents, strict=True):
             if not memory.intact():
                 raise RuntimeError(f"{self}: an input's memory was given back before wait()")
-            # What overlaps an output is poisoned, and checked as an output.
+            # Inputs that overlap an output are poisoned, and checked as outputs.
             if memory.read() != before and not any(memory.overlaps(output) for output, _ in self._outputs):
                 raise RuntimeError(f"{self}: an input was written before wait()")
         for memory, tensor in part.outputs:
@@ -481,7 +482,7 @@ class _DelayedWork:
 
 
 class _Delayer:
-    """A thread that starts what was submitted, in that order, each no earlier than a random time."""
+    """A thread that starts submitted calls in order, each at a random time or later."""
 
     def __init__(self, generator: random.Random, longest: float) -> None:
         self._generator, self._longest = generator, longest
@@ -493,7 +494,7 @@ class _Delayer:
         self._thread.start()
 
     def submit(self, call: _Call) -> Any:
-        """What the call returns: work objects if it is asynchronous; otherwise it is waited for here."""
+        """Return work objects of an asynchronous call; wait for a synchronous one."""
         if not call.can_be_asynchronous:
             self._drain()
             return call.real(**call.arguments)
@@ -510,7 +511,7 @@ class _Delayer:
         return works if call.p2p else works[0]
 
     def forget(self, pending: _Pending) -> None:
-        """Nothing more is expected of a collective whose parts have all been waited for."""
+        """Drop a collective whose parts have all been waited for."""
         if pending in self.in_flight and all(part.delivered for part in pending.parts):
             self.in_flight.remove(pending)
 
@@ -533,7 +534,7 @@ class _Delayer:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Start what is left without delay and end the thread."""
+        """Start the remaining calls without delay and end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

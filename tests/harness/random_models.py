@@ -1,7 +1,7 @@
-"""Random models, and random ways to wrap and to train them; `random_programs` runs them.
+"""Random models, wrappings and trainings; `random_programs` runs them.
 
-`Plan.of(seed)` draws a model (which blocks, what lies in them, what is a unit, what is checkpointed how, how values
-travel between blocks), the way it is wrapped, and the passes of a few optimizer steps; `str(plan)` says it in words.
+`Plan.of(seed)` draws a model (blocks, pieces, units, checkpoints, and how values travel between blocks), the
+wrapping, and the passes of a few optimizer steps. `str(plan)` describes it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ HOW_GIVEN = ("closure", "attribute")
 KINDS = ("reentrant", "non-reentrant", "selective")
 
 
-# -- what lies in a block ----------------------------------------------------------------------------------------------
+# -- pieces of a block -------------------------------------------------------------------------------------------------
 
 
 class Box:
-    """What modules and the program hand to each other without arguments: side outputs and a hidden input."""
+    """Values that modules and the program exchange without arguments: side outputs and a hidden input."""
 
     def __init__(self) -> None:
         self.sides: list[Tensor] = []
@@ -59,7 +59,7 @@ class Box:
 
 @dataclass
 class Shared:
-    """What all blocks are given, read and write into."""
+    """Values that all blocks receive, read and extend."""
 
     context: Tensor
     losses: list[Tensor] = field(default_factory=list, init=False)
@@ -74,8 +74,10 @@ def parts_of(shared: Any) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
 
 
 class Piece(nn.Module):
-    """One computation with a few parameters. `number` is its place in the model; inside a reentrant checkpoint
-    (`detached`) it must not reach graphs that lead out of it otherwise than through the arguments."""
+    """One computation with a few parameters. `number` is the position in the model.
+
+    Inside a reentrant checkpoint (`detached`) it must reach outside graphs only through arguments.
+    """
 
     def __init__(self, kind: str, box: Box, number: int, detached: bool) -> None:
         super().__init__()
@@ -131,7 +133,7 @@ class Piece(nn.Module):
         context, losses, cache = parts_of(shared)
         y = self.linear(x)
         if self.kind == "collects":
-            losses.append(fsdp.mark_side_output(y.square().mean()))  # the loss may be of these alone
+            losses.append(fsdp.mark_side_output(y.square().mean()))  # the loss may use only these
             return x + torch.tanh(y)
         if self.kind == "shared context":
             return x + y * (context.detach() if self.detached else context)
@@ -156,11 +158,11 @@ PIECES = (
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Pieces and blocks inside; those from `segment[0]` to `segment[1]` (exclusive) run inside a checkpoint."""
+    """Pieces and inner blocks; those from `segment[0]` to `segment[1]` (exclusive) run inside a checkpoint."""
 
     pieces: tuple[Any, ...]  # str or BlockPlan
     unit: bool
-    taken: bool  # a hook takes its output as a side output
+    taken: bool  # a hook stores the block's output as a side output
     segment: tuple[int, int, str] | None
 
     @staticmethod
@@ -177,7 +179,7 @@ class BlockPlan:
 
     @property
     def kinds(self) -> set[str]:
-        """Of the pieces and of the checkpoints inside."""
+        """Return kinds of the pieces and of inner checkpoints."""
         found = {self.segment[2]} if self.segment else set()
         for piece in self.pieces:
             found |= piece.kinds if isinstance(piece, BlockPlan) else {piece}
@@ -223,7 +225,7 @@ class Block(nn.Module):
             self.register_forward_hook(self._take)
 
     def _take(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if output.requires_grad:  # else it may become the output of a reentrant checkpoint, in the unit around that
+        if output.requires_grad:  # otherwise it may become the output of an outer reentrant checkpoint
             self.box.sides.append(output if self.is_unit else fsdp.mark_side_output(output))
 
     def forward(self, x: Any, context: Tensor, shared: Any) -> Tensor:
@@ -244,7 +246,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, how it is wrapped, and what is done with it. See `of` for what each field may be."""
+    """A model, a wrapping and a training. See `of` for possible values of each field."""
 
     seed: str
     tokens: bool
@@ -275,7 +277,7 @@ class Plan:
         start = draw.randrange(count)
         segment = (start, draw.randint(start + 1, count), draw.choice((*KINDS, "none", "none", "none")))
         around = tuple(draw.choice(("none", "none", *KINDS)) for _ in range(count))
-        if segment[2] != "none":  # one or the other, mostly
+        if segment[2] != "none":  # rarely both
             around = tuple(kind if draw.random() < 0.2 else "none" for kind in around)
         embedding = draw.choice(("in the root", "a unit", "a frozen unit", "frozen in the root"))
         separate = draw.random() < 0.15
@@ -313,21 +315,23 @@ class Plan:
         )
 
     def reentrant(self, index: int) -> bool:
-        """Whether block `index` runs inside a reentrant checkpoint."""
+        """Return whether block `index` runs inside a reentrant checkpoint."""
         start, stop, kind = self.segment
         return self.around[index] == "reentrant" or (kind == "reentrant" and start <= index < stop)
 
     def given(self, index: int) -> str:
-        """How block `index` gets its input. What is hidden from a reentrant checkpoint has its graph gone through
-        twice, which the plain model refuses."""
+        """Return how block `index` receives its input.
+
+        A reentrant checkpoint would run through the graph of a hidden input twice, which the plain model refuses.
+        """
         return "" if self.reentrant(index) else self.how_given[index]
 
     @property
     def ulps(self) -> float:
-        """How far gradients may be off at first. 0 where the order of additions is that of plain replicas.
+        """Return the tolerance of gradients in the first step: 0 if additions have the order of plain replicas.
 
-        A reentrant checkpoint delivers gradients task by task, and a unit that is used in two of them is reduced
-        twice: (a + b) / N + (c + d) / N. The all-reduce of more than 2 ranks has an order of its own.
+        A reentrant checkpoint delivers gradients task by task, and a unit used in two tasks is reduced twice: (a +
+        b) / N + (c + d) / N. An all-reduce of more than 2 ranks has an unknown order.
         """
         kinds = {self.segment[2], *self.around, *(kind for block in self.blocks for kind in block.kinds)}
         ring = self.strategy is ShardingStrategy.NO_SHARD and dist.get_world_size() > 2
@@ -335,7 +339,7 @@ class Plan:
 
     @property
     def ulps_after_step(self) -> float:
-        """Steps of SGD whose factors are powers of two round alike, however the elements are laid out."""
+        """Return the tolerance after a step. SGD with factors of powers of two rounds alike for every layout."""
         return REASSOCIATED if self.optimizer == "adamw" else self.ulps
 
     def make_optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
@@ -382,10 +386,10 @@ class Model(nn.Module):
         if plan.head == "tied":
             self.head.weight = self.embedding.weight
         if plan.ignored >= 0:
-            self.blocks[plan.ignored].requires_grad_(False)  # nobody would reduce their gradients
+            self.blocks[plan.ignored].requires_grad_(False)  # ignored parameters are not reduced
             for block in self.blocks[plan.ignored].modules():
                 if isinstance(block, Block):
-                    block.is_unit = False  # so what is taken of it has to be marked
+                    block.is_unit = False  # so stored outputs must be marked
 
     def forward(self, value: Tensor) -> Any:
         plan = self.plan

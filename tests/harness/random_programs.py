@@ -1,8 +1,7 @@
-"""Trains random models, wrapped and plain, and compares every gradient, output and parameter.
+"""Training of random models, wrapped and plain, with a comparison of every gradient, output and parameter.
 
-In float64 on the ranks of the default group, bit for bit wherever both add the same numbers in the same order. What the
-plain model refuses (a segment that checkpointing cannot recompute, for instance) is drawn again, and so is what makes
-it diverge: NaN is equal to nothing.
+In float64 on the default group, bit for bit where both add the same numbers in the same order. Plans that the plain
+model refuses (for example a segment that checkpointing cannot recompute) or that diverge to NaN are drawn again.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def plan_of(seed: int, world_size: int = 2) -> Plan:
 
 
 def reference_of(seed: int, world_size: int = 2) -> tuple[Plan, Reference]:
-    """The first plan of `seed` that the plain model can run, and what replicas of it do."""
+    """Return the first plan of `seed` that the plain model can run, and its reference."""
     for attempt in range(20):
         plan = Plan.of(f"{seed}.{attempt}")
         try:
@@ -154,7 +153,7 @@ def reference_of(seed: int, world_size: int = 2) -> tuple[Plan, Reference]:
 
 
 def check(seed: int) -> None:
-    """Run program `seed` on the ranks of the default group; AssertionError where it differs from the plain model's."""
+    """Run program `seed` on the default group; AssertionError if it differs from the plain model."""
     plan, reference = reference_of(seed, dist.get_world_size())
     way = os.environ.get("FSDP_COLLECTIVES", "direct")
     with mock.patch.dict(os.environ, FSDP_DEBUG="1" if plan.debug else "0", FSDP_COLLECTIVES=way):
@@ -168,13 +167,13 @@ def check(seed: int) -> None:
 
 
 def check_range(seeds: Iterable[int]) -> None:
-    """As `check`, one after the other; an error names the first seed that fails."""
+    """Check several seeds; an error names the first seed that fails."""
     for seed in seeds:
         try:
             with warnings.catch_warnings():
-                # of a segment whose arguments are hidden, or inside another one's forward, which has no gradients
+                # from a segment with hidden arguments, or inside the forward of an outer segment
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-                # of a root of its own, without a unit inside
+                # from a separate root without inner units
                 warnings.filterwarnings("ignore", "auto_wrap_policy .* matched no submodule")
                 check(seed)
         except Exception as error:

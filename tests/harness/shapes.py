@@ -1,7 +1,7 @@
-"""Small models in the shapes of the libraries that users bring: caches, output classes, routing, adapters.
+"""Small models in the shapes of popular libraries: caches, output classes, routing, adapters.
 
-`models.py` has a model per structure of parameters; here it is what forwards hand to each other that is unusual. Their
-forward takes keyword arguments and returns an object with a `loss`, as Hugging Face's models do.
+`models.py` covers structures of parameters; these models cover unusual values between forwards. Their forward takes
+keyword arguments and returns an object with a `loss`, as Hugging Face's models do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, a batch for it, the classes of its blocks, and `recompute(model, reentrant)`, which checkpoints them."""
+    """A model, a batch, the classes of the blocks, and `recompute(model, reentrant)`, which checkpoints them."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclass
 class Output(OrderedDict):  # type: ignore[type-arg]
-    """A dataclass that is an ordered dictionary of what is not None, as Hugging Face's `ModelOutput` is."""
+    """A dataclass that is an ordered dictionary of fields that are not None, like Hugging Face's `ModelOutput`."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -54,7 +54,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
 
 
 class Cache:
-    """What earlier layers computed: one object for all of them, which they add to."""
+    """Keys and values of earlier layers, in one object that all layers extend."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -67,7 +67,7 @@ class Cache:
 
 
 class CausalLM(nn.Module):
-    """Embeddings and a head that are one parameter, a norm of the root's, and what subclasses do in between."""
+    """Tied embedding and head, a norm in the root, and layers of subclasses between."""
 
     def __init__(self, layers: list[nn.Module], tied: bool = True) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class CausalLM(nn.Module):
     def call(self, layer: nn.Module, x: Tensor, **kwargs: Any) -> Any:
         if self.recompute is None:
             return layer(x, **kwargs)
-        # As arguments: reentrant checkpointing would go on, in each recomputation, into the graphs of captured tensors.
+        # Pass tensors as arguments: reentrant recomputation would run the backward of captured tensors' graphs.
         names, values = list(kwargs), list(kwargs.values())
         return checkpoint(lambda h, *v: layer(h, **dict(zip(names, v))), x, *values, use_reentrant=self.recompute)
 
@@ -106,7 +106,7 @@ class CachedLayer(nn.Module):
 
 
 class Cached(CausalLM):
-    """A key-value cache that every layer gets and the output holds, and a tuple of tensors that all layers share."""
+    """A key-value cache that is passed to every layer and returned, and a tuple of tensors that layers share."""
 
     def __init__(self) -> None:
         super().__init__([CachedLayer() for _ in range(6)])
@@ -120,7 +120,7 @@ class Cached(CausalLM):
 
 
 class RoutedLayer(nn.Module):
-    """Each token goes to two of five experts, so that some have nothing to do; it notes what the router said."""
+    """Routes each token to two of five experts, so some experts are unused; returns router scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Routed(CausalLM):
         super().__init__([RoutedLayer() for _ in range(3)], tied=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Output:
-        x, scores = self.embed(tokens[:, :1]), []  # few tokens, so that experts are left over
+        x, scores = self.embed(tokens[:, :1]), []  # few tokens, so that some experts are unused
         for layer in self.layers:
             x, of_layer = self.call(layer, x)
             scores.append(of_layer)
@@ -157,7 +157,7 @@ class Routed(CausalLM):
 
 
 class BiasedLayer(nn.Module):
-    """The first of its kind computes a bias that it hands on, with the hidden state, to those after it."""
+    """The first layer computes a bias that later layers receive with the hidden state."""
 
     def __init__(self, first: bool, cross: bool) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class BiasedLayer(nn.Module):
 
 
 class Seq2Seq(CausalLM):
-    """An encoder and a decoder with one embedding; the decoder's layers get the encoder's whole output object."""
+    """An encoder and a decoder with one embedding; decoder layers receive the encoder's output object."""
 
     def __init__(self) -> None:
         super().__init__([BiasedLayer(index == 0, cross=True) for index in range(2)])
@@ -212,9 +212,9 @@ class AdaptedLayer(CachedLayer):
 
 
 class Adapted(CausalLM):
-    """Adapters on frozen layers. The root has a frozen embedding and a frozen norm, an adapter and a trained head.
+    """Adapters on frozen layers. The root has a frozen embedding and norm, an adapter and a trained head.
 
-    So between the last block and the head there are frozen layers, which are read in backward and have no gradient.
+    So frozen layers without gradients lie between the last block and the head, and backward reads them.
     """
 
     def __init__(self) -> None:

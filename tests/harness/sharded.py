@@ -1,10 +1,10 @@
-"""Training under the package in the oracle's form, and full tensors put together from what the ranks hold.
+"""Training under the package in the oracle's form, and full tensors assembled from the ranks' parts.
 
 `run_fsdp` trains a case like `oracle.run_ddp` and returns the same `Step`s. `full_parameters`, `full_gradients` and
-`full_optim_state` read the shards through the public metadata (`fsdp.shard_info`) and nothing else of the engine: each
-rank contributes the ranges that the layout says it owns, of the parameters that users hold, and every rank gets full
-tensors by the plain model's parameter names. All of them run in rank processes, on every rank of the default group, and
-exchange Python objects (two all-gathers each; `run_fsdp` at its end, for all steps together).
+`full_optim_state` read shards only through the public metadata (`fsdp.shard_info`). Each rank contributes its ranges
+of the parameters that users hold, and every rank gets full tensors by the plain model's parameter names. All run on
+every rank of the default group and exchange Python objects (two all-gathers each; `run_fsdp` at its end for all
+steps).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def wrap(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> FullyShardedDataParallel:
-    """The case's model (built from `seed` in `dtype`), or a module as it is, wrapped on the default group.
+    """Wrap the case's model (built from `seed` in `dtype`), or a given module, on the default group.
 
-    With the wrap policy `BLOCKS` each of the case's blocks is a unit, and the root; with None, or where there are no
-    blocks, the root alone. The warning that one rank has nothing to shard over is silenced; `options` are further
-    arguments of the wrapper.
+    With the wrap policy `BLOCKS` each of the case's blocks is a unit beside the root; with None, or without blocks,
+    the root alone. The warning about a group of one rank is silenced. `options` are further arguments of the
+    wrapper.
     """
     if isinstance(case_or_module, Case):
         module = case_or_module.build(seed, dtype)
@@ -74,12 +74,12 @@ def run_fsdp(
     rank0_only: bool = False,
     **options: Any,
 ) -> list[Step]:
-    """Train under the package on the default group; every rank returns the same but for its buffers, or, with
-    `rank0_only`, rank 0 alone returns anything.
+    """Train under the package on the default group; ranks return equal results except for buffers, or only rank 0
+    with `rank0_only`.
 
-    `no_sync` says for each micro-batch of a step whether its forward and backward run under `no_sync()`; without it
-    that is so for all but the last, unless the schedule reduces each. The model and its batches are in `dtype`.
-    `options` are further arguments of the wrapper.
+    `no_sync` selects the micro-batches of a step that run under `no_sync()`. The default is all except the last,
+    unless the schedule reduces each. The model and batches are in `dtype`. `options` are further arguments of the
+    wrapper.
     """
     schedule = schedule or Schedule()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -98,12 +98,12 @@ def run_fsdp(
 
 
 def finish_step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Step:
-    """Step the optimizer on the gradients that are there, clear them, and tell what happened."""
+    """Step the optimizer on existing gradients, clear them, and return the `Step`."""
     return _steps(model, [_take_step(model, optimizer, loss)])[0]
 
 
 class _Taken(NamedTuple):
-    """What this rank held in one step."""
+    """Values of one step on this rank."""
 
     grads: Packed
     rest: Packed
@@ -148,36 +148,41 @@ def handles_of(model: nn.Module) -> list[Any]:
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the parameters in their full shapes and strides."""
+    """Return copies of the parameters in their full shapes and strides."""
     return _only_value(_assemble(model, _gather(model, {"params": _values}), "params"))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Copies of the reduced gradients in full shapes; None where no rank that holds a part of the parameter has one.
+    """Return copies of the reduced gradients in full shapes; None if no rank with a part has one.
 
-    A parameter without elements is held by no rank: None. After a backward without synchronisation there is no full
-    gradient to read: AssertionError, as when some ranks have a gradient and others None.
+    A parameter without elements is None. AssertionError if some ranks have a gradient and some None, as after a
+    backward without synchronization.
     """
     return _only_value(_assemble(model, _gather(model, {"grads": _gradient}), "grads"))
 
 
 def full_optim_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Copies of the optimizer's state by parameter name: what is shaped like the parameter in full shape, the rest (the
-    number of steps) as it is. Parameters without state are left out."""
+    """Return copies of the optimizer's state by parameter name, without parameters that have no state.
+
+    States with the parameter's shape are full; further states (the number of steps) are unchanged.
+    """
     return _without_empty(_assemble(model, _gather(model, {"optim": _state_of(optimizer)}), "optim"))
 
 
 class Held(NamedTuple):
-    """What a rank holds: its part of something with the parameter's shape (1-D, in memory order), something whole that
-    every rank has, or, with value None, nothing where there could be something."""
+    """A rank's value: a part of a tensor with the parameter's shape (1-D, in memory order), or a whole value that
+    all ranks have.
+
+    The value None stands for a missing tensor.
+    """
 
     value: Any  # Tensor | None
     is_part: bool
 
 
 Contents = dict[str, dict[str, Held]]  # of one rank, by "kind/parameter" and key
-Packed = tuple[list[str], list[tuple[str, str, Any, bool]], bytes]  # names, what there is of each, and all its bytes
-Select = Callable[[nn.Parameter], Mapping[str, Any]]  # what is read of a parameter that users hold
+Packed = tuple[list[str], list[tuple[str, str, Any, bool]], bytes]  # names, descriptions and bytes of all values
+Select = Callable[[nn.Parameter], Mapping[str, Any]]  # values to read from a parameter of the user
 
 
 def _values(param: nn.Parameter) -> Mapping[str, Any]:
@@ -206,13 +211,13 @@ def _without_empty(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
 
 
 def _gather(model: nn.Module, kinds: Mapping[str, Select]) -> list[Contents]:
-    """By rank, what that rank holds of each parameter."""
+    """Return each rank's contents by rank."""
     (by_rank,) = _exchange([_pack(_held(model, kinds))])
     return [_unpack(packed) for packed in by_rank]
 
 
 def _held(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> Contents:
-    """What this rank holds of each parameter, and `whole`."""
+    """Return this rank's part of each parameter, and `whole`."""
     contents: Contents = {name: {"": Held(value.detach(), False)} for name, value in whole.items()}
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:
@@ -235,13 +240,13 @@ def _held(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> Con
 
 
 def _in_memory_order(value: Tensor, record: ParamRecord) -> Tensor:
-    """An unsharded parameter, or what is shaped like it, as its elements lie in the flat vector."""
+    """Return the elements of an unsharded tensor in the order of the flat vector."""
     ordered = torch.empty_strided(record.shape, record.stride, dtype=value.dtype).copy_(value)
     return ordered.as_strided((record.numel,), (1,))
 
 
 def _pack(contents: Contents) -> Packed:
-    """A copy, as one block of bytes: pickling each tensor takes longer than the training."""
+    """Copy contents into one block of bytes; pickling single tensors would take longer than the training."""
     described, parts = [], []
     for name, entry in contents.items():
         for key, (value, is_part) in entry.items():
@@ -252,7 +257,7 @@ def _pack(contents: Contents) -> Packed:
 
 
 def _exchange(several: list[Packed]) -> list[list[Packed]]:
-    """Of each, every rank's, by rank."""
+    """Exchange several packed contents; return each by rank."""
     of_ranks: Any = [several]
     if dist.get_world_size() > 1:
         of_ranks = [None] * dist.get_world_size()
@@ -277,7 +282,7 @@ def _unpack(packed: Packed) -> Contents:
 
 
 def _assemble(model: nn.Module, by_rank: list[Contents], kind: str) -> dict[str, dict[str, Any]]:
-    """Full tensors by parameter and key."""
+    """Return full tensors by parameter and key."""
     result: dict[str, dict[str, Any]] = {}
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:
@@ -303,8 +308,7 @@ def _assemble(model: nn.Module, by_rank: list[Contents], kind: str) -> dict[str,
 
 
 def _of_one_replica(found: dict[int, dict[str, Held]], size: int, what: str) -> dict[int, dict[str, Held]]:
-    """The first replica's of all, by rank in it; a replica is `size` consecutive ranks. AssertionError where another
-    has other bits."""
+    """Return the contents of the first replica (`size` consecutive ranks). AssertionError if replicas differ."""
     for rank, entry in found.items():
         for key, (value, _) in entry.items():
             first = found[rank % size][key].value
@@ -316,7 +320,7 @@ def _of_one_replica(found: dict[int, dict[str, Held]], size: int, what: str) -> 
 
 
 def _join(held: dict[int, Held], bucket: BucketInfo, index: int, what: str) -> Tensor | None:
-    """One value from what each rank holds of it; AssertionError where ranks that should agree do not."""
+    """Join the ranks' parts into one value. AssertionError if ranks that should agree differ."""
     values = {rank: entry.value for rank, entry in held.items()}
     without = [rank for rank, value in values.items() if value is None]
     if without:

@@ -1,35 +1,33 @@
-"""Races between streams, found without an accelerator.
+"""Detection of races between streams without an accelerator.
 
-`trace_streams()` gives the engine simulated streams in place of an accelerator's. Everything runs at once, on the CPU
-and in the order of the host, so results are right whatever the synchronisation. But each stream keeps a vector clock:
-`record()` takes a snapshot of the current stream's, `wait()` merges one into it, and nothing else orders two streams.
-Every operation that touches memory (the mode sees each aten and c10d call, in forward, backward and optimizer) is
-stamped with the clock of the stream that is current then. Reported are
+`trace_streams()` gives the engine simulated streams. All work runs at once on the CPU in the host's order, so
+results are right whatever the synchronization. Each stream keeps a vector clock: `record()` takes a snapshot of the
+current stream's clock, `wait()` merges a snapshot, and only these two order streams. Each aten and c10d call that
+touches memory, in forward, backward and optimizer, is stamped with the clock of the current stream. Three kinds of
+errors are reported:
 
-* a race: two accesses of one block of memory from two streams, at least one of them a write, of which neither happens
-  before the other. Allocating is a write.
-* a use after free: memory belongs to the stream that was current when it was allocated, and once freed it may serve the
-  next allocation on that stream, as in torch's caching allocator without `record_stream`. So whatever other streams did
-  with it must happen before that allocation. What is left when the context ends must be settled then.
-* a host synchronisation: a call that on an accelerator would make the host wait or read the device's memory, and a
-  collective that hands out a work object.
+* a race: accesses of one block of memory from two streams, at least one of them a write, without an order.
+Allocating is a write. * a use after free: memory belongs to the stream on which it was allocated. Once freed, it may
+serve the next allocation on that stream, as in torch's caching allocator without `record_stream`. Accesses by
+further streams must happen before that allocation, and all must be ordered when the context ends. * a host
+synchronization: a call that on an accelerator would block the host or read device memory, and a collective that
+returns a work object.
 
-Memory that is offloaded belongs to the host, which is one more stream: it waits for what was fetched and for the gather
-stream, and whatever is launched after it has worked follows it. `upload()` reads host memory on the current stream,
-and the host waits for it only where it is asked to.
+Offloaded memory belongs to the host, which is one more stream. The host waits for fetched copies and for the gather
+stream, and work launched after host work follows it. `upload()` reads host memory on the current stream, and the
+host waits for it only on request.
 
-Autograd runs a node on the stream that was current when the node was made, and so its hooks; between two nodes on
-different streams it has the later one wait. `AccumulateGrad` nodes are made by `hooks.accumulator_of`, whatever is
-current then. What they were handed is safe from reuse (autograd records it with the allocator), and what they made is
-waited for by the caller of the backward alone, at its end. So it is here.
+Autograd runs a node and its hooks on the stream that was current when the node was made, and orders nodes on
+different streams. `AccumulateGrad` nodes are made by `hooks.accumulator_of` on any stream. Autograd protects their
+inputs from reuse, and only the caller of the backward waits for their outputs, at its end. The tracer does the same.
 
-The collectives of one group run in the order in which they were issued, whatever their streams. That is noted in their
-clocks, to judge what can overlap; no access is taken as ordered for it.
+Collectives of one group run in issue order on any streams. Clocks of collectives include this order to judge
+overlap, but accesses are not ordered by it.
 
-A block of memory is identified by its address while something holds it, so memory that moves between storages
-(`_swap_data_ptr_`) stays one block. Blocks are whole: two parts of one block are not told apart.
+A block of memory is identified by its address while it is held, so memory that moves between storages
+(`_swap_data_ptr_`) stays one block. Parts of a block are not distinguished.
 
-`Sync` is one way in which the program ordered its streams: where the event was recorded and who waited for it where.
+`Sync` is one ordering of streams: the line that recorded the event and the line that waited.
 `trace_streams(drop=...)` ignores some of them, which shows whether they are needed.
 """
 
@@ -60,7 +58,7 @@ from fsdp.runtime.unit import units_in
 
 PACKAGE = Path(context_module.__file__).parents[1]
 
-# Collectives as the dispatcher knows them: which arguments are written and read.
+# Collectives in the dispatcher: written and read arguments.
 _COLLECTIVES = {
     "_allgather_base_": (("output_tensor",), ("input_tensor",)),
     "_reduce_scatter_base_": (("output_tensor",), ("input_tensor",)),
@@ -68,7 +66,7 @@ _COLLECTIVES = {
     "broadcast_": (("tensors",), ("tensors",)),
 }
 _COPY = torch.ops.aten.copy_.default
-# Operations whose result has a size that depends on the values, or is a value on the host: a device must be waited for.
+# Operations with a data-dependent size or a host value as the result: the host would wait for the device.
 _READ_BY_HOST = {
     "_local_scalar_dense",
     "equal",
@@ -80,7 +78,7 @@ _READ_BY_HOST = {
     "_unique",
     "_unique2",
 }
-# Operations that ask a tensor for its shape only.
+# Operations that read only a tensor's shape.
 _LIKE = {
     "empty_like",
     "new_empty",
@@ -106,21 +104,21 @@ class Site(NamedTuple):
 
 
 class Sync(NamedTuple):
-    """Events recorded at one line, on one stream, and waited for at another."""
+    """Events recorded at one line on one stream, and waited for at another line."""
 
     recorded: Site
     waited: Site
     by: str  # the stream that waits
-    on: str  # the one that is waited for
+    on: str  # the recorded stream
 
     def __str__(self) -> str:
         return f"{self.by} waits for {self.on}: [{self.recorded}] -> [{self.waited}]"
 
 
 class SimulatedStream:
-    """A queue of work. `clock` says, per stream, up to which of its operations this one has waited.
+    """A queue of work. `clock` has the latest ordered operation of each stream.
 
-    Compares as `torch.Stream` does, which is neither equal nor unequal to None and to other kinds of objects.
+    Compares like `torch.Stream`, which is neither equal nor unequal to None and other types.
     """
 
     def __init__(self, name: str) -> None:
@@ -143,17 +141,17 @@ class SimulatedStream:
         self.clock[self] += 1
 
     def follow(self, clock: dict[SimulatedStream, int]) -> None:
-        """Wait for what `clock` covers."""
+        """Wait for the operations in `clock`."""
         for other, time in clock.items():
             self.clock[other] = max(self.clock.get(other, -1), time)
 
     def follows(self, access: Access) -> bool:
-        """Whether what this stream does next happens after `access`."""
+        """Return whether the stream's next operation happens after `access`."""
         return self.clock.get(access.stream, -1) >= access.time
 
 
 class _Event:
-    """What `record()` returns; has nothing that the host could wait for."""
+    """The result of `record()`, without a way for the host to wait."""
 
     __slots__ = ("clock", "site", "stream")
 
@@ -165,7 +163,7 @@ class _Event:
 
 
 class Access(NamedTuple):
-    """One operation on one block. `storage` is the address of the storage object through which it went."""
+    """One operation on one block. `storage` is the address of the accessed storage object."""
 
     stream: SimulatedStream
     time: int
@@ -174,8 +172,7 @@ class Access(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective: what for, and what it follows: the clock of its stream when it was issued, and the collectives
-    that were issued in its group before."""
+    """One collective with its label, the clock of its stream at issue, and earlier collectives of its group."""
 
     label: str
     stream: SimulatedStream
@@ -187,7 +184,7 @@ class Collective(NamedTuple):
 
 
 class _Block:
-    """Memory that was allocated once: its owner, who holds it, and the last accesses from each stream."""
+    """Memory of one allocation: owner, holders, and the last accesses from each stream."""
 
     __slots__ = ("address", "freed", "holder", "owner", "reads", "writes")
 
@@ -212,11 +209,11 @@ class _Block:
 
 
 class StreamRace(AssertionError):
-    """The streams were not ordered enough."""
+    """Streams with unordered accesses."""
 
 
 class TracingStreams:
-    """Stands for an accelerator's streams; see the module's docstring."""
+    """Stand-in for an accelerator's streams; see the module's docstring."""
 
     asynchronous_work = False
 
@@ -224,7 +221,7 @@ class TracingStreams:
         self._tracer = tracer
         self.gather, self.reduce = SimulatedStream("gather"), SimulatedStream("reduce")
         self.replica = SimulatedStream("replica")
-        self.pinned: list[tuple[int, bool]] = []  # the bytes of host memory that were asked for, and whether pinned
+        self.pinned: list[tuple[int, bool]] = []  # requested bytes of host memory, and whether pinned
 
     def on_gather_stream(self) -> Any:
         return self._tracer.on(self.gather)
@@ -279,7 +276,7 @@ class TracingStreams:
         return memory
 
     def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, _Event]:
-        self._tracer.is_host_memory(into)  # which may be lent anew, as another storage
+        self._tracer.is_host_memory(into)  # may be lent again as another storage
         copy = place(into, tensor)
         copy.copy_(tensor)
         return copy, self.record()
@@ -303,7 +300,7 @@ def _short_name(file: str) -> str:
 
 
 class _Schema(NamedTuple):
-    """Of one operation: what it is called, and the arguments that it reads and writes, if it touches memory at all."""
+    """Name, read arguments and written arguments of an operation that touches memory."""
 
     operation: str
     is_read_by_host: bool
@@ -312,47 +309,49 @@ class _Schema(NamedTuple):
 
 
 class StreamTracer(TorchDispatchMode):
-    """What `trace_streams()` yields."""
+    """The object that `trace_streams()` yields."""
 
     def __init__(self, drop: Collection[Sync] = ()) -> None:
         super().__init__()
         self.drop = frozenset(drop)
         self.compute = SimulatedStream("compute")
         self.host = SimulatedStream("host")
-        self._stack: list[tuple[SimulatedStream, Any]] = [(self.compute, None)]  # with the node that runs meanwhile
-        self._since: list[tuple[int, SimulatedStream]] = [(0, self.compute)]  # sequence number -> current from there on
-        self._node: Any = None  # the node that autograd ran when it was last looked at
-        self._node_stream = self.compute  # where it runs
-        self._before_node = self.compute  # where the last node that has others after it ran
-        self._leaf_streams: set[SimulatedStream] = set()  # of this backward: its caller waits for them in the end
+        self._stack: list[tuple[SimulatedStream, Any]] = [(self.compute, None)]  # with the running node
+        self._since: list[tuple[int, SimulatedStream]] = [
+            (0, self.compute)
+        ]  # sequence number -> current stream from then on
+        self._node: Any = None  # the last observed node of autograd
+        self._node_stream = self.compute  # stream of that node
+        self._before_node = self.compute  # stream of the last node with successors
+        self._leaf_streams: set[SimulatedStream] = set()  # of this backward: the caller waits for them at the end
         self.streams = TracingStreams(self)
         self.syncs: set[Sync] = set()
         self.races: list[str] = []
         self.host_synchronisations: list[str] = []
         self.collectives: list[Collective] = []
-        self._issued: dict[str, dict[SimulatedStream, int]] = {}  # group -> what its latest collective follows
+        self._issued: dict[str, dict[SimulatedStream, int]] = {}  # group -> clock of the latest collective
         self.marks: dict[str, dict[SimulatedStream, int]] = {}  # name -> the compute stream's clock
         self._reported: set[tuple[str, str, str, str]] = set()
         self._models: list[weakref.ref[nn.Module]] = []
-        self._offloading: list[weakref.ref[nn.Module]] = []  # those of them with shards in the host's memory
+        self._offloading: list[weakref.ref[nn.Module]] = []  # watched units with shards in host memory
         self._blocks: dict[int, _Block] = {}
-        self._shared: list[_Block] = []  # those that another stream than their owner has used
+        self._shared: list[_Block] = []  # blocks used by a stream other than the owner
         self._schemas: dict[Any, _Schema] = {}
 
     # -- for the program that is traced --------------------------------------------------------------------------------
 
     def watch(self, model: nn.Module) -> None:
-        """Name the buffers of the units in `model` in what is reported."""
+        """Name the buffers of units of `model` in reports."""
         self._models.append(weakref.ref(model))
         if any(handle.offload.offload_params for _, unit, _ in units_in(model) for handle in unit.handles):
             self._offloading.append(weakref.ref(model))
 
     def is_host_memory(self, tensor: Tensor) -> None:
-        """No stream's allocator has `tensor`: who reuses it once it is freed is not looked at."""
+        """Return whether `tensor` lies in host memory, whose reuse is not traced."""
         self._find(tensor.untyped_storage()).owner = None
 
     def is_offloaded(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in the shard of a unit of a watched model that lives in the host's memory."""
+        """Return whether `tensor` lies in a watched unit's shard in host memory."""
         address = tensor.untyped_storage()._cdata
         return any(
             handle.offload.offload_params and handle.shard.untyped_storage()._cdata == address
@@ -362,11 +361,11 @@ class StreamTracer(TorchDispatchMode):
         )
 
     def mark(self, name: str) -> None:
-        """Note the compute stream's clock as it is now, in place of what `name` noted before."""
+        """Store the compute stream's clock under `name`."""
         self.marks[name] = dict(self.compute.clock)
 
     def check(self) -> None:
-        """Raise StreamRace if anything was found so far."""
+        """Raise StreamRace if errors were found so far."""
         __tracebackhide__ = True
         if self.races:
             more = f"\n  and {len(self.races) - 5} more" if len(self.races) > 5 else ""
@@ -390,7 +389,7 @@ class StreamTracer(TorchDispatchMode):
         return stream if node is under else self._node_stream
 
     def _run(self, node: Any) -> None:
-        """Autograd goes on to `node`."""
+        """Handle the start of `node` in autograd."""
         stream = self._node_stream = self._stream_of(node)
         if stream is not self._before_node:
             stream.follow(self._before_node.clock)
@@ -406,11 +405,11 @@ class StreamTracer(TorchDispatchMode):
         return self._since[bisect.bisect(self._since, number, key=lambda since: since[0]) - 1][1]
 
     def made_accumulator(self, node: Any) -> None:
-        """The node that accumulates a leaf's gradient may just have been made."""
+        """Handle a possibly new node that accumulates a leaf's gradient."""
         node.metadata.setdefault("stream", self.current)
 
     def accumulated(self, leaf: Tensor) -> None:
-        """Autograd has recorded with the allocator what it handed to another stream than that which made it."""
+        """Handle inputs of an accumulation, which autograd protects from reuse on another stream."""
         if leaf.grad is not None and self._before_node is not self.current:
             storage = _storage(leaf.grad)
             if storage is not None:
@@ -434,7 +433,7 @@ class StreamTracer(TorchDispatchMode):
 
     @contextmanager
     def on_host(self, after: dict[SimulatedStream, int]) -> Iterator[None]:
-        """The host works on its own memory inside, once it has waited for `after`. What is launched later follows."""
+        """Run host work after `after`; later launches follow it."""
         self.host.follow(after)
         with self.on(self.host):
             yield
@@ -445,7 +444,7 @@ class StreamTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.races and self.drop:  # what was left out has shown: nothing else is asked
+        if self.races and self.drop:  # the dropped wait has shown: skip further checks
             return func(*args, **kwargs)
         schema = self._schemas.get(func)
         if schema is None:
@@ -464,7 +463,7 @@ class StreamTracer(TorchDispatchMode):
                     if storage is not None:
                         self._access(stream, self._find(storage), storage, operation, write=write)
         if func is _COPY and self._offloading and self.is_offloaded(args[1]) and not (args + (False,))[2]:
-            self.host.follow(stream.clock)  # the host waits for a copy from its own memory
+            self.host.follow(stream.clock)  # the host waits for a copy from host memory
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = _storage(tensor)
@@ -476,7 +475,7 @@ class StreamTracer(TorchDispatchMode):
         label = collectives.current_label() or "no unit"
         operation = f"{_name(func)} ({label})"
         given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
-        if given.get("async_op", True) and not label.startswith("agree"):  # those are about numbers in host memory
+        if given.get("async_op", True) and not label.startswith("agree"):  # numbers in host memory
             self._note_host(f"{operation} hands out a work object")
         clock = dict(self.current.clock)
         issued = self._issued.setdefault(_group_name(given), {})
@@ -503,19 +502,19 @@ class StreamTracer(TorchDispatchMode):
         return block is not None and block.holder.cdata == storage._cdata and not block.freed
 
     def _find(self, storage: torch.UntypedStorage) -> _Block:
-        """The block that `storage` holds; memory from before the trace belongs to the compute stream."""
+        """Return the block of `storage`; memory from before the trace belongs to the compute stream."""
         if not self._is_known(storage):
             self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), self.compute, storage)
         return self._blocks[storage.data_ptr()]
 
     def _allocate(self, stream: SimulatedStream, storage: torch.UntypedStorage, operation: str) -> None:
-        """`storage` got new memory, from the part of the allocator of `stream`, the current one."""
+        """Handle new memory of `storage` from the allocator of the current `stream`."""
         self._settle(stream)
         block = self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), stream, storage)
         self._access(stream, block, storage, f"allocation by {operation}", write=True)
 
     def _settle(self, stream: SimulatedStream) -> None:
-        """Freed memory of `stream` may be used from now on: others must be done with it."""
+        """Allow reuse of freed memory of `stream`; accesses by further streams must be ordered before."""
         for block in [block for block in self._shared if block.owner is stream and block.is_free]:
             self._shared.remove(block)
             for access in block.foreign:
@@ -534,16 +533,16 @@ class StreamTracer(TorchDispatchMode):
         (block.writes if write else block.reads)[stream] = access
 
     def _swapped(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-        """The two storages are about to exchange their memory."""
+        """Handle an exchange of the storages' memory."""
         for storage, new_holder in ((one, other), (other, one)):
-            if storage.nbytes():  # what is released may not be asked for its address
+            if storage.nbytes():  # released memory has no address
                 if not self._is_known(storage):
                     self.current.advance()
                     self._allocate(self.current, storage, "a storage's constructor")
                 self._blocks[storage.data_ptr()].holder = StorageWeakRef(new_holder)
 
     def _resizing(self, storage: torch.UntypedStorage) -> None:
-        """The storage is about to free its memory."""
+        """Handle a release of the storage's memory."""
         if storage.nbytes():
             self._find(storage).freed = True
 
@@ -568,7 +567,7 @@ class StreamTracer(TorchDispatchMode):
         self.races.append(f"{kind}: {first}; then, without waiting for it, {second}")
 
     def _roles(self) -> dict[int, str]:
-        """What the storages of the watched models are, by the storage's address."""
+        """Return descriptions of the watched models' storages by address."""
         roles: dict[int, str] = {}
         for model in filter(None, (reference() for reference in self._models)):
             for _, unit, _ in units_in(model):
@@ -587,9 +586,9 @@ class StreamTracer(TorchDispatchMode):
 
 @contextmanager
 def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterator[StreamTracer]:
-    """Trace what models that are wrapped and run inside do on their streams, on one thread.
+    """Trace streams of models that are wrapped and run inside, on one thread.
 
-    Leaving the context raises StreamRace if anything was found; with `check=False` it is only noted in `races`.
+    Leaving the context raises StreamRace on errors; with `check=False` they are only stored in `races`.
     """
     __tracebackhide__ = True
     tracer = StreamTracer(drop)
@@ -638,7 +637,7 @@ def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 def _wrap_storage(
     stack: ExitStack, name: str, before: Callable[..., None], after: Callable[[torch.UntypedStorage], None] | None
 ) -> None:
-    """Have a method of storages, which torch defines in a base class, announced."""
+    """Announce calls of a storage method that torch defines in a base class."""
     real = getattr(torch.UntypedStorage, name, None)
     if real is None:
         return
@@ -703,7 +702,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor that has memory."""
+    """Return the storage of a tensor with memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return None
     storage = tensor.untyped_storage()

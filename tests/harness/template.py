@@ -1,13 +1,13 @@
-"""A process that has imported what ranks need and forks one whenever `pool` asks: `python -m tests.harness.template`,
-with the names of more modules.
+"""A process that imports what ranks need and forks one on each request of `pool`.
 
-An interpreter that imports torch and the package costs seconds of a processor, a fork costs milliseconds. The template
-does nothing else: it starts no thread, runs no kernel and joins no group, so nothing is inherited half alive. So are
-the pytest processes of `scripts/run_tests.py`, from one that has collected the tests (see `handout`).
+Run as `python -m tests.harness.template` with names of more modules. Importing torch and the package costs seconds,
+a fork costs milliseconds. The template starts no thread, runs no kernel and joins no group, so a fork inherits no
+unfinished state. The pytest processes of `scripts/run_tests.py` are forked the same way, from one that has collected
+the tests (see `handout`).
 
-`Template` is the end in the process that asks, and in those forked from it: they may ask, too. A request is one byte
-with file descriptors. One of them is a socket for this request alone: what was asked for lies in it, pickled, the
-answer is the process id, and in the end it says how that process ended, since only its parent, the template, learns.
+`Template` is the client side, in the requesting process and in processes forked from it. A request is one byte with
+file descriptors. One of them is a socket for this request, which holds the pickled request, receives the process id,
+and reports the exit status at the end, because only the parent (the template) can wait for the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-CONTROL = "TEMPLATE_CONTROL"  # in the environment: the descriptor that requests come from
+CONTROL = "TEMPLATE_CONTROL"  # environment variable with the descriptor of requests
 IMPORTED = (
     "pytest",  # by every file of tests
     "torch._dynamo",  # by the first optimizer in each process
@@ -44,7 +44,7 @@ IMPORTED = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a rank starts with; `arguments` are those of `worker.main`, after its two descriptors."""
+    """Start values of a rank; `arguments` follow the two descriptors in `worker.main`."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
@@ -53,23 +53,24 @@ class Request:
 
 
 class Forked:
-    """A process that was forked, as `subprocess.Popen` would show it."""
+    """A forked process with the interface of `subprocess.Popen`."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid = pid
         self._status = status
-        self.sentinel = status.fileno()  # readable when the template has told that it has ended
+        self.sentinel = status.fileno()  # readable when the template has reported the end
         self._code: int | None = None
         self._reading = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while the process runs."""
         if self._code is None:
             self._wait(None if self._is_over() else 0)
         return self._code
 
     def _is_over(self) -> bool:
-        """Also before the template, for want of a processor, has told. Without /proc, its word alone counts."""
+        """Return whether the process has ended, before the template reports it. Without /proc, only the report
+        counts."""
         try:
             with open(f"/proc/{self.pid}/stat") as stat:
                 return stat.read().rpartition(")")[2].split()[0] in "ZX"
@@ -89,7 +90,7 @@ class Forked:
             with self._reading:
                 if self._code is None:
                     text = self._status.recv(16)
-                    self._code = int(text) if text else -signal.SIGKILL  # the template has ended: nobody will ever know
+                    self._code = int(text) if text else -signal.SIGKILL  # the template has ended: the exit code is lost
         return self._code
 
     def send_signal(self, number: int) -> None:
@@ -104,10 +105,10 @@ class Forked:
 
 
 class Template:
-    """Starts at once and imports beside the caller; the first `fork` waits for it. Any thread may call it."""
+    """Starts at once and imports beside the caller; the first `fork` waits for it. Thread-safe."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`command` is told in CONTROL where requests come from. It serves them until nobody can ask any more."""
+        """Start `command` with CONTROL set to the descriptor of requests. It serves until no client is left."""
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
         self.process = subprocess.Popen(
@@ -123,11 +124,11 @@ class Template:
 
     @property
     def alive(self) -> bool:
-        """Whether somebody reads the requests; nothing is ever written there."""
+        """Return whether the template reads requests; it never writes to this socket."""
         return self._socket.fileno() >= 0 and not select.select([self._socket], [], [], 0)[0]
 
     def fork(self, request: Request, descriptors: Sequence[int], output: int) -> Forked:
-        """A process that has these descriptors and writes to `output`."""
+        """Fork a process that has these descriptors and writes to `output`."""
         status, theirs = socket.socketpair()
         try:
             with theirs, Connection(os.dup(status.fileno())) as connection:
@@ -144,9 +145,10 @@ class Template:
         return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of it: it ends when all have. What it has forked lives on: ranks end with the test's process."""
+        """Release the template, which ends after its last client. Forked processes live on; ranks end with the
+        test's process."""
         self._socket.close()
-        self.process.wait()  # at once in a process that has not started it
+        self.process.wait()  # returns at once in processes that did not start it
         self._log.close()
 
 
@@ -158,13 +160,13 @@ def control() -> socket.socket:
 
 
 def serve(control: socket.socket, at_end: Callable[[], object] = bool) -> tuple[Request, list[int]]:
-    """Fork at every request. Returns in the forked processes only: what was asked for, and the descriptors."""
+    """Fork at every request. Return request and descriptors, in forked processes only."""
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    assert threads == 1, f"{threads} threads: a fork has only one of them, and what the others were doing stays undone"
+    assert threads == 1, f"{threads} threads: a fork keeps only one of them"
     woken, wakes = socket.socketpair()
     for end in (woken, wakes):
         end.setblocking(False)
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the others' to answer
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # clients handle Ctrl-C
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
     statuses: dict[int, int] = {}  # descriptors by process id
@@ -180,10 +182,10 @@ def serve(control: socket.socket, at_end: Callable[[], object] = bool) -> tuple[
             found = []
         if not found:
             at_end()
-            os._exit(0)  # all who could ask have closed their ends, or ended
+            os._exit(0)  # all clients have closed their ends
         status, output, *descriptors = found
         connection = Connection(os.dup(status))
-        request = connection.recv()  # it was there before the descriptors came
+        request = connection.recv()  # sent before the descriptors
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
@@ -214,18 +216,18 @@ def _tell_ends(statuses: dict[int, int]) -> None:
         try:
             os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
         except ConnectionError:
-            pass  # nobody wants to know
+            pass  # the client has ended
         os.close(end)
 
 
 def main() -> None:
     if hasattr(os, "SCHED_BATCH"):
-        # Woken threads do not take the processor from those that run: where ranks outnumber processors, a thread of
-        # gloo's that receives would do so with one that sends, which holds a lock that it then spins for.
+        # Woken threads do not preempt running ones. With more ranks than processors, a receiving thread of gloo would
+        # preempt a sending one that holds a lock, and then spin for that lock.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test's process's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test's process handles Ctrl-C
     requests = control()
-    gc.disable()  # nothing of what is imported goes: looking for what does takes a fifth of the time
+    gc.disable()  # imports leave no garbage, and collections take a fifth of the time
     for name in (*IMPORTED, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()

@@ -1,11 +1,11 @@
 """Ranks as threads of the test's own process: `run_threads(world_size, fn, *args)`, beside `pool.run_ranks`.
 
-The default group is torch's threaded one, which copies tensors between the threads: nothing starts and nothing is
-pickled, so a job costs milliseconds, and `fn` and its arguments may be closures and live objects. It knows neither
-messages between two ranks nor a debug level, and warnings, the environment and torch's default generator are shared by
-all ranks: a job that changes one of these needs processes.
+The default group is torch's threaded one, which copies tensors between threads. No process starts and no argument is
+pickled, so a job costs milliseconds, and `fn` and its arguments may be closures and live objects. The group has
+neither point-to-point messages nor a debug level. Ranks share warnings, the environment and torch's default
+generator, so jobs that change these need processes.
 
-What is worth running here besides: whatever the package keeps per process must be nothing that belongs to one rank.
+Threads also check that state kept per process does not belong to one rank.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from tests.harness.pool import GRACE, RankFailure
 from tests.harness.worker import describe
 
-_running = threading.Lock()  # torch's group is there once per process
+_running = threading.Lock()  # torch's threaded group exists once per process
 
 
 class _Rank(threading.Thread):
-    """One rank, and what became of it."""
+    """One rank with its result or failure."""
 
     def __init__(
         self, rank: int, world_size: int, store: Any, run: Callable[[], Any], ended: threading.Semaphore
     ) -> None:
-        super().__init__(name=f"rank {rank}", daemon=True)  # one that is stuck does not keep the process alive
+        super().__init__(name=f"rank {rank}", daemon=True)  # a stuck rank does not keep the process alive
         self.rank, self._world_size, self._store, self._run, self._ended = rank, world_size, store, run, ended
         self.result: Any = None
-        self.failure: tuple[float, str, str] | None = None  # when, the type's name, and the traceback
+        self.failure: tuple[float, str, str] | None = None  # time, exception type and traceback
         self.is_over = False
 
     def run(self) -> None:
@@ -47,7 +47,7 @@ class _Rank(threading.Thread):
             finally:
                 dist.destroy_process_group()
         except BaseException as error:
-            if not threaded.ProcessLocalGroup._terminate.is_set():  # else torch ends it for another rank's sake
+            if not threaded.ProcessLocalGroup._terminate.is_set():  # otherwise torch ends this rank because of a peer
                 self.failure = (time.monotonic(), type(error).__name__, describe(error, __file__))
             threaded.ProcessLocalGroup.exception_handle(error)
         finally:
@@ -60,11 +60,11 @@ class _Rank(threading.Thread):
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on `world_size` threads that are ranks and return its results by rank.
+    """Run `fn(*args, **kwargs)` on `world_size` threads that are ranks and return results by rank.
 
-    Every rank gets the same arguments, the objects themselves. The default generator is seeded once, for all. Raises
-    `RankFailure` with the traceback of the rank that failed first, or at the timeout with the stack of every rank that
-    is not through; such a thread is left behind.
+    Every rank gets the same argument objects. The default generator is seeded once for all ranks. Raises
+    `RankFailure` with the traceback of the rank that failed first, or at the timeout with the stacks of stuck ranks,
+    whose threads are abandoned.
     """
     __tracebackhide__ = True
     with _running:
@@ -94,8 +94,10 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout: fl
 
 
 def _wait(ranks: list[_Rank], ended: threading.Semaphore, deadline: float) -> dict[int, str]:
-    """Until all are over, or the deadline, or a moment after the first failure. The stacks of those that are not: what
-    of them waits for other ranks is ended."""
+    """Wait for all ranks, until the deadline or shortly after the first failure; return stacks of running ranks.
+
+    Ranks that wait for peers are ended.
+    """
     for _ in ranks:
         if not ended.acquire(timeout=max(0.0, deadline - time.monotonic())):
             break

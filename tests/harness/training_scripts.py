@@ -1,6 +1,6 @@
-"""Small training scripts in the styles that people write them in, for DistributedDataParallel and torch's FSDP1.
+"""Small training scripts in common styles, for DistributedDataParallel and torch's FSDP1.
 
-Those in `RUNNABLE` have a function `main(directory)` that trains in a process group which is there, and returns losses.
+Scripts in `RUNNABLE` have a function `main(directory)` that trains in an existing process group and returns losses.
 """
 
 from __future__ import annotations

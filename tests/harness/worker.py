@@ -1,4 +1,4 @@
-"""The process of one rank, which `template` has forked for `pool`. Serves jobs until the test's process ends."""
+"""The process of one rank, forked by `template` for `pool`. Serves jobs until the test's process ends."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.harness.pool import STACK_SIGNAL, TIDY_UP, Failed, Returned
 def main() -> None:
     pipe, lifeline, rank, world_size, port = map(int, sys.argv[1:6])
     group_timeout, stack_path = float(sys.argv[6]), sys.argv[7]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
     stack_file = open(stack_path, "w")  # noqa: SIM115  (open for the life of the process)
     faulthandler.enable()  # a crash leaves its stack in the log
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
     torch.set_num_threads(1)
-    # Only a loss of power shows what has come to the disk: tests that lose it have a disk that knows what was synced.
+    # Only a loss of power shows unsynced data; tests of that simulate a disk.
     os.fsync = os.fstat  # type: ignore[assignment]
-    arrivals.SMALL = 64  # bytes: models of tests have gradients of both kinds
+    arrivals.SMALL = 64  # bytes: small models have gradients of both kinds
     seed_the_cpu_only()
-    dist.set_debug_level_from_env()  # torch has read it in the template
+    dist.set_debug_level_from_env()  # the template's value is cached by torch
     connection = Connection(pipe)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
@@ -64,13 +64,13 @@ def main() -> None:
 
 
 def seed_the_cpu_only() -> None:
-    """`torch.manual_seed` keeps the stack of each call for accelerators that may come: a hundred times its own cost."""
+    """Disable seeding of accelerators: `torch.manual_seed` would store a stack per call, which is slow."""
     for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
 
 def _exit_with_parent(lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written: it returns when the parent's end closes
+    os.read(lifeline, 1)  # returns when the parent's end closes
     os._exit(1)
 
 
@@ -89,7 +89,7 @@ def _answer(job: bytes) -> Returned | Failed:
 
 
 def _collectives() -> tuple[int, ...]:
-    """How many this rank has run in the default group: by its backend, and what it has posted in shared memory."""
+    """Return this rank's numbers of collectives in the default group: by the backend and in shared memory."""
     package, group = sys.modules.get("fsdp.comm.shared_memory"), dist.group.WORLD
     channel = None if package is None else package.channel_of(group)
     posted = () if channel is None else (channel.collectives.number, channel.questions.number)
@@ -97,17 +97,16 @@ def _collectives() -> tuple[int, ...]:
 
 
 def _tidy_up(jobs: int) -> None:
-    """End the groups that the last of so many jobs has made, when no rank is in their last collective any more. Those
-    of the next job have the same names on all ranks, also where some have made groups of their own.
+    """End the groups of the last job and restore WORLD, once no rank is in the last collective any more.
 
-    Gloo's threads of a group wake up a hundred times a second until nothing refers to it. Its mesh does, and caches of
-    DTensor refer to meshes for ever.
+    New groups of the next job have the same names on all ranks. Gloo's threads of a group wake up a hundred times a
+    second until the group is freed. Meshes refer to groups, and caches of DTensor refer to meshes.
     """
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
     if groups:
-        gc.collect()  # quick: what the template has imported is not looked at
+        gc.collect()  # quick: imported modules are frozen
         for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
             vars(mesh).get("_pg_registry", {}).clear()
     dist.distributed_c10d._world.group_count = 1000 * jobs
@@ -115,7 +114,7 @@ def _tidy_up(jobs: int) -> None:
 
 @contextmanager
 def _clean_state() -> Iterator[None]:
-    """Every job starts with the same seeds and settings, and what it changed of them is put back."""
+    """Start every job with the same seeds and settings, and restore them afterwards."""
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
@@ -129,14 +128,14 @@ def _clean_state() -> Iterator[None]:
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
-        if torch.are_deterministic_algorithms_enabled():  # the call itself imports the whole compiler
+        if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler
             torch.use_deterministic_algorithms(False)
         dist.set_debug_level_from_env()
         gc.enable()
 
 
 def _add_warning_filter(text: str) -> None:
-    """`action:message:category:module:line`, the later parts optional, as in pytest's configuration."""
+    """Add a filter `action:message:category:module:line`, the later parts optional, as in pytest's configuration."""
     action, message, category, module, line = (*text.split(":"), "", "", "", "")[:5]
     kind: type[Warning] = Warning
     if category:
@@ -146,7 +145,7 @@ def _add_warning_filter(text: str) -> None:
 
 
 def describe(error: BaseException, harness: str) -> str:
-    """The traceback below the file `harness` and, for a bare assertion, the values it spoke of."""
+    """Return the traceback below the file `harness` and, for a bare assertion, the values on its line."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == harness:
         tb = tb.tb_next
@@ -160,7 +159,7 @@ def describe(error: BaseException, harness: str) -> str:
 
 
 def _values(frame: FrameType, line: int) -> str:
-    """The local variables named on the failing line."""
+    """Return the local variables named on the failing line."""
     source = linecache.getline(frame.f_code.co_filename, line)
     words = dict.fromkeys(word for word in _identifiers(source) if word in frame.f_locals)
     return "".join(f"\n  where {word} = {_short(frame.f_locals[word])}" for word in words)
