@@ -1,4 +1,4 @@
-"""``fsdp plan | migrate | run``, also as ``python -m fsdp``: the tools that work on models and scripts before a run."""
+"""``fsdp plan | migrate | convert | run``, also as ``python -m fsdp``: the tools that work outside of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fsdp.tools import migrate, plan
+from fsdp.tools import convert, migrate, plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; 2 for wrong arguments."""
+    """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; 2 for an error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat imports torch's own FSDP
         os.execv(sys.executable, [sys.executable, "-m", "fsdp.compat", *arguments[1:]])
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, tool, text in (
         ("plan", plan, "memory and traffic of every rank under every strategy, before a run"),
         ("migrate", migrate, "the changes that a script for DistributedDataParallel or torch's FSDP needs"),
+        ("convert", convert, "a checkpoint as one safetensors file, or for torch.distributed.checkpoint"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         tool.add_arguments(command)

@@ -21,7 +21,7 @@ def test_the_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert all(re.search(rf"^    {tool} ", out, re.MULTILINE) for tool in ("plan", "migrate", "run"))
+    assert all(re.search(rf"^    {tool} ", out, re.MULTILINE) for tool in ("plan", "migrate", "convert", "run"))
 
 
 def test_run_starts_the_script_in_a_process_where_torchs_names_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

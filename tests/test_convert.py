@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from fsdp.__main__ import main
 from fsdp.checkpoint import get_state_dict, save, set_state_dict, to_dcp, to_safetensors
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -95,3 +96,28 @@ def test_a_checkpoint_becomes_one_of_torchs(tmp_path: Path) -> None:
     assert_bit_equal(dict(model.named_parameters()), dict(other.named_parameters()))
     for name, states in expected["optim"]["state"].items():
         assert_bit_equal(state["optim"]["state"][name], states)
+
+
+def test_the_command_converts_to_either_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The name of the target chooses the format; a name of another format and a missing checkpoint are errors."""
+    model, _ = trained(1, sharded=False)
+    save(tmp_path / "run", model)
+    file, directory = tmp_path / "model.safetensors", tmp_path / "dcp"
+    assert main(["convert", str(tmp_path / "run"), str(file)]) == 0
+    assert capsys.readouterr().out == f"{file}: safetensors, {file.stat().st_size:,} bytes\n"
+    assert file.read_bytes() == to_safetensors(tmp_path / "run", tmp_path / "other.safetensors").read_bytes()
+
+    assert main(["convert", str(tmp_path / "run"), str(directory), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "torch.distributed.checkpoint" and found["target"] == str(directory)
+    assert found["nbytes"] == sum(path.stat().st_size for path in directory.iterdir())
+    state = {"model": {"linear.weight": torch.zeros(7, 5)}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    assert torch.equal(state["model"]["linear.weight"], model.get_parameter("linear.weight"))
+
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model.pt")]) == 2
+    assert "expected NAME.safetensors" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "nothing"), str(file)]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
