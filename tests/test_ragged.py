@@ -22,7 +22,9 @@ from tests.harness.pool import run_ranks
 
 
 def random_tensor(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a dense tensor: up to five dimensions, sizes of 1 often and 0 rarely, any memory order."""
+    """Return the shape and strides of a dense tensor: up to five dimensions, sizes of 1 often and 0 rarely, any memory
+    order.
+    """
     shape = tuple(rng.choice((1, 1, 2, 3, 4, 5, 7) if rng.random() > 0.02 else (0,)) for _ in range(rng.randrange(6)))
     if rng.random() < 0.5:
         return shape, contiguous_stride(shape)
@@ -32,7 +34,7 @@ def random_tensor(rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def numbered(shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Every element is its position in memory."""
+    """Return a tensor whose every element is the offset of that element in memory."""
     return torch.arange(math.prod(shape)).as_strided(shape, stride)
 
 
@@ -82,13 +84,13 @@ def test_whole_tensors_and_whole_rows_are_one_box() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 2), (0, 13)])
-def test_what_is_no_interval_is_refused(start: int, end: int) -> None:
+def test_invalid_intervals_are_refused(start: int, end: int) -> None:
     with pytest.raises(ValueError, match=r"no interval of a tensor of shape \(3, 4\)"):
         rectangles((3, 4), start, end)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_views_of_boxes_are_the_elements_of_the_whole(seed: int) -> None:
+def test_views_of_boxes_have_the_elements_of_the_whole_tensor(seed: int) -> None:
     rng = random.Random(100 + seed)
     for _ in range(800):
         shape, stride = random_tensor(rng)
@@ -129,7 +131,7 @@ def test_copies_without_values_have_the_interval() -> None:
         ragged.new_empty((4, 3))
 
 
-def test_what_needs_the_whole_raises() -> None:
+def test_operations_on_the_whole_tensor_raise() -> None:
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     for use in (
         lambda: ragged + 1,
@@ -169,7 +171,7 @@ def wholes() -> dict[str, Tensor]:
 
 
 def cut(values: dict[str, Tensor], rank: int, world_size: int) -> dict[str, RaggedTensor]:
-    """Each rank's part, by cuts that fall anywhere; some ranks hold nothing of some tensors."""
+    """Cut tensors into one part per rank at arbitrary offsets; some ranks hold no elements of some tensors."""
     parts = {}
     for name, whole in values.items():
         shape, stride = SHAPES[name]
@@ -195,7 +197,7 @@ def _load(folder: str) -> None:
     memory = {name: ragged.local for name, ragged in parts.items()}
     dcp.load({"model": parts}, checkpoint_id=folder)
     for name, expected in cut(wholes(), rank, world_size).items():
-        assert torch.equal(memory[name], expected.local), name  # in place
+        assert torch.equal(memory[name], expected.local), name  # loaded in place
     plain = {name: whole.clone() for name, whole in empty.items()}
     dcp.load({"model": plain}, checkpoint_id=folder)
     for name, whole in wholes().items():
@@ -205,10 +207,10 @@ def _load(folder: str) -> None:
 def _save_in_the_background(folder: str) -> None:
     parts = cut(wholes(), dist.get_rank(), dist.get_world_size())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own
+        warnings.simplefilter("ignore")  # a warning of torch
         saved = dcp.async_save({"model": parts}, checkpoint_id=folder)
     for ragged in parts.values():
-        ragged.local.zero_()  # what is saved is a copy
+        ragged.local.zero_()  # the checkpoint contains a copy
     saved.result(timeout=60)  # type: ignore[union-attr]
 
 
@@ -216,9 +218,8 @@ def _save_plain(folder: str) -> None:
     dcp.save({"model": wholes()}, checkpoint_id=folder)
 
 
-def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
-    """Rectangles at N ranks, read at M ranks and into plain tensors, and plain tensors read as rectangles;
-    also where they are saved in the background."""
+def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """Save ragged tensors, plain tensors and in the background; load at other numbers of ranks, ragged and plain."""
     for saved_at in (1, 2, 3):
         run_ranks(saved_at, _save, str(tmp_path / f"{saved_at}"))
     run_ranks(2, _save_plain, str(tmp_path / "plain"))

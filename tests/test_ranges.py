@@ -1,4 +1,4 @@
-"""What profilers and the log show of a step, and outputs that are views and changed in place."""
+"""Ranges and log lines of a step, and outputs that are views and are changed in place."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Lines(logging.Handler):
 
 
 @on_ranks(1)
-def test_profilers_and_the_log_name_what_each_unit_does() -> None:
-    os.environ["FSDP_FORCE_SHARDED"] = "1"  # one rank communicates with itself: a profiler takes seconds to begin
+def test_profilers_and_the_log_name_each_unit_and_its_work() -> None:
+    # a single rank communicates with itself, because a profiler takes seconds to start per rank
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
     model = build()
     for _ in range(2):
         model(batch(0)).sum().backward()
@@ -77,7 +78,7 @@ class Part(nn.Module):
 
 
 class Whole(nn.Module):
-    """Changes what its part returns in place: views of one tensor."""
+    """A module that changes the output of a submodule in place: views of one tensor."""
 
     def __init__(self, part: Any) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class Whole(nn.Module):
 
 @on_ranks(2)
 def test_outputs_that_are_views_may_be_changed_in_place() -> None:
-    """Autograd drops the hooks of such a view, and so the gather that its gradient would have begun."""
+    """Autograd drops the hooks of such a view, and with them the gather that the gradient would have started."""
     torch.manual_seed(3)
     plain = Whole(Part())
     torch.manual_seed(3)
@@ -109,8 +110,8 @@ def test_outputs_that_are_views_may_be_changed_in_place() -> None:
 
 
 @on_ranks(2)
-def test_a_precision_that_is_changed_later_has_no_effect() -> None:
-    """It would have had one on inputs and outputs, and none on parameters."""
+def test_changing_the_precision_config_after_wrapping_has_no_effect() -> None:
+    """A later change would apply to inputs and outputs but not to parameters."""
     asked = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
     model = FullyShardedDataParallel(nn.Linear(4, 4), mixed_precision=asked)
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -31,8 +31,10 @@ def cut(whole: torch.Tensor, pieces: int, rng: random.Random) -> list[Box]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_boxes_are_read_from_any_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Bit for bit, at any alignment of tensors and blocks, in any memory order, and with a cast."""
+def test_boxes_are_read_from_a_file_with_different_boxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Tensors are read bit for bit, at any alignment of tensors and blocks, in any memory order, and with a cast."""
     rng = random.Random(seed)
     monkeypatch.setattr(rank_file, "BLOCK", rng.choice([16, 112, 1 << 20]))
     pieces, tensors = [], {}
@@ -90,7 +92,7 @@ def test_pages_and_sectors_that_are_exchanged_change_the_checksum(size: int) -> 
 
 
 def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
-    """The header has the length, dtypes, shapes and offsets that other programs expect."""
+    """The header has the length, dtypes, shapes and offsets that safetensors readers expect."""
     path = tmp_path / "rank_0.safetensors"
     weight = torch.arange(6.0).view(2, 3)
     pieces = [Piece("w", (4, 3), Box((2, 0), (2, 3)), weight), Piece("z", (2,), Box((0,), (2,)), torch.ones(2) * 1j)]

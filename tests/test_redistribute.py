@@ -1,4 +1,4 @@
-"""Boxes that ranks have and get, by property, and the one function that moves elements from the ones to the others."""
+"""Properties of boxes and of `redistribute`, which moves elements from one placement to another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placed(rng: random.Random, form: str, shape: tuple[int, ...], stride: tuple[
 
 
 def columns(shape: tuple[int, ...], ranks: int) -> Placement:
-    """As tensor parallelism cuts: with offsets in another dimension than the first. What has none is everywhere."""
+    """Cut as tensor parallelism does, along the second dimension. A tensor with one dimension is replicated."""
     if len(shape) < 2:
         return Placement.whole(shape, ranks)
     boxes = []
@@ -57,7 +57,7 @@ def columns(shape: tuple[int, ...], ranks: int) -> Placement:
     return Placement(tuple(boxes))
 
 
-def test_two_boxes_have_in_common_what_both_have() -> None:
+def test_the_intersection_of_two_boxes_has_the_elements_of_both() -> None:
     rng = random.Random(0)
     for _ in range(500):
         shape, stride = random_tensor(rng)
@@ -87,7 +87,7 @@ def parts_of(placement: Placement, whole: torch.Tensor, rank: int) -> list[Part]
 
 
 def memory_for(rng: random.Random, placement: Placement, whole: torch.Tensor, rank: int) -> list[Part]:
-    """In one run, or with gaps between the rows."""
+    """Return contiguous memory, or memory with gaps between the rows."""
     parts: list[Part] = []
     for box in placement.boxes[rank]:
         sizes = [*box.sizes[:-1], box.sizes[-1] + rng.randrange(3)] if box.sizes else []
@@ -98,11 +98,11 @@ def memory_for(rng: random.Random, placement: Placement, whole: torch.Tensor, ra
 
 @pytest.mark.parametrize("seed", range(2))
 @on_ranks(3)
-def test_every_placement_becomes_every_other(seed: int) -> None:
-    """Whole, rows, columns, flat intervals; in any dtype and memory order; in messages and directly."""
+def test_redistribute_moves_any_placement_into_any_placement(seed: int) -> None:
+    """Whole tensors, rows, columns and flat intervals, in any dtype and memory order, by messages and directly."""
     rng, own = random.Random(seed), random.Random(dist.get_rank())
     rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group()  # its messages are not the same number on all ranks
+    group = dist.new_group()  # ranks send different numbers of messages
     for way in ("native", "direct", "auto"):
         os.environ["FSDP_COLLECTIVES"] = way
         channel = Channel(group, CPU)
@@ -128,7 +128,7 @@ def test_every_placement_becomes_every_other(seed: int) -> None:
 
 
 @on_ranks(2)
-def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
+def test_many_tensors_move_in_one_collective_and_local_ones_in_none() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     shape, stride = (5, 7), (7, 1)
     whole = numbered(shape, stride, torch.float32)
@@ -157,7 +157,7 @@ def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
 
 
 class Columns(Form):
-    """Each rank's columns, as a plain tensor."""
+    """A form of state in which each rank has some columns, as a plain tensor."""
 
     called, is_cut = "a state dict of columns", True
 
@@ -189,8 +189,8 @@ def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
-    """Model and optimizer state leave in it."""
+def test_a_new_form_of_state_needs_only_one_class(use_orig_params: bool) -> None:
+    """Model and optimizer state are exported in it."""
     whole, states = states_in(StateDictType.FULL_STATE_DICT, None, use_orig_params)
     form = Columns(offload_to_cpu=False)
     cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, form, use_orig_params)
@@ -201,9 +201,8 @@ def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
         assert torch.equal(local, Box.whole(full.shape).cut(box, full))
 
 
-def test_a_small_tensor_is_no_more_work_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4096 ranks 8 have some of it: there are as many messages, not one for each rank, and for the next tensor that
-    is placed alike nobody looks at boxes again."""
+def test_the_work_for_a_small_tensor_is_independent_of_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If 8 of 4096 ranks hold parts, 8 messages are made; a second tensor with the same placement reuses the plan."""
     shape, stride, ranks, made = (16, 4), (4, 1), 4096, [0]
 
     class Counted(redistribute_module._Message):
@@ -221,7 +220,7 @@ def test_a_small_tensor_is_no_more_work_among_many_ranks(monkeypatch: pytest.Mon
     channel.rank, channel.size = 3, ranks
     held = [(box, torch.zeros(box.sizes)) for box in source.boxes[3]]
     for target in (Placement.chunks(shape, ranks), Placement.whole(shape, ranks, only=5)):
-        for most in (32, 2):  # again, only to find what leaves
+        for most in (32, 2):  # a second tensor with the same placement compares no boxes
             made[0] = 0
             looks.reset_mock()
             redistribute([Item(torch.float32, stride, source, target, held, [])], channel, "gather")

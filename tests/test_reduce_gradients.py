@@ -1,4 +1,4 @@
-"""`reduce_gradients()`: gradients that `no_sync()` has accumulated are reduced without another backward."""
+"""`reduce_gradients()` reduces gradients accumulated under `no_sync()` without another backward."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def batch(rank: int, index: int) -> Tensor:
 
 
 def accumulate(model: FullyShardedDataParallel, batches: int, **options: Any) -> None:
-    """Run so many backwards inside `no_sync()`."""
+    """Run `batches` backwards inside `no_sync()`."""
     with model.no_sync():
         for index in range(batches):
             model(batch(dist.get_rank(), index), **options).square().mean().backward()
@@ -56,11 +56,11 @@ def accumulate(model: FullyShardedDataParallel, batches: int, **options: Any) ->
     ("strategy", "use_orig_params", "world_size"), pairwise([FULL, GRAD_OP, NONE], [True, False], [1, 2, 3])
 )
 @on_ranks("world_size")
-def test_equals_a_last_backward_outside_no_sync(
+def test_reduce_gradients_equals_a_last_backward_outside_no_sync(
     world_size: int, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
     model, other = build(strategy, use_orig_params), build(strategy, use_orig_params)
-    for _ in range(2):  # the second time added to what the first has left
+    for _ in range(2):  # the second iteration adds to the gradients of the first
         accumulate(model, 3)
         model.reduce_gradients()
         accumulate(other, 2)
@@ -88,7 +88,8 @@ def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> No
 @pytest.mark.parametrize("counts", [[2, 2], [3, 1], [0, 2], [1, 0, 4]], ids=str)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStrategy, counts: list[int]) -> None:
-    """A rank without any contributes zeros. The result is the sum of all gradients, divided by the number of ranks.
+    """A rank without micro-batches contributes zeros. The result is the sum of all gradients, divided by the number of
+    ranks.
 
     Where a forward gathers parameters, `fsdp.join` keeps the forwards of the ranks together.
     """
@@ -96,7 +97,7 @@ def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStr
 
 
 @on_ranks(2)
-def test_costs_one_reduction_of_each_unit_and_no_gather() -> None:
+def test_reduce_gradients_reduces_each_unit_once_and_gathers_none() -> None:
     model = build(FULL, True)
     model(batch(0, 0)).sum().backward()
     model.zero_grad()
@@ -112,12 +113,12 @@ def test_costs_one_reduction_of_each_unit_and_no_gather() -> None:
     assert (log.nbytes(label="reduce the root unit"), log.nbytes(label="reduce unit 'first'")) == once
     assert not any(str(label).startswith("gather") for label in log.labels())
     with record_collectives() as log:
-        model.reduce_gradients()  # nothing is accumulated any more
+        model.reduce_gradients()  # no accumulated gradients remain
     assert not any(str(label).startswith("reduce") for label in log.labels())
 
 
 @on_ranks(2)
-def test_leaves_units_without_gradients_alone() -> None:
+def test_units_without_gradients_are_not_reduced() -> None:
     model = build(FULL, True)
     accumulate(model, 2, skip_second=True)
     model.reduce_gradients()
@@ -126,8 +127,8 @@ def test_leaves_units_without_gradients_alone() -> None:
 
 
 @on_ranks(2)
-def test_ranks_may_have_used_different_units() -> None:
-    """One rank uses a unit that the other one does not."""
+def test_ranks_may_reduce_after_using_different_units() -> None:
+    """One rank uses a unit that the second rank skips."""
     model = build(FULL, True, reduce_unused=True)
     model.head.bias.requires_grad_(False)
     accumulate(model, 2, skip_second=dist.get_rank() == 0)
@@ -138,7 +139,7 @@ def test_ranks_may_have_used_different_units() -> None:
 
 
 @on_ranks(4)
-def test_with_mixed_precision_and_with_hybrid_sharding() -> None:
+def test_reduce_gradients_with_mixed_precision_and_hybrid_sharding() -> None:
     for options in (
         {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
         {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2))},
@@ -153,7 +154,7 @@ def test_with_mixed_precision_and_with_hybrid_sharding() -> None:
 
 
 @on_ranks(2)
-def test_is_refused_during_a_forward_and_by_inner_units() -> None:
+def test_reduce_gradients_is_refused_during_a_forward_and_by_inner_units() -> None:
     model = build(FULL, True)
     model(batch(0, 0))
     inner: Any = model.module.first
@@ -181,6 +182,6 @@ def _is_left_out_by_rank_1() -> None:
         model(batch(1, 1))
 
 
-def test_a_rank_that_does_not_call_it_is_an_error_on_all() -> None:
+def test_a_rank_that_omits_reduce_gradients_is_an_error_on_all_ranks() -> None:
     with pytest.raises(RankFailure, match=r"reduce_gradients\(\)"):
         run_fresh(2, _is_left_out_by_rank_1)

@@ -1,7 +1,7 @@
-"""`reduce_unused=True`: ranks run different units, and train as plain replicas whose skipped gradients are zeros.
+"""`reduce_unused=True`: ranks run different units and train as plain replicas whose skipped gradients are zeros.
 
-The programs run in lockstep with a plain replica of every rank (see `tests.harness.lockstep`): values and gradients are
-compared bit for bit on 2 ranks, and what no rank has used keeps no gradient.
+The programs run in lockstep with a plain replica of every rank (see `tests.harness.lockstep`). Values and gradients are
+compared bit for bit on 2 ranks. A parameter that no rank used has no gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 5
-COUNT = 4  # blocks of a chain
+COUNT = 4  # the blocks of a chain
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Blocks in the order that the batch asks for, some of them or one of them repeatedly."""
+    """Runs the blocks that the batch names, in that order, possibly repeatedly."""
 
     def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Chain(nn.Module):
 
 
 class Layer(nn.Module):
-    """A mixture of experts: a router of its own, and each row goes through one expert."""
+    """A mixture of experts with a router: each row passes through one expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,17 +91,17 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-# Which blocks each rank runs, step by step; rank r takes entry r.
+# The blocks that each rank runs, step by step; rank r takes entry r.
 ORDERS: list[tuple[list[int], ...]] = [
-    ([0, 1, 2, 3], [1, 2, 3], [0, 1, 2, 3]),  # the first is skipped, before there is any record
-    ([0, 1, 2, 3], [0, 1, 3], [0, 2, 3]),  # one in the middle
-    ([0, 1, 2], [0, 1, 2, 3], [0, 1, 2]),  # the last
-    ([0, 2], [1, 3], [3]),  # nothing in common
+    ([0, 1, 2, 3], [1, 2, 3], [0, 1, 2, 3]),  # the first is skipped, before an order is recorded
+    ([0, 1, 2, 3], [0, 1, 3], [0, 2, 3]),  # a middle block is skipped
+    ([0, 1, 2], [0, 1, 2, 3], [0, 1, 2]),  # the last block is skipped
+    ([0, 2], [1, 3], [3]),  # no block in common
     ([], [0, 1, 2, 3], []),
-    ([0, 1, 3], [0, 1, 3], [0, 1, 3]),  # 2 by no rank: it keeps its value, momentum or not
+    ([0, 1, 3], [0, 1, 3], [0, 1, 3]),  # no rank uses block 2: it keeps its value, with and without momentum
     ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
-    ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0]),  # another order
-    ([0, 0, 1], [1, 0, 1], [3, 3, 3]),  # some repeatedly
+    ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0]),  # different orders
+    ([0, 0, 1], [1, 0, 1], [3, 3, 3]),  # some blocks run repeatedly
 ]
 
 
@@ -128,14 +128,16 @@ def run_orders(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data
         out = model(x, by_rank[data.rank])
         out.tanh().mean().backward()
         yield {"out": out, "x": x.grad}
-        with torch.no_grad():  # nor need evaluations be alike
+        with torch.no_grad():  # evaluations may differ between ranks
             evaluated = model(x, by_rank[(data.rank + 1) % data.world_size])
         yield {"out": evaluated}
         yield STEP
 
 
 def accumulate(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
-    """Two micro-batches under `no_sync`, the third reduces: a rank has unsharded gradients of units it skips there."""
+    """Run two micro-batches under `no_sync`; the third reduces. A rank has unsharded gradients of units that it skips
+    there.
+    """
     for step in range(0, len(orders), 3):
         for micro, by_rank in enumerate(orders[step : step + 3]):
             quiet = micro < 2 and isinstance(model, FullyShardedDataParallel)
@@ -147,7 +149,7 @@ def accumulate(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data
 
 
 def two_graphs(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
-    """Two forwards, then a backward of each in the other order; the second is not on every rank's mind alike."""
+    """Run two forwards, then the backwards in reverse order. Ranks skip different units in the second forward."""
     for step in range(0, len(orders) - 1, 2):
         outs = [model(data.tensor(at, 3, WIDTH), orders[at][data.rank]) for at in (step, step + 1)]
         for out in reversed(outs):
@@ -171,8 +173,11 @@ SOME_MODES = ((ShardingStrategy.FULL_SHARD, True), (ShardingStrategy.SHARD_GRAD_
 
 
 def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto", after: float | None = None) -> None:
-    """In float64: what rounding alone makes of a gradient whose parts cancel is far from a wrong value. Bit for bit on
-    2 ranks, but for `after` units once there was a step; gloo adds three numbers in an order of its own."""
+    """Compare a program with plain replicas in float64, where rounding differences are far from wrong values.
+
+    On 2 ranks the comparison is bit for bit, except for `after` units of rounding after the first step. On 3 ranks gloo
+    chooses the order of additions.
+    """
     torch.set_default_dtype(torch.float64)
     os.environ["FSDP_COLLECTIVES"] = way
     try:
@@ -188,8 +193,10 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size", timeout=120)
-def test_skipped_units(world_size: int) -> None:
-    """Units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
+def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int) -> None:
+    """Units are skipped at the beginning, in the middle, at the end, by all ranks, and in different orders; with
+    momentum.
+    """
     chain = partial(seeded, Chain)
     check(partial(run_orders, ORDERS), chain, MOST_MODES if dist.get_world_size() == 2 else EVERY_MODE[1::2])
     if dist.get_world_size() == 3:
@@ -201,8 +208,8 @@ def test_skipped_units(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=120)
-def test_experts_and_accumulation(world_size: int) -> None:
-    """Nested units, routed by the data; unsharded gradients of units that the reducing backward skips."""
+def test_experts_and_accumulation_train_as_plain_replicas(world_size: int) -> None:
+    """Nested units are routed by the data. Unsharded gradients exist for units that the reducing backward skips."""
     check(route, partial(seeded, Experts))
     # A block that runs twice: (a + b) + (c + d), where the plain model has ((a + b) + c) + d.
     modes = MOST_MODES if dist.get_world_size() < 3 else SOME_MODES
@@ -214,7 +221,7 @@ def test_experts_and_accumulation(world_size: int) -> None:
 
 
 class ZeroedChain(Chain):
-    """Runs every block in order, and takes the output of those that are not asked for zero times."""
+    """Runs every block in order, and multiplies the outputs of skipped blocks by zero."""
 
     def forward(self, x: Tensor, order: list[int]) -> Tensor:
         for index, block in enumerate(self.blocks):
@@ -225,8 +232,8 @@ class ZeroedChain(Chain):
 
 @pytest.mark.parametrize("way, offload", [("native", False), ("direct", True)])
 @on_ranks(2)
-def test_mixed_precision(way: str, offload: bool) -> None:
-    """As if the units that are skipped had been run and their outputs taken zero times."""
+def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: str, offload: bool) -> None:
+    """Steps in bfloat16, with evaluations in full precision and a backward through such a graph in between."""
     os.environ["FSDP_COLLECTIVES"], os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = way, "1"
     try:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -252,8 +259,11 @@ def test_mixed_precision(way: str, offload: bool) -> None:
 
 
 @on_ranks(2)
-def test_like_ddp() -> None:
-    """The same gradients as DDP with `find_unused_parameters`, and None where it has None."""
+def test_gradients_equal_those_of_ddp_with_find_unused_parameters() -> None:
+    """The gradients equal DDP's, and are None where DDP's are None.
+
+    In float64, with momentum: kernels round differently in flat vectors than in single tensors.
+    """
     plain = nn.parallel.DistributedDataParallel(seeded(Chain).double(), find_unused_parameters=True)
     model = build(seeded(Chain).double(), ShardingStrategy.NO_SHARD, True)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (plain, model)]
@@ -271,7 +281,9 @@ def test_like_ddp() -> None:
 
 
 class Partly(nn.Module):
-    """No rank uses `never`; some ranks use `at_times` in some steps, the others a unit whose backward comes last."""
+    """No rank uses `never`. Some ranks use `at_times` in some steps; the remaining ranks use a unit whose backward
+    comes last.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,8 +303,8 @@ AGREED = "agree on the parameters that are used"
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @on_ranks("world_size")
-def test_m6_weight_decay_leaves_what_no_rank_uses(world_size: int) -> None:
-    """What no rank has used since the last step has no gradient, so that AdamW leaves it as it is."""
+def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: int) -> None:
+    """A parameter that no rank used since the last step has no gradient, so AdamW does not change it."""
     world_size = dist.get_world_size()
     for strategy, options in (
         [(ShardingStrategy.HYBRID_SHARD, {"device_mesh": init_device_mesh("cpu", (2, 2))})]
@@ -337,7 +349,7 @@ def test_m6_weight_decay_leaves_what_no_rank_uses(world_size: int) -> None:
 
 
 def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:
-    """Gathers and reductions of each step."""
+    """Return the gathers and reductions of each step."""
     model = build(seeded(Chain), ShardingStrategy.FULL_SHARD, True)
     counts = []
     for step in range(3):
@@ -352,10 +364,13 @@ def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     "orders, units", [(([0, 1, 2, 3], [0, 3]), 4), (([0, 2], [1, 3]), 4), (([1], [1, 2]), 2), (([3, 2, 0], [3, 0]), 3)]
 )
-def test_counts(orders: tuple[list[int], ...], units: int) -> None:
-    """Each unit that some rank uses is gathered twice and reduced once, on every rank, and what none uses is not.
+def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
+    orders: tuple[list[int], ...], units: int
+) -> None:
+    """A unit that some rank uses is gathered twice and reduced once, on every rank; a unit that no rank uses is not.
 
-    In an order that is not the tree's, that is so once the order is known."""
+    If the order differs from the tree's, this holds once the order is known.
+    """
     for counts in run_ranks(2, count, orders):
         assert counts[-1] == (2 * units + 1, units + 1), counts
 
@@ -393,15 +408,15 @@ def disagree_in_all_ways() -> list[str]:
     return [disagree(how) for how in DISAGREEMENTS]
 
 
-def test_what_is_no_choice() -> None:
-    """Passes, freezing and the argument itself have to be the same on every rank, who else all raise."""
+def test_arguments_that_differ_between_ranks_raise_on_every_rank() -> None:
+    """The passes, frozen parameters and the argument must agree."""
     for errors in run_ranks(2, disagree_in_all_ways):
         for words, error in zip(DISAGREEMENTS.values(), errors, strict=True):
             assert all(word in error for word in words), error
 
 
 def fail_together() -> None:
-    """Every rank raises in the same step, in units of its own; the next step is as if nothing had been."""
+    """Every rank raises in one step, each in a different unit; the next step trains as if no error had occurred."""
     rank = dist.get_rank()
     model, other = (
         build(seeded(Chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
@@ -421,7 +436,9 @@ def fail_together() -> None:
 
 @on_ranks(2)
 def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
-    """A model that was wrapped without it has trained, trains with it, and goes on without it."""
+    """A model wrapped without the option trains, trains with the option switched on, and continues with it switched
+    off.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         chain = partial(seeded, Chain)

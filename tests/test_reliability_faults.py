@@ -1,7 +1,7 @@
-"""An exception anywhere in a step, on every rank alike; a retry is then as if it had not happened.
+"""A step is repeatable after an exception anywhere in it, on every rank alike.
 
-What models raise themselves, in forward, backward and recomputation, is in test_backward_faults.py. Here memory runs
-out where the engine asks for it, at each place of a step in turn, and an optimizer fails.
+Exceptions of the model itself, in forward, backward and recomputation, are in test_backward_faults.py. Here memory runs
+out at each request of the engine in turn, and an optimizer fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Part(nn.Module):
 
 
 class Around(nn.Module):
-    """A unit with units inside, the last of which ends with it."""
+    """A unit with nested units, the last of which ends together with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,19 +71,19 @@ def batch(step: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=generator).requires_grad_()
 
 
-class OutOfMemory:
-    """While installed, the memory of buffers runs out at the `left`-th request."""
+class MemoryFault:
+    """While installed, request number `countdown` for buffer memory raises an out-of-memory error."""
 
     def __init__(self) -> None:
-        self.left = 0
-        self.asked = 0
+        self.countdown = 0
+        self.requests = 0
         self._allocate = MemoryPool.allocate
 
-    def __enter__(self) -> OutOfMemory:
+    def __enter__(self) -> MemoryFault:
         def allocate(pool: MemoryPool, buffer: PooledTensor) -> None:
-            self.asked += 1
-            self.left -= 1
-            if self.left == 0:
+            self.requests += 1
+            self.countdown -= 1
+            if self.countdown == 0:
                 raise torch.OutOfMemoryError("there is no more")
             self._allocate(pool, buffer)
 
@@ -124,24 +124,24 @@ def out_of_memory(recompute: str) -> int:
                     param.mul_(factor)
 
         expected = {}
-        for factor in (2.0, 0.5):  # the second has a record to follow
+        for factor in (2.0, 0.5):  # the second step has a recorded order
             scale(factor)
             expected[factor] = step(model)
             model.zero_grad()
-        with OutOfMemory() as memory:
+        with MemoryFault() as memory:
             step(model)
             model.zero_grad()
-            asked, memory.asked = memory.asked, 0
-            stride = 1 if number + len(recompute) == 0 else len(CHOICES)  # each place with one of them
-            for place in range(1 + number % stride, asked + 1, stride):
-                what = f"{options}, {strategy}, out of memory at {place} of {asked}"
-                memory.left = place
+            requests, memory.requests = memory.requests, 0
+            stride = 1 if number + len(recompute) == 0 else len(CHOICES)  # each request with one of the choices
+            for request in range(1 + number % stride, requests + 1, stride):
+                what = f"{options}, {strategy}, out of memory at {request} of {requests}"
+                memory.countdown = request
                 with pytest.raises(torch.OutOfMemoryError):
                     step(model)
-                if place // len(CHOICES) % 2:
+                if request // len(CHOICES) % 2:
                     model.reset_iter_state()
                 model.zero_grad()
-                for factor in (2.0, 0.5):  # what was gathered for the step that failed is not what there is now
+                for factor in (2.0, 0.5):  # buffers gathered for the failed step are stale
                     scale(factor)
                     loss, grads = step(model)
                     assert_bit_equal({"loss": loss}, {"loss": expected[factor][0]}, f"{what}, times {factor}")
@@ -153,8 +153,10 @@ def out_of_memory(recompute: str) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
-def test_memory_runs_out(recompute: str) -> None:
-    """For a full buffer, needed now or gathered ahead, or for a reduction; with and without `reset_iter_state()`."""
+def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompute: str) -> None:
+    """The requests are for a full buffer needed now or prefetched, or for a reduction; with and without
+    `reset_iter_state()`.
+    """
     for count in run_ranks(2, out_of_memory, recompute):
         assert count > 15, count
 
@@ -164,8 +166,8 @@ class Fault(Exception):
 
 
 @on_ranks(2)
-def test_the_optimizer_fails() -> None:
-    """Before it changes anything, or after it has changed all."""
+def test_training_continues_after_the_optimizer_raised() -> None:
+    """The optimizer raises before any change, or after all changes."""
 
     def fail(*args: Any) -> None:
         raise Fault

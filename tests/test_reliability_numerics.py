@@ -1,7 +1,4 @@
-"""Numbers that must not move: long parity, determinism, memory that nobody wrote, padding, shared and odd parameters.
-
-The number in a test's name is that of the requirement it holds up.
-"""
+"""Numerical guarantees: long parity, determinism, uninitialized memory, padding, tied and unusual parameters."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ MODES = (True, False)
 
 
 def ways(strategies: Sequence[str] = STRATEGIES) -> list[tuple[str, bool]]:
-    """Each strategy in both modes on 2 ranks; on other numbers of ranks in one of them, by turns."""
+    """Yield each strategy in both modes on 2 ranks; on other numbers of ranks each strategy in one mode, by turns."""
     if dist.get_world_size() == 2:
         return list(product(strategies, MODES))
     return [(strategy, MODES[number % 2]) for number, strategy in enumerate(strategies)]
@@ -67,7 +64,7 @@ def assert_same_steps(actual: list[Step], expected: list[Step], what: str) -> No
 
 
 def plain_on_rank_0(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule) -> list[Step]:
-    """What `run_plain` gives; rank 0 alone compares, with the steps of all ranks that it has with `rank0_only`."""
+    """Run `run_plain` on rank 0, which alone compares: with `rank0_only` it has the steps of all ranks."""
     return run_plain(case, make_optimizer, dist.get_world_size(), schedule) if dist.get_rank() == 0 else []
 
 
@@ -86,9 +83,12 @@ LONG = Schedule(steps=20)
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
 @on_ranks("world_size")
-def test_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
-    """Bit for bit: nothing is reduced on 1 rank, two terms have one order, and a direct exchange sums in rank order.
-    Each model with each optimizer, by turns (test_parity.py has all of them, and 5 steps)."""
+def test_twenty_steps_equal_a_reference_that_adds_in_the_same_order(world_size: int, optimizer: str) -> None:
+    """Equality is bit for bit: nothing is reduced on 1 rank, a sum of two terms has one order, and a direct exchange
+    sums in rank order.
+
+    The pairs of model and optimizer take turns (test_parity.py has all of them, with 5 steps).
+    """
     name = LONG_MODELS[(world_size + (optimizer == "sgd")) % 2]
     os.environ["FSDP_COLLECTIVES"] = "direct"
     mode = (name == "mlp") == (optimizer == "adamw")
@@ -102,7 +102,7 @@ LONG_MODELS = ("tied-transformer", "mlp")
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
 def test_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
-    """Nothing but rounding apart from the plain model, in float64, with the backend's own collectives."""
+    """The difference is rounding only, in float64, with the backend's native collectives."""
     name = LONG_MODELS[world_size % 2]
     os.environ["FSDP_COLLECTIVES"] = "native"
     world_size, make_optimizer, mode = dist.get_world_size(), OPTIMIZERS["sgd"], name != "mlp"
@@ -130,8 +130,8 @@ def test_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
     ],
 )
 @on_ranks("world_size")
-def test_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: str, name: str) -> None:
-    """The second run's collectives are delayed at random, and their results appear only when they are waited for."""
+def test_two_runs_are_bit_equal_with_delayed_collectives(world_size: int, strategy: str, name: str) -> None:
+    """In the second run the collectives are delayed at random, and their results appear only at the wait."""
     mode = name == "mlp"
     os.environ["FSDP_COLLECTIVES"] = "native" if mode else "direct"
     train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy], rank0_only=True)
@@ -150,11 +150,13 @@ def test_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: s
     [(2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (3, "NO_SHARD")],
 )
 @on_ranks("world_size")
-def test_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
-    """With fresh memory full of NaN, 4 steps are those without, and padding is zero at the start and at the end: of two
-    of three models, by turns."""
+def test_training_does_not_read_uninitialized_memory(world_size: int, strategy: str) -> None:
+    """With fresh memory full of NaN, 4 steps equal those without it, and padding is zero at the start and at the end.
+
+    Each combination trains two of the three models, by turns.
+    """
     os.environ["FSDP_COLLECTIVES"] = "direct"
-    torch.use_deterministic_algorithms(True)  # poisoning needs it: so that both runs have the same kernels
+    torch.use_deterministic_algorithms(True)  # poisoning needs deterministic kernels, so both runs use them
     cases = [("unused", "adamw", True), ("segment-reentrant", "sgd", False), ("lora", "sgd", True)]
     cases.pop((dist.get_world_size() + STRATEGIES.index(strategy)) % len(cases))
     for name, optimizer, mode in cases:
@@ -184,14 +186,14 @@ def train_checking_padding(case: Case, optimizer: str, strategy: str, mode: bool
 
 
 def padding_of(bucket: fsdp.BucketInfo) -> list[slice]:
-    """This rank's padding, as slices of its shard."""
+    """Return this rank's padding, as slices of the shard."""
     first, last = bucket.layout.shard_range(bucket.rank)
     ranges = [(max(start, first) - first, min(end, last) - first) for start, end in bucket.layout.gaps]
     return [slice(start, end) for start, end in ranges if start < end]
 
 
 def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) -> None:
-    """In the shards, and where the optimizer holds flat parameters in their gradients and state too."""
+    """Check the shards and, where the optimizer holds flat parameters, their gradients and optimizer state."""
     for bucket in buckets_of(model):
         flat = bucket.flat_param
         held = {"shard": flat.data, "gradient": flat.grad, **optimizer.state.get(flat, {})}
@@ -203,14 +205,14 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_padding_is_in_no_norm_and_no_optimizer_state(world_size: int) -> None:
-    """Flat parameters carry it, and what is computed of them is what is computed of the full tensors."""
+def test_padding_is_excluded_from_norms_and_optimizer_state(world_size: int) -> None:
+    """Flat parameters contain padding; norms and states computed from them equal those of the full tensors."""
     padding = run_ranks(world_size, train_and_compare_norms)
     assert sum(padding) > 0, "nothing was padded"
 
 
 def train_and_compare_norms() -> int:
-    """The number of this rank's elements of padding."""
+    """Return the number of this rank's padding elements."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule = ZOO["mlp"], Schedule(10)
     for optimizer in OPTIMIZERS if dist.get_world_size() == 2 else [*OPTIMIZERS][dist.get_world_size() % 2 :][:1]:
@@ -239,11 +241,11 @@ def train_and_compare_norms() -> int:
 
 # -- tied weights in one unit --------------------------------------------------------------------------------------
 
-ROWS, WIDTH = 37, 6  # 37 rows: no number of ranks here divides them
+ROWS, WIDTH = 37, 6  # no number of ranks here divides 37 rows
 
 
 class Tied(nn.Module):
-    """An embedding and an output layer with one weight, which looks at itself whenever it runs."""
+    """An embedding and an output layer with one weight, which the forward checks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +260,7 @@ class Tied(nn.Module):
 
 
 class TiedInside(nn.Module):
-    """A unit of its own holds both names, under other parameters."""
+    """A nested unit holds both names; the root has separate parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,9 +278,12 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks("world_size")
-def test_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None:
-    """After wrapping, backward, step and a change of dtype; and every row moves as it does in the plain model. In each
-    strategy and both modes on 2 ranks, with one of two models on others, by turns."""
+def test_tied_weights_of_one_unit_stay_one_parameter(world_size: int) -> None:
+    """The parameter stays one after wrapping, backward, step and a change of dtype, and every row trains as in the
+    plain model.
+
+    On 2 ranks each strategy in both modes; on other numbers of ranks one of two models, by turns.
+    """
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(4, batch=8), OPTIMIZERS["adamw"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -288,14 +293,14 @@ def test_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None
         for number, strategy in enumerate(STRATEGIES):
             if world_size != 2 and (number + inside + world_size // 3) % 2:
                 continue
-            # An all-reduce has an order of its own.
+            # An all-reduce adds in a different order.
             same_order = strategy != "NO_SHARD" or world_size <= 2
             dtype = torch.float32 if same_order else torch.float64
             start = case.build(dtype=dtype).get_parameter(prefix + "tokens.weight").detach()
             plain = plain_of(dtype=dtype)
             for mode in [mode for other, mode in ways() if other == strategy]:
                 what = f"{model_class.__name__} {strategy} {mode}"
-                # A unit that is the root itself is not made twice.
+                # A unit that is the root itself is not built twice.
                 policy = ModuleWrapPolicy(case.blocks) if prefix else None
                 model = wrap(case, ShardingStrategy[strategy], mode, wrap_policy=policy, dtype=dtype)
                 optimizer = make_optimizer(model.parameters())
@@ -321,7 +326,7 @@ def test_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None
 
 
 def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
-    """One parameter, one record of it with both names, and the same object at both places."""
+    """Check that there is one parameter, one record of it with both names, and the same object in both modules."""
     inner: Any = next(module for module in model.modules() if isinstance(module, Tied))
     assert inner.head.weight is inner.tokens.weight, what
     records = [record for bucket in buckets_of(model) for record in bucket.layout.params]
@@ -338,7 +343,7 @@ def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
 
 
 class SharedBlock(nn.Module):
-    """One block registered under three names and called four times, with others between."""
+    """One block registered under three names and called four times, with other layers in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +366,7 @@ SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Lin
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
-def test_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
+def test_a_module_registered_several_times_is_one_unit_and_trains_as_the_plain_one(world_size: int) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
     for case, policies in ((SHARED, (ModuleWrapPolicy({nn.Linear}), None)), (ZOO["used-twice"], (None,))):
@@ -381,7 +386,7 @@ def test_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(wo
 
 
 class Tiny(nn.Module):
-    """Parameters of one element and of no dimension, in units of their own and in the root."""
+    """Parameters of one element and of no dimension, in nested units and in the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,12 +461,12 @@ def test_parameters_of_one_element_have_gradients_on_several_ranks(world_size: i
 
 
 class Link(nn.Module):
-    """Calls the next of a chain that it does not contain, in the middle of its own forward."""
+    """A unit that calls the next unit of a chain, which it does not contain, in the middle of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.next: list[nn.Module] = []  # a list hides it from the module tree
+        self.next: list[nn.Module] = []  # a list hides the module from the tree
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.before(x))
@@ -471,7 +476,7 @@ class Link(nn.Module):
 
 
 class Chain(nn.Module):
-    """Six units of one size, each at work until the last one is done: none of them contains another."""
+    """Six units of one size, each running until the last one ends; none contains another unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -495,14 +500,14 @@ CHAIN = Case("chain", Chain, make_vectors, F.mse_loss, frozenset({Link}))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size")
 def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
-    """Every unit of the chain is gathered at once, whatever the bound on gathered units that are not at work."""
+    """Every unit of the chain is gathered at once, whatever the bound on idle gathered units."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plain = run_plain(CHAIN, make_optimizer, world_size, schedule)
     for strategy, mode in ways(STRATEGIES[:2]):
         model: Any = wrap(CHAIN, ShardingStrategy[strategy], mode)
-        model.module.join()  # the links are wrapped now
+        model.module.join()  # the links are wrapped by now
         units = [unit for _, unit, _ in units_in(model)]
         gathered: list[int] = []
         model.module.links[-1].module.register_forward_hook(  # in the innermost of the nested calls
@@ -522,7 +527,7 @@ def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
 
 
 class OddCase(Case):
-    """A model whose parameters keep the dtypes they were made with."""
+    """A model whose parameters keep their initial dtypes."""
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         with torch.random.fork_rng(devices=()):
@@ -547,7 +552,7 @@ class Mixed(nn.Module):
 
 
 class Empty(nn.Module):
-    """A unit without a single element, except for those of the block inside."""
+    """A unit without a single element, except for those of the nested block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -574,7 +579,7 @@ class FewElements(nn.Module):
 
 
 class Strided(nn.Module):
-    """Parameters whose memory is not row-major. The leaves have the strides of the originals where those are dense."""
+    """Parameters whose memory is not row-major. The leaves have the strides of the originals if those are dense."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -592,7 +597,7 @@ class Strided(nn.Module):
 
 
 class Integers(nn.Module):
-    """Frozen parameters that are no floating-point numbers, beside trained ones."""
+    """Frozen integer parameters beside trained ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -653,7 +658,9 @@ ODD = {
 )
 @on_ranks("world_size")
 def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
-    """Bit for bit, but the mean of three bfloat16 gradients may be rounded twice: their sum, and the third of it."""
+    """Equality is bit for bit, except for the mean of three bfloat16 gradients: the sum and the division may both
+    round.
+    """
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
     world_size = dist.get_world_size()
@@ -681,7 +688,7 @@ def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: s
 
 
 def _comparable(step: Step) -> Step:
-    """Complex numbers as pairs, and without the gradients and state of empty parameters, which no rank holds."""
+    """Represent complex numbers as pairs, and drop gradients and state of empty parameters, which no rank holds."""
     names = [name for name, value in step.params.items() if value.numel()]
     grads = {name: _real(step.grads[name]) for name in names}
     params = {name: _real(value) for name, value in step.params.items()}

@@ -1,5 +1,6 @@
-"""Units that stay sharded over some nearby ranks after forward: bit for bit what ``FULL_SHARD`` trains, with a backward
-that gathers among these ranks."""
+"""`reshard_after_forward=N`: units stay sharded over N nearby ranks after forward and train as with ``FULL_SHARD``, bit
+for bit. The backward gathers among these ranks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ UNITS = 5
 
 
 class Winding(Net):
-    """Calls one of its layers twice, and has segments recomputed if so asked."""
+    """Calls one layer twice if `twice` is set, and recomputes segments if `reentrant` is set."""
 
     reentrant: bool | None = None
     twice = False
@@ -54,7 +55,7 @@ Steps = Callable[[Any, Callable[[int], Tensor]], None]
 
 
 class Pair:
-    """The same model, resharded over all ranks and over two; they train alike."""
+    """Two equal models, resharded over all ranks and over two, which must train alike."""
 
     def __init__(self, **options: Any) -> None:
         self.models = [wrapped(reshard_after_forward=value, **options) for value in (True, 2)]
@@ -65,7 +66,7 @@ class Pair:
         return model(per_rank(step, dist.get_rank())).float().square().mean()
 
     def run(self, steps: Steps) -> list[tuple[int, ...]]:
-        """Have both models do it, and then step; returns over which ranks the one gathered."""
+        """Run `steps` on both models, then the optimizers; return the groups over which the second model gathered."""
         found = []
         for model in self.models:
             with record_collectives() as recorded:
@@ -80,7 +81,7 @@ class Pair:
         return found
 
     def parts(self) -> int:
-        """The bytes that the one keeps from a forward to its backward."""
+        """Return the bytes that the second model keeps from a forward to the backward."""
         return sum(h._source.tensor.nbytes for h in handles_of(self.near) if h.has_slice)
 
     def full(self) -> int:
@@ -88,7 +89,7 @@ class Pair:
 
 
 def backward(*numbers: int) -> Steps:
-    """All forwards, then all backwards."""
+    """Return steps with all forwards first, then all backwards."""
 
     def steps(model: Any, loss: Callable[[int], Tensor]) -> None:
         losses = [loss(number) for number in numbers]
@@ -98,8 +99,8 @@ def backward(*numbers: int) -> Steps:
     return steps
 
 
-def _measure(pair: Pair, here: tuple[int, ...]) -> None:
-    """The memory between a forward and its backward, what the backward gathers, and when the memory is given back."""
+def _check_memory(pair: Pair, here: tuple[int, ...]) -> None:
+    """Check the memory between forward and backward, the gathers of the backward, and when memory is freed."""
     kept: list[bool] = []
     last = pair.near.module.layers[2]._fsdp_unit
     with hooked(pair.near.module.layers[0], lambda _: kept.append(last.buffers.has_nearby_source)):
@@ -117,14 +118,14 @@ def _measure(pair: Pair, here: tuple[int, ...]) -> None:
 
 @contextmanager
 def hooked(layer: Any, hook: Callable[..., None]) -> Iterator[None]:
-    """The gradients of what ``layer`` returns inside are given to ``hook``."""
+    """Call ``hook`` with the gradients of the outputs of ``layer`` inside the context."""
     handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
     yield
     handle.remove()
 
 
 @on_ranks(4)
-def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
+def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
     rank = dist.get_rank()
     here = (0, 1) if rank < 2 else (2, 3)
     for options in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "use_orig_params": True}):
@@ -137,17 +138,18 @@ def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
 
         for step in range(2):
             assert count(pair.run(backward(step))) == (UNITS, UNITS)
-        _measure(pair, here)
-        assert count(pair.run(backward(1, 2))) == (3 * UNITS, UNITS)  # the first backward alone is nearby
+        _check_memory(pair, here)
+        assert count(pair.run(backward(1, 2))) == (3 * UNITS, UNITS)  # only the first backward gathers over two ranks
         for reentrant in (False, True):
             for model in pair.models:
                 model.module.reentrant, model.module.twice = reentrant, True
-            # the second call of a layer gathers nearby in forward, and the first one in backward if that is not behind
+            # The second call of a layer gathers over two ranks in forward, and the first one in backward, if that is
+            # still ahead.
             everywhere, nearby = count(pair.run(backward(11)))
             assert nearby == UNITS + 1 and everywhere <= UNITS + 1, (everywhere, nearby)
         for model in pair.models:
             model.module.reentrant, model.module.twice = None, False
-        pair.run(backward(12))  # what is prefetched is what came next the last time
+        pair.run(backward(12))  # the prefetch order is that of the previous step
         if options:
             continue
 
@@ -159,7 +161,7 @@ def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
         assert count(pair.run(accumulate)) == (2 * UNITS, 2 * UNITS)
 
         def evaluate(model: Any, loss: Callable[[int], Tensor]) -> None:
-            loss(5)  # no backward
+            loss(5)  # a forward without backward
             with torch.no_grad():
                 loss(6)
             assert all(handle._source is None for handle in handles_of(model))
@@ -171,10 +173,10 @@ def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
             value = loss(8)
             with torch.no_grad():
                 for param in model.parameters():
-                    param.data.mul_(0.5)  # past what counts versions
+                    param.data.mul_(0.5)  # not seen by version counters
             with model.summon_full_params(model, writeback=False):
                 assert all(torch.isfinite(param).all() for param in model.parameters())
-            value.backward()  # of what is there now, as ever
+            value.backward()  # the gradient of the current values, as with FULL_SHARD
             value = loss(9)
             with torch.no_grad():
                 for param in model.parameters():
@@ -184,7 +186,7 @@ def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
             model.reshard()
 
         pair.run(summon)
-        kept = Pair(keep_gathered_nbytes=200)  # some of what a forward keeps makes room for what the next one does
+        kept = Pair(keep_gathered_nbytes=200)  # slices kept from a forward are evicted by the next forward
 
         def rewrite(model: Any, loss: Callable[[int], Tensor]) -> None:
             loss(0)
@@ -210,7 +212,7 @@ def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
 
 @impatient
 def _fail() -> None:
-    model = wrapped(reshard_after_forward=2, process_group=dist.new_group(list(ALL)))  # of the test's own
+    model = wrapped(reshard_after_forward=2, process_group=dist.new_group(list(ALL)))  # a group of this test
     layer, stops = model.module.layers[1], dist.get_rank() == 1
 
     def loss(step: int) -> Tensor:
@@ -219,14 +221,15 @@ def _fail() -> None:
     def stop(*_: Any) -> None:
         raise ArithmeticError("failed on purpose")
 
-    model.module.reentrant = True  # a new model compares what it has recomputed with what it gathered
+    model.module.reentrant = True  # a new model compares the recomputed order with the gathered one
     loss(0).backward()
     model.module.reentrant = None
     expected = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     with nullcontext() if not stops else hooked(layer, stop):
         value = loss(0)
-    with pytest.raises(ArithmeticError if stops else RuntimeError):  # the rank nearby has gathered more
+    # the peer in the nearby group has gathered once more
+    with pytest.raises(ArithmeticError if stops else RuntimeError):
         value.backward()
     model.zero_grad()
     for _ in range(2):
@@ -234,16 +237,16 @@ def _fail() -> None:
             loss(0).backward()
             break
         except RuntimeError as error:
-            assert stops and "failed in the backward" in str(error)  # and is told what the others found out
+            assert stops and "failed in the backward" in str(error)  # the failed rank learns of the peers' error
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
 
 
-def test_ranks_go_on_after_one_of_them_has_failed_between_gathers_nearby() -> None:
+def test_ranks_continue_after_a_failure_between_gathers_over_two_ranks() -> None:
     run_ranks(4, _fail)
 
 
 @on_ranks(4)
-def test_numbers_of_ranks_and_what_is_refused() -> None:
+def test_reshard_after_forward_validates_the_number_of_ranks() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for options, wanted in (
         ({"reshard_after_forward": 1}, (False, 0)),
@@ -272,12 +275,12 @@ def test_numbers_of_ranks_and_what_is_refused() -> None:
         nearby_group(group, 2 if dist.get_rank() else 4)
     assert nearby_group(group, 2) is nearby_group(group, 2)
     assert dist.get_process_group_ranks(nearby_group(group, 2)) == ([0, 1] if dist.get_rank() < 2 else [2, 3])
-    some, _ = dist.new_subgroups(2)  # each with only its own ranks to call
+    some, _ = dist.new_subgroups(2)  # each rank creates only its own group
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
     makes = (lambda: [nearby_group(group, 2)], lambda: node_groups(dist.group.WORLD), lambda: [nearby_group(some, 2)])
     for made in makes:
-        for of_a_job in made():  # that ended its groups, but not the default one
+        for of_a_job in made():  # a job that destroyed its groups, but not the default group
             dist.destroy_process_group(of_a_job)
         for anew in made():
             assert dist.get_rank() in dist.get_process_group_ranks(anew)

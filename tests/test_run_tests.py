@@ -1,4 +1,4 @@
-"""What runs the suite: every test is run once and counted, failures are shown and end in a non-zero exit code."""
+"""`scripts/run_tests.py`: every test runs once and is counted; failures are shown and end in a non-zero exit code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def start_suite(folder: Path, files: dict[str, str], *options: str) -> subproces
     for name, text in files.items():
         (folder / name).write_text(text)
     command = [sys.executable, str(REPOSITORY / "scripts" / "run_tests.py"), "--no-types", *options, str(folder)]
-    # What a shell starts in the background, and what that starts, ignores Ctrl-C.
+    # A process that a shell starts in the background ignores Ctrl-C, and so do its children.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed)
 
@@ -102,14 +102,14 @@ def test_failures_errors_and_a_dead_process_are_shown_and_the_rest_runs(tmp_path
         assert line in lines, output
 
 
-def test_processes_side_by_side_capture_output_of_their_own(tmp_path: Path) -> None:
+def test_parallel_processes_capture_their_output_separately(tmp_path: Path) -> None:
     code, output = run_suite(tmp_path / "a", {"test_a.py": MEETS, "test_b.py": MEETS})
     assert code == 1
     for name in ("test_a", "test_b"):
         assert output.count(f"said by {name}\nand then by {name}\n") == 1, output
 
 
-def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path: Path) -> None:
+def test_an_interrupted_run_reports_it_and_leaves_no_process(tmp_path: Path) -> None:
     with start_suite(tmp_path / "a", {"test_waits.py": WAITS, "test_other.py": "def test(): pass\n"}) as process:
         waiting = tmp_path / "a" / "waiting"
         while not waiting.exists() or not waiting.read_text():
@@ -129,7 +129,7 @@ def test_exitfirst_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:
     assert "stopped early: 4 of 5 tests were run" in output and "no fixture" not in output, output
 
 
-def test_the_files_that_are_named_exist() -> None:
+def test_named_test_files_exist() -> None:
     command = [sys.executable, "-c", "import run_tests; print(*run_tests.COSTS, *run_tests.QUICK)"]
     named = subprocess.run(
         command, cwd=REPOSITORY / "scripts", capture_output=True, text=True, check=True
@@ -137,7 +137,7 @@ def test_the_files_that_are_named_exist() -> None:
     assert named and [name for name in named if not (REPOSITORY / name).exists()] == []
 
 
-def test_nothing_collected_or_not_collectable_is_a_failure(tmp_path: Path) -> None:
+def test_a_run_that_collects_no_tests_or_cannot_collect_fails(tmp_path: Path) -> None:
     code, output = run_suite(
         tmp_path / "a", {"test_wrong.py": "import no_such_module\n", "test_other.py": "def test(): pass\n"}
     )

@@ -1,4 +1,4 @@
-"""The short examples, each run as a script in two ranks: what they print is what they claim."""
+"""The short examples, each run as a script on two ranks and compared with the expected output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.pool import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
-# What each prints, in part: patterns in their order, whose groups are numbers.
+# By example: patterns of the output, in order, whose groups are numbers.
 PRINTS = {
     "minimal.py": r"step 10: loss \d.*step 50: loss \d",
     "accumulation.py": r"every time: 16 reductions.*no_sync: 4 reductions.*up to rounding: True",
@@ -44,7 +44,7 @@ def _run(path: str, options: list[str]) -> str:
 
 
 @pytest.mark.parametrize("name", PRINTS)
-def test_an_example_does_what_it_says(name: str, tmp_path: Path) -> None:
+def test_an_example_prints_the_expected_lines(name: str, tmp_path: Path) -> None:
     options = ["--to", str(tmp_path)] if name == "export_plain.py" else []
     printed, of_others = run_ranks(2, _run, str(EXAMPLES / name), options)
     found = re.search(PRINTS[name], printed, re.DOTALL)
@@ -54,8 +54,8 @@ def test_an_example_does_what_it_says(name: str, tmp_path: Path) -> None:
     assert of_others == ""
 
 
-def test_from_ddp_with_the_same_losses() -> None:
-    """The same script for DDP, torch's FSDP1 and this package: all three print the same."""
+def test_ddp_torch_fsdp_and_this_package_print_the_same_losses() -> None:
+    """The same script runs with DDP, torch's FSDP1 and this package."""
     names = ["1_ddp.py", "2_torch_fsdp.py", "3_fsdp.py"]
     ddp, torchs, ours = (run_ranks(2, _ignoring_warnings, str(EXAMPLES / "ddp_to_fsdp" / name))[0] for name in names)
     assert "step 20: loss 3." in ddp and ddp == torchs == ours
@@ -64,11 +64,11 @@ def test_from_ddp_with_the_same_losses() -> None:
 def _ignoring_warnings(path: str) -> str:
     import warnings
 
-    warnings.simplefilter("ignore")  # torch says of its own interface that it is not to be used for long any more
+    warnings.simplefilter("ignore")  # torch's deprecation warning of FSDP1
     return _run(path, [])
 
 
-def test_every_example_is_short_and_says_how_it_is_started() -> None:
+def test_every_example_is_short_and_shows_its_command_line() -> None:
     for path in EXAMPLES.rglob("*.py"):
         name = str(path.relative_to(EXAMPLES))
         if name not in ("train_gpt.py", "resume_elastic.py"):

@@ -1,4 +1,4 @@
-"""Checkpoints: from any number of ranks to any other, written whole or not at all, verified before they load."""
+"""Checkpoints: loaded at any number of ranks, written atomically, verified before they load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Rich(nn.Module):
-    """Ties, buffers, few elements and none, memory in another order, frozen, ignored, extra state."""
+    """Ties, buffers, few elements and none, transposed memory, frozen and ignored parameters, extra state."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def on(disk: Disk) -> Iterator[None]:
+def on_disk(disk: Disk) -> Iterator[None]:
     before, files.disk = files.disk, disk
     try:
         yield
@@ -108,7 +108,7 @@ WAYS = [(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)]
 
 
 def save_everywhere(root: str) -> None:
-    """As each of `WAYS`, with values that depend on its number alone."""
+    """Save a model in each of `WAYS`, with values that depend only on the number of the way."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, (strategy, mode) in enumerate(WAYS):
         model = rich(number, strategy, mode)
@@ -119,7 +119,7 @@ def save_everywhere(root: str) -> None:
 
 
 def load_everywhere(root: str) -> None:
-    """All on one rank; two of three on 2 ranks, by turns, and the third on 4."""
+    """Load all checkpoints on one rank; on 2 ranks two of three by turns, and the third on 4."""
     here = dist.get_world_size()
     for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
         third = (world_size + number) % 3 == 0
@@ -138,8 +138,8 @@ def load_everywhere(root: str) -> None:
             assert extra["python"] == random.Random(saved).getstate()
 
 
-def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
-    """1, 2, 3 ranks to 1, 2, 4, to a plain model and to none; strategies and modes change on the way."""
+def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """1, 2 and 3 ranks to 1, 2 and 4, to a plain model and to a plain process; strategies and modes change."""
     for world_size in (1, 2, 3):
         run_ranks(world_size, save_everywhere, str(tmp_path))
     for world_size in (1, 2, 4):
@@ -157,8 +157,8 @@ def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
 
 
 @on_ranks(3)
-def test_some_ranks(tmp_path: Path) -> None:
-    """The ranks of a group save and load; the others need not call."""
+def test_a_group_saves_and_loads_without_the_remaining_ranks(tmp_path: Path) -> None:
+    """The ranks of a group save and load, and the remaining ranks do not call."""
     root = str(tmp_path)
     group = dist.new_group([1, 2])
     if dist.get_rank() != 0:
@@ -175,11 +175,11 @@ def test_some_ranks(tmp_path: Path) -> None:
 
 # -- with the optimizer ------------------------------------------------------------------------------------------------
 
-LORA = ZOO["lora"]  # has frozen parameters
+LORA = ZOO["lora"]  # this model has frozen parameters
 
 
 def trained(seed: int, mode: bool) -> tuple[FullyShardedDataParallel, Optimizer]:
-    """Two groups where parameters are visible; the frozen ones are in no group."""
+    """Train with two parameter groups where parameters are visible; frozen parameters are in no group."""
     model = wrap(LORA, FULL_SHARD, mode, seed=seed)
     params = [param for param in model.parameters() if param.requires_grad]
     groups = [{"params": params[1:], "weight_decay": 0.1}, {"params": params[:1], "lr": 0.02}]
@@ -196,7 +196,7 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int) -> None:
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of everything, by name."""
+    """Return copies of all parameters and states, by name."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
     return {key: torch.as_tensor(value) for key, value in {**of_model, **of_optimizer}.items() if value is not None}
@@ -229,8 +229,8 @@ def resume(root: str) -> list[dict[str, Tensor]]:
     return told
 
 
-def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
-    """Parameters, optimizer state and the next steps, bit for bit at the same number of ranks. FD13: merged groups
+def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
+    """Parameters, optimizer state and the next steps are equal, bit for bit at the same number of ranks; merged groups
     are refused.
 
     No tensor data travels; in a load the ranks agree on three numbers.
@@ -238,7 +238,7 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
     expected = run_ranks(2, save_halfway, str(tmp_path))[0]
     for world_size in (1, 2, 3):
         found = run_ranks(world_size, resume, str(tmp_path))[0]
-        every = 1 if world_size == 2 else 2  # other numbers of ranks add gradients up in another order
+        every = 1 if world_size == 2 else 2  # other numbers of ranks add gradients in a different order
         for ours, theirs in zip(found[::every], expected[::every], strict=True):
             assert_bit_equal(ours, theirs)
     for mode in (False, True):
@@ -260,7 +260,7 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
         assert_bit_equal(module.state_dict(), saved.model)
 
 
-def goes_on_from_the_first_step(root: str) -> None:
+def resume_from_the_first_step(root: str) -> None:
     for mode, kind in itertools.product((False, True), (torch.optim.Adam, torch.optim.Rprop)):
         models = [wrap(LORA, FULL_SHARD, mode, seed=1) for _ in range(2)]
         optimizers = [kind([p for p in model.parameters() if p.requires_grad], lr=0.01) for model in models]
@@ -271,11 +271,11 @@ def goes_on_from_the_first_step(root: str) -> None:
         assert_bit_equal(whole(models[1], optimizers[1]), whole(models[0], optimizers[0]))
 
 
-def test_an_optimizer_that_has_not_stepped_has_not_when_it_was_saved(tmp_path: Path) -> None:
-    """No step is counted, no state made up that a rate of zero leaves, and no step made for it."""
-    run_ranks(2, goes_on_from_the_first_step, str(tmp_path))
+def test_loading_an_optimizer_that_never_stepped_adds_no_state(tmp_path: Path) -> None:
+    """No step is counted or run, and no state is made."""
+    run_ranks(2, resume_from_the_first_step, str(tmp_path))
     module = nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(module.parameters())  # whose steps want a function
+    optimizer = torch.optim.LBFGS(module.parameters())  # this optimizer's steps need a closure
     load(save(tmp_path / "plain", module, optimizer), module, optimizer)
     assert not optimizer.state
 
@@ -284,20 +284,21 @@ def test_an_optimizer_that_has_not_stepped_has_not_when_it_was_saved(tmp_path: P
 
 
 class Killed(BaseException):
-    """The process is gone."""
+    """The simulated end of the process."""
 
 
 class Faulty(Disk):
-    """Fails at its `at`-th operation, counted from 0: `error` once, or for good with the power if there is none.
+    """A disk that fails at operation number `at`, counted from 0: with `error` once, or without it for good, as at a
+    power loss.
 
-    A write fails in its middle. What was not synced when the power went is half there; names in directories that were
-    not synced are as they were before, or not.
+    A write fails halfway. Data that were not synced are half there; names in directories that were not synced are as
+    before, or lost.
     """
 
     def __init__(self, at: int = -1, error: OSError | None = None) -> None:
         self.at, self.error, self.count = at, error, 0
         self.unsynced: dict[BinaryIO, Path] = {}
-        self.names: list[tuple[Path, Any]] = []  # the directory, and what makes it what it was
+        self.names: list[tuple[Path, Any]] = []  # the directory, and the function that makes the rename durable
 
     def _step(self) -> None:
         number, self.count = self.count, self.count + 1
@@ -312,7 +313,7 @@ class Faulty(Disk):
             if path.exists():
                 os.truncate(path, path.stat().st_size // 2)
         undone = [undo for _, undo in self.names]
-        if names == "a rename lost":  # file systems may keep what came later
+        if names == "a rename lost":  # file systems may keep later operations
             undone = [undo for undo in undone if undo.__name__ == "rename_back"][:1]
         for undo in reversed(undone) if names != "names kept" else ():
             undo()
@@ -381,7 +382,7 @@ def small(value: float) -> nn.Module:
 
 
 def value_of(root: Path) -> tuple[float, Any] | None:
-    """What the latest checkpoint holds, which is of one piece; None if there is none."""
+    """Return the values of the latest checkpoint, which must be consistent; None if there is none."""
     module = small(-1.0)
     try:
         extra = load(root, module)
@@ -392,24 +393,24 @@ def value_of(root: Path) -> tuple[float, Any] | None:
 
 
 def operations(root: Path) -> int:
-    """How many a save that removes an older checkpoint takes."""
+    """Return the number of operations of a save that removes an older checkpoint."""
     save(root, small(1.0), extra=1)
-    with on(disk := Faulty()):
+    with on_disk(disk := Faulty()):
         save(root, small(2.0), extra=2, keep=1)
     return disk.count
 
 
 @pytest.mark.parametrize("names", ["names kept", "names lost", "a rename lost"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwriting"])
-def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool, names: str) -> None:
-    """Exactly the old or exactly the new checkpoint; the next save is not hindered by what was left."""
+def test_a_power_loss_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Path, fresh: bool, names: str) -> None:
+    """Either the old or the new checkpoint is there, and leftovers do not disturb the next save."""
     old, new, seen = None if fresh else (1.0, 1), (2.0, 2), []
     for at in range(operations(tmp_path / "count") + (6 if fresh else 0)):
         root = tmp_path / str(at) / "deep" / "down"
         if not fresh:
             save(root, small(1.0), extra=1)
         disk = Faulty(at)
-        with on(disk), contextlib.suppress(Killed):
+        with on_disk(disk), contextlib.suppress(Killed):
             save(root, small(2.0), extra=2, keep=1)
         disk.lose_power(names)
         seen.append(value_of(root))
@@ -421,20 +422,20 @@ def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool, names: str) ->
     assert {old, new} == set(seen)
 
 
-def test_an_error_at_any_operation(tmp_path: Path) -> None:
-    """The error says what and where, the old checkpoint is there, and nothing else is left."""
+def test_an_error_at_any_operation_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    """The error names the operation and the file, the old checkpoint is there, and no other files are left."""
     for at in range(operations(tmp_path / "count")):
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-        with on(Faulty(at, full)), warnings.catch_warnings(record=True) as warned:
+        with on_disk(Faulty(at, full)), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 save(root, small(2.0), extra=2, keep=1)
             except OSError as error:
                 assert error is full
         last = value_of(root)
-        if warned:  # the new one is there, the old one could not be removed
+        if warned:  # the new checkpoint is there, but the old one could not be removed
             assert last == (2.0, 2)
             assert "is saved, but the older" in str(warned[0].message)
         elif last == (1.0, 1):
@@ -446,7 +447,7 @@ def test_an_error_at_any_operation(tmp_path: Path) -> None:
 
 
 class Interrupting(Disk):
-    """Runs a whole other save before the `at`-th operation that is not a write."""
+    """A disk that runs a complete second save before operation number `at`, not counting writes."""
 
     def __init__(self, at: int, root: Path) -> None:
         self.at, self.root, self.count = at, root, 0
@@ -462,20 +463,20 @@ class Interrupting(Disk):
     )
 
 
-def test_an_error_is_told_though_latest_is_damaged(tmp_path: Path) -> None:
+def test_a_failed_save_raises_even_if_latest_is_damaged(tmp_path: Path) -> None:
     save(tmp_path, small(1.0))
     (tmp_path / "latest").write_bytes(b"\xff" * 20)
-    with on(Faulty(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
+    with on_disk(Faulty(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
         save(tmp_path, small(2.0))
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000001", "latest"]
 
 
-def test_two_savers(tmp_path: Path) -> None:
-    """Each gets a checkpoint of its own, whenever the other comes."""
-    for at in range(1, 12):  # the number of operations that are no write
+def test_concurrent_saves_get_separate_checkpoints(tmp_path: Path) -> None:
+    """Each save makes a separate checkpoint, at whichever operation the second one begins."""
+    for at in range(1, 12):  # the number of operations other than writes
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
-        with on(Interrupting(at, root)):
+        with on_disk(Interrupting(at, root)):
             made = save(root, small(2.0), extra=2)
         assert value_of(made) == (2.0, 2)
         assert value_of(root) in ((2.0, 2), (9.0, 9))
@@ -495,7 +496,7 @@ def refuses_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 @on_ranks(2)
 def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
-    """No space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
+    """No space, read-only, no permission, a bad `extra`: the old checkpoint is intact, and training continues."""
     root = str(tmp_path / "run")
     rank = dist.get_rank()
     torch.manual_seed(3)
@@ -506,7 +507,7 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     for number, kind in ((errno.ENOSPC, OSError), (errno.EROFS, OSError), (errno.EACCES, PermissionError)):
         for failing, at in [(0, 0), (0, 1), (0, 5), (0, 9), (1, 0), (1, 1), (1, 4)]:
             disk = Faulty(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
-            with on(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
+            with on_disk(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
                 save(root, model, extra={"step": 2})
             dist.barrier()
             assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
@@ -535,7 +536,7 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
 
 
 class Interrupted(Disk):
-    """Ctrl-C at the `at`-th directory or file that is made."""
+    """A disk that raises KeyboardInterrupt when directory or file number `at` is made."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -556,9 +557,9 @@ class Interrupted(Disk):
 
 
 def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: int) -> None:
-    """Every rank raises, and the next save works and holds one step alone."""
+    """Interrupt some ranks: every rank raises, and the next save works and holds a single step."""
     rank = dist.get_rank()
-    with on(Interrupted(at) if rank in ranks else Disk()):
+    with on_disk(Interrupted(at) if rank in ranks else Disk()):
         if rank in ranks:
             with pytest.raises((KeyboardInterrupt, RuntimeError) if rank and 0 in ranks else KeyboardInterrupt):
                 save(root, model, extra={"step": step})
@@ -575,8 +576,8 @@ def interrupted(*args: Any, **kwargs: Any) -> None:
 
 
 @on_ranks(3)
-def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
-    """An error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
+def test_an_interrupted_save_raises_on_all_ranks_and_the_next_save_works(tmp_path: Path) -> None:
+    """The error names the interrupted rank, and the next save holds one step on all ranks."""
     root = str(tmp_path / "run")
     torch.manual_seed(3)
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
@@ -585,7 +586,7 @@ def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
         for at in (0, 1) if failing == 0 else (0,):  # a rank's file; on rank 0 the directory before it
             interrupted_on({failing}, at, root, model, step := step + 2)
     interrupted_on(set(range(world_size)), 0, root, model, step := step + 2)
-    if dist.get_rank() == 1:  # between two rounds: one rank has its answer, and does not come for the next
+    if dist.get_rank() == 1:  # between two rounds: rank 1 has an answer and does not start the next round
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(save_checkpoint.Save, "write", interrupted)
             save(root, model)
@@ -594,7 +595,7 @@ def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
             save(root, model)
     save(root, model, extra="last", keep=1)
     assert load(root, model) == "last"
-    if dist.get_rank() == 0:  # one rank left the call before when the others were through with it
+    if dist.get_rank() == 0:  # rank 0 returned from the previous call when its peers had finished it
         consensus.Ranks.of(None)._side.spoil(consensus.Ranks.of(None)._place.call, "rank 0 left")
     save(root, model, extra="after", keep=1)
     with pytest.raises(RuntimeError, match=r"rank 1: it is in fsdp.checkpoint.load\(\) .* 0 in fsdp.checkpoint.save"):
@@ -606,7 +607,7 @@ def test_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
 
 
 def damages(path: Path) -> Iterator[str]:
-    """Damages the file in one way after the other, and restores it."""
+    """Damage the file in several ways in turn, and restore it."""
     content = path.read_bytes()
     for place in sorted({0, len(content) // 2, len(content) - 1}):
         flipped = bytearray(content)
@@ -624,7 +625,7 @@ def damages(path: Path) -> Iterator[str]:
 
 
 def refuses(root: Path, what: str, *paths: Path) -> None:
-    """One process that loads from `root` tells of one of `paths`, and changes nothing."""
+    """Check that a load in one process from `root` raises an error naming one of `paths`, and changes nothing."""
     module = Rich(100)
     before = {name: value.clone() for name, value in tensors(module.state_dict()).items()}
     for read in (lambda: load(root, module), lambda: load_plain(root)):
@@ -635,8 +636,10 @@ def refuses(root: Path, what: str, *paths: Path) -> None:
     assert_bit_equal(tensors(module.state_dict()), before)
 
 
-def test_damage_to_any_file(tmp_path: Path) -> None:
-    """A bit, the length, the loss of any file, and any two exchanged, also with those of another checkpoint."""
+def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
+    """A flipped bit, another length, the loss of any file, and any two files exchanged, within and between
+    checkpoints.
+    """
     run_ranks(2, save_two, str(tmp_path))
     older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
@@ -667,7 +670,7 @@ def test_damage_to_any_file(tmp_path: Path) -> None:
 
 
 class Unusual(nn.Module):
-    """Values that a backend or a storage could stumble over, and extra state with a tensor within."""
+    """Tensors that a backend or a storage format may not support, and extra state that contains a tensor."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -705,8 +708,8 @@ def values_of(module: Unusual) -> dict[str, tuple[torch.dtype, list[int], Any]]:
     }
 
 
-def test_unusual_tensors(tmp_path: Path) -> None:
-    """Views, conjugates, small dtypes; nor does a default device get between."""
+def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Views, conjugates, small dtypes; a default device has no effect."""
     module = Unusual(1)
     save(tmp_path, module)
     async_save(tmp_path, module).result()
@@ -717,9 +720,10 @@ def test_unusual_tensors(tmp_path: Path) -> None:
         assert values_of(other) == values_of(module)
 
 
-def test_what_was_saved_on_another_device_comes_to_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors within extra state and groups, too: else all ranks had them on rank 0's device, or could not load them.
-    A rate then goes where the optimizer has its own."""
+def test_tensors_saved_on_a_device_load_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors within extra state and groups load on CPU, too, not on rank 0's device. A tensor learning rate then moves
+    to the optimizer's device.
+    """
     module = Unusual(1)
     with monkeypatch.context() as patch:
         patch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
@@ -758,7 +762,7 @@ def refuses_on_all_ranks(root: str) -> None:
 
 
 @on_ranks(2)
-def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_mismatch_raises_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
     root = str(tmp_path / "run")
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     save(root, model)
@@ -785,14 +789,14 @@ def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_p
 # -- of models that others have sharded --------------------------------------------------------------------------------
 
 
-def of_fully_shard(root: str) -> dict[str, Tensor]:
+def save_fully_shard(root: str) -> dict[str, Tensor]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = LORA.build(3)
     for part in (*model.children(), model):
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
     steps(model, optimizer, 0)
-    expected = whole_of_fully_shard(model, optimizer)
+    expected = full_state_of_fully_shard(model, optimizer)
     save(f"{root}/sync", model, optimizer)
     async_save(f"{root}/async", model, optimizer).result()
     for path in (f"{root}/sync", f"{root}/async"):
@@ -801,11 +805,11 @@ def of_fully_shard(root: str) -> dict[str, Tensor]:
                 param.zero_()
         optimizer.state.clear()
         load(path, model, optimizer)
-        assert_bit_equal(whole_of_fully_shard(model, optimizer), expected)
+        assert_bit_equal(full_state_of_fully_shard(model, optimizer), expected)
     return expected
 
 
-def whole_of_fully_shard(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def full_state_of_fully_shard(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     options = torch_state_dict.StateDictOptions(full_state_dict=True)
     of_model, of_optimizer = torch_state_dict.get_state_dict(model, optimizer, options=options)
     states = of_optimizer["state"].items()
@@ -813,7 +817,7 @@ def whole_of_fully_shard(model: nn.Module, optimizer: Optimizer) -> dict[str, Te
     return {key: value.clone() for key, value in {**of_model, **flat}.items()}
 
 
-def from_fully_shard(root: str) -> list[dict[str, Tensor]]:
+def load_from_fully_shard(root: str) -> list[dict[str, Tensor]]:
     told = []
     for way in ("sync", "async"):
         model, optimizer = trained(2, way == "sync")
@@ -824,11 +828,11 @@ def from_fully_shard(root: str) -> list[dict[str, Tensor]]:
     return told
 
 
-def test_models_of_fully_shard_are_saved_and_loaded_and_come_here(tmp_path: Path) -> None:
-    """Every rank writes its part of a DTensor; at another number of ranks a wrapped model takes them up."""
-    expected = run_ranks(2, of_fully_shard, str(tmp_path))[0]
+def test_models_of_fully_shard_are_saved_and_load_into_wrapped_models(tmp_path: Path) -> None:
+    """Every rank writes the local part of a DTensor; a wrapped model on a different number of ranks loads it."""
+    expected = run_ranks(2, save_fully_shard, str(tmp_path))[0]
     for world_size in (1, 3):
-        for found in run_ranks(world_size, from_fully_shard, str(tmp_path))[0]:
+        for found in run_ranks(world_size, load_from_fully_shard, str(tmp_path))[0]:
             assert_bit_equal(found, expected)
     saved = load_plain(tmp_path / "sync")
     assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: what they say to each other, read and keep in memory does not grow with all of them."""
+"""Checkpoints of many ranks: messages, reads and memory per rank do not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def deep(seed: int) -> Any:
     return model, optimizer
 
 
-class Watched:
-    """What this rank sends to others, in bytes, and the files it reads whole."""
+class Recorder:
+    """Records the bytes that this rank sends and the files that it reads whole."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
-        self.told: list[int] = []  # of how many files' names, in each message
+        self.told: list[int] = []  # the number of file names in each message
         self.read: list[str] = []
         self.removed: list[str] = []
         send, read, remove = consensus._SideGroup.send, files.read_verified, files.Disk.remove_file
@@ -76,14 +76,16 @@ class Watched:
 
 
 @on_ranks(3)
-def test_ranks_send_open_and_remove_little(tmp_path: Path) -> None:
-    """A rank sends a line for each tensor, opens the files of its own elements, and removes a part of older files."""
+def test_messages_opened_files_and_removals_per_rank_are_bounded(tmp_path: Path) -> None:
+    """A rank sends a line for each tensor, opens the files of its local elements, and removes a share of older
+    files.
+    """
     root = str(tmp_path)
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = deep(1)
     added = [torch.full((EXTRA,), number, dtype=torch.uint8) for number in range(size)]
     with pytest.MonkeyPatch.context() as patch:
-        watched = Watched(patch)
+        watched = Recorder(patch)
         save(root, model, optimizer, extra=added[rank])
         assert max(watched.sent) < 12_000  # a line for each tensor
         watched.sent.clear()
@@ -92,20 +94,18 @@ def test_ranks_send_open_and_remove_little(tmp_path: Path) -> None:
         optimizer.param_groups[0]["lr"] = 0.5
         extra = load(root, *deep(2))
         assert torch.equal(extra, added[rank])
-        assert max(watched.sent) < 2500  # of the files that it compares and reads
+        assert max(watched.sent) < 2500  # the names of the files to compare and read
         assert max(watched.told) <= 3
         if rank > 0:
             assert sorted(watched.read) == ["index.json", "rank_0.safetensors", f"rank_{rank}.safetensors"]
         other = deep(3)[0]
-        save(root, other)  # without an optimizer: not as before
+        save(root, other)  # saves no optimizer state, unlike before
         before = other.state_dict()
         load(root, model)
         assert_bit_equal(model.state_dict(), before)
         dist.barrier()
         older = [name for number in (1, 2) for name in os.listdir(Path(root, f"checkpoint_0000000{number}"))]
-        older = [
-            name for name in older if name != "manifest.json"
-        ]  # which is renamed, and removed by whoever comes last
+        older = [name for name in older if name != "manifest.json"]  # renamed first, and removed by the last rank
         dist.barrier()
         save(root, other, keep=1)
         assert 0 < len(watched.removed) <= len(older) // size + 6
@@ -132,7 +132,7 @@ def replicas(root: str) -> None:
     assert_bit_equal(model.state_dict(), layers(1).state_dict())
 
 
-def test_replicas_write_each_a_part(tmp_path: Path) -> None:
+def test_each_replica_writes_a_part(tmp_path: Path) -> None:
     run_ranks(4, replicas, str(tmp_path))
 
 
@@ -140,7 +140,7 @@ def test_replicas_write_each_a_part(tmp_path: Path) -> None:
 
 
 def sharded(shapes: list[tuple[int, ...]], rank: int, ranks: int, transposed: bool) -> dict[str, RaggedTensor]:
-    """What a rank has of one flat vector of these tensors."""
+    """Return this rank's part of one flat vector of these tensors."""
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     shard, offset, state = -(-numel // ranks), 0, {}
     for number, shape in enumerate(shapes):
@@ -169,7 +169,7 @@ def table_of(state: dict[str, RaggedTensor], rank: int, ranks: int, replicas: in
 
 
 def described(shapes: list[tuple[int, ...]], ranks: int, replicas: int, transposed: bool = False) -> index.Table:
-    """As the ranks join it: some of them, then some of the results."""
+    """Join tables as the ranks do: some tables first, then some of the results."""
     states = [sharded(shapes, rank % ranks, ranks, transposed) for rank in range(ranks * replicas)]
     joined = [table_of(state, rank, ranks, replicas) for rank, state in enumerate(states)]
     while len(joined) > 1:
@@ -181,8 +181,8 @@ def described(shapes: list[tuple[int, ...]], ranks: int, replicas: int, transpos
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 50])
-def test_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: bool) -> None:
-    """Each element is on one rank, which is found, and nearly nothing is looked for in vain."""
+def test_the_rank_of_each_element_is_found_by_runs(ranks: int, replicas: int, transposed: bool) -> None:
+    """Each element is on one rank, which is found with nearly no failed look-ups."""
     random.seed(ranks)
     shapes = [(5, 9), (3,), (40, 4), (1, 1), (2, 0), (), (7, 11)]
     table = described(shapes, ranks, replicas, transposed)
@@ -203,8 +203,8 @@ def test_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: bool) ->
         assert saved.holders([Box.whole(saved.shape)]) == {*held.values()}
 
 
-def test_the_index_is_as_small_for_many_ranks_as_for_few() -> None:
-    """And so is what ranks tell each other to make it."""
+def test_the_size_of_the_index_is_independent_of_the_number_of_ranks() -> None:
+    """The messages that build the index are as small."""
     shapes = [(512, 64), (64,), (64, 512), (512,)]
     nbytes = [len(index.packed(described(shapes, ranks, 1))) for ranks in (8, 64, 512)]
     assert max(nbytes) < 1.5 * min(nbytes), nbytes
@@ -215,7 +215,7 @@ def test_the_index_is_as_small_for_many_ranks_as_for_few() -> None:
     assert max(counts) <= 3 * len(shapes)
 
 
-def test_ranks_that_differ_are_told() -> None:
+def test_ranks_with_different_tensors_raise() -> None:
     one, other = (
         table_of(state, rank, 2)
         for rank, state in enumerate([sharded([(4, 4)], 0, 2, False), sharded([(4, 5)], 1, 2, False)])
@@ -231,13 +231,13 @@ def test_ranks_that_differ_are_told() -> None:
 
 
 def bytes_read() -> int:
-    """By this process, from files and whatever else."""
+    """Return the bytes that this process has read."""
     (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
     return int(line.split()[1])
 
 
 def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are verified while they are read; a load without an optimizer reads no states."""
+    """Blocks are verified while they are read; a load without an optimizer reads no optimizer states."""
     monkeypatch.setattr(rank_file, "BLOCK", 10_000)
     module = nn.Sequential(*(nn.Linear(150, 150) for _ in range(8)))
     optimizer = torch.optim.AdamW(module.parameters())
@@ -245,7 +245,7 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     optimizer.step()
     path = save(tmp_path, module, optimizer) / "rank_0.safetensors"
     expected = {name: value.clone() for name, value in module.state_dict().items()}
-    load(tmp_path, module, optimizer)  # whatever is imported first
+    load(tmp_path, module, optimizer)  # imports happen before the measurement
     nn.init.zeros_(module[0].weight)
     before = bytes_read()
     load(tmp_path, module, optimizer)
@@ -263,8 +263,8 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert bytes_read() - before < 0.5 * path.stat().st_size
 
 
-def test_an_index_and_an_extra_are_read_once(tmp_path: Path) -> None:
-    """The bytes that are used are the bytes that were verified: of a second reading nobody would know."""
+def test_index_and_extra_are_read_once(tmp_path: Path) -> None:
+    """The bytes in use are the verified ones; a second reading would not be verified."""
     size = 3_000_000
     save(tmp_path, nn.Linear(3, 2), extra=torch.ones(size, dtype=torch.uint8))
     for read in (lambda: load(tmp_path, nn.Linear(3, 2)), lambda: load_plain(tmp_path)):

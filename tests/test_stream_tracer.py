@@ -1,4 +1,4 @@
-"""`tests.harness.stream_tracer`: what is a race, and what makes a host wait."""
+"""Tests of `tests.harness.stream_tracer`: detection of races and of calls that make the host wait."""
 
 from __future__ import annotations
 
@@ -105,15 +105,15 @@ def test_freed_memory_serves_the_stream_that_owned_it(frees: str, waits: bool) -
     assert [race.partition(":")[0] for race in tracer.races] == ([] if waits else ["use after free"])
 
 
-def test_simulated_streams_compare_as_those_of_torch_do() -> None:
-    """A `torch.Stream` is neither equal nor unequal to None: code that asks `stream != None` never learns a stream."""
+def test_simulated_streams_compare_as_torch_streams() -> None:
+    """A `torch.Stream` is neither equal nor unequal to None, so code must not test `stream != None`."""
     one, other = SimulatedStream("one"), SimulatedStream("other")
     assert operator.eq(one, one) and not operator.ne(one, one)
     assert operator.ne(one, other) and not operator.eq(one, other)
     assert not operator.ne(one, None) and not operator.eq(one, None)
 
 
-def test_what_makes_a_host_wait_is_noted() -> None:
+def test_calls_that_make_the_host_wait_are_recorded() -> None:
     with trace_streams() as tracer:
         x = torch.ones(3)
         x.sum().item()
@@ -124,7 +124,7 @@ def test_what_makes_a_host_wait_is_noted() -> None:
 
 
 def trace_backward_on_other_streams() -> list[list[str]]:
-    """A leaf's hook that does not order itself, one whose caller's stream reads what it made, and forwards' nodes."""
+    """Trace a leaf's hook without ordering, one whose result the caller's stream reads, and the nodes of forwards."""
     found = []
     for reads_in_hook, reads_after in ((True, False), (False, True)):
         with trace_streams(check=False) as tracer:
@@ -149,7 +149,7 @@ def trace_backward_on_other_streams() -> list[list[str]]:
     return found
 
 
-def test_autograd_runs_a_node_on_the_stream_it_was_made_on() -> None:
+def test_autograd_runs_a_node_on_the_stream_of_its_forward() -> None:
     unordered, ordered = trace_backward_on_other_streams()
     assert len(unordered) == 1 and "aten.clone.default on the other stream" in unordered[0]
     assert ordered == []
