@@ -96,6 +96,7 @@ class AcceleratorStreams:
         # communicator keeps the order of its collectives.
         self._gather, self._reduce = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
         self._replica: torch.Stream | None = None  # made at first use
+        self._uploaded: StreamEvent = None  # after the last upload, which the gather stream has queued
         self._device = device
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
@@ -152,11 +153,14 @@ class AcceleratorStreams:
             self.current().wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` on the device, the same object if it is there.
+        """Return ``tensor`` on the device, the same object if it is there. Called on the gather stream.
 
         Host memory may be written only after :meth:`settle`.
         """
-        return tensor.to(self._device, non_blocking=True)
+        there = tensor.to(self._device, non_blocking=True)
+        if there is not tensor:
+            self._uploaded = self._gather.record_event()
+        return there
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Allocate host memory; ``pinned``: page-locked, on CUDA until the last holder is gone.
@@ -198,8 +202,13 @@ class AcceleratorStreams:
         return NOTHING
 
     def settle(self) -> None:
-        """Make the host wait for the gather stream: host memory that it has read may be written then."""
-        self._gather.synchronize()
+        """Make the host wait for the uploads: the host memory that they read may be written then.
+
+        The gathers that follow them are not waited for, so the host launches the next pass while the device computes.
+        """
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+            self._uploaded = None
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:

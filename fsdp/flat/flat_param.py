@@ -346,13 +346,7 @@ class FlatParamHandle:
         if not communicator.is_chosen:
             communicator.choose(self.device)  # this may raise, and decides on the kind of memory
         assert copy.pooled is not None
-        if copy.state is not BufferState.SHARDED:
-            self.wait()
-            if not pool.may_refill(copy.pooled):
-                self.release(pool, None)
-        if copy.state is BufferState.SHARDED:
-            pool.allocate(copy.pooled)
-        copy.enter(BufferState.GATHERING)
+        # first the source: an upload does not wait, as the memory does, until the compute has left a full buffer
         if nearby:
             assert self._source is not None
             source = self._source.tensor
@@ -360,6 +354,13 @@ class FlatParamHandle:
             source = self._whole_shard(copy, communicator.streams, keep_cast=keep_cast)
         else:
             source = self._shard  # the copy moves and casts it
+        if copy.state is not BufferState.SHARDED:
+            self.wait()
+            if not pool.may_refill(copy.pooled):
+                self.release(pool, None)
+        if copy.state is BufferState.SHARDED:
+            pool.allocate(copy.pooled)
+        copy.enter(BufferState.GATHERING)
         return Gather(copy.tensor, source, copy.cut)
 
     def _whole_shard(self, copy: FullCopy, streams: Streams, *, keep_cast: bool) -> torch.Tensor:

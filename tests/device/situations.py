@@ -159,6 +159,30 @@ def spoil_input(device: torch.device) -> str | None:
 
 
 @case
+def launches_ahead(device: torch.device) -> str:
+    """Return from an offloaded forward while the device computes three blocks: the host waits for uploads alone."""
+    pair = Pair(device, depth=6, **offload())
+    pair.train(3)
+    x = pair.batch().to(device)
+    third_last = pair.blocks[-3]
+    hooks = [
+        third_last.register_forward_pre_hook(lambda *_: lag.C.sleep(3000.0)),
+        third_last.register_forward_hook(
+            lambda *_: left.append(torch.accelerator.current_stream(device).record_event())
+        ),
+    ]
+    left: list[torch.Event] = []
+    lag.C.synchronize(-1)
+    pair.model(x)
+    over = [event.query() for event in left]
+    for hook in hooks:
+        hook.remove()
+    words = pair.check()
+    assert over == [False], "the host waited until the device had computed the third last block"
+    return words
+
+
+@case
 def ema_of_offloaded(device: torch.device) -> str | None:
     """Update an average of offloaded parameters on the host right after a forward of it."""
     pair = Pair(device, **offload())
