@@ -363,6 +363,28 @@ def test_the_side_group_of_gloo_names_what_it_needs() -> None:
         groups_module.make_control_group(group, CPU, 0)
 
 
+def _makes_side_groups() -> None:
+    rank, kind = dist.get_rank(), dist.ProcessGroupGloo
+    made: Any = mock.Mock(wraps=kind.create_device)
+    eager: Any = mock.Mock(side_effect=TypeError)  # as before torch 2.8
+    for number, make in enumerate((made, eager)):
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"), mock.patch.object(kind, "create_device", make):
+            side: Any = groups_module.make_control_group(dist.group.WORLD, CPU, number)
+        values = torch.zeros(2)
+        side._allgather_base(values, torch.ones(1) + rank).wait()
+        assert values.tolist() == [1, 2] and make.call_args == mock.call(interface="lo", lazy_init=True)
+    with (
+        mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nonsense"),
+        pytest.raises(RuntimeError, match=r"nonsense.*GLOO_SOCKET_IFNAME"),
+    ):
+        groups_module.make_control_group(dist.group.WORLD, CPU, 2)
+
+
+def test_the_side_group_of_gloo_connects_at_the_first_message() -> None:
+    """A rank of a large job opens a socket per rank that it sends to, not one per rank, where torch can do that."""
+    run_ranks(2, _makes_side_groups)
+
+
 def test_a_save_uses_the_streams_of_the_models_device() -> None:
     """Streams of the accelerator open a context there, which a training on CPU has no use for."""
     assert save_module._device_of(nn.Linear(2, 2)) == CPU == save_module._device_of(nn.ReLU())

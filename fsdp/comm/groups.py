@@ -5,6 +5,7 @@ Of groups and backends unknown to ``torch.distributed`` only the rank and the si
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -271,7 +272,7 @@ def make_control_group(group: Any, device: torch.device, number: int) -> Any:
     side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
     side._set_default_backend(gloo)
     try:
-        backend = dist.ProcessGroupGloo(*place, group_timeout(group))
+        backend = _gloo(place, group_timeout(group))
     except RuntimeError as error:
         raise RuntimeError(
             "the ranks exchange control messages over gloo beside a process group that serves accelerators only, "
@@ -281,3 +282,21 @@ def make_control_group(group: Any, device: torch.device, number: int) -> Any:
         ) from error
     side._register_backend(device, gloo, backend)
     return side
+
+
+def _gloo(place: tuple[Any, int, int], timeout: timedelta) -> Any:
+    """Make a gloo backend that connects two ranks at their first message, so that a rank of N opens a few sockets
+    instead of N - 1; before torch 2.8, one that connects all ranks now.
+
+    Devices that are given replace those that torch makes of GLOO_SOCKET_IFNAME.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        devices = [kind.create_device(interface=name, lazy_init=True) for name in names]
+        devices = devices or [kind.create_default_device(lazy_init=True)]
+    except TypeError:  # torch has no such argument
+        return kind(*place, timeout)
+    options = kind._Options()
+    options._devices, options._timeout = devices, timeout
+    return kind(*place, options)
