@@ -141,3 +141,24 @@ def _own_errors_and_printing() -> None:
 
 def test_python_prints_the_hint_under_the_traceback() -> None:
     run_ranks(2, _own_errors_and_printing)
+
+
+def _optimizers_see_ordinary_parameters() -> None:
+    model = build()
+    params = list(model.parameters())
+    assert {type(param) for param in params} == {nn.Parameter}
+    assert sum(param.numel() for param in params) < sum(param.numel() for param in Net().parameters())
+    for param in params:
+        assert param.shape == (param.numel(),) and torch.isfinite(param.sum())
+    optimizer = torch.optim.AdamW(params)
+    model(batch()).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    assert all(param.grad is None or param.grad.shape == param.shape for param in params)
+
+
+def test_a_sharded_parameter_is_an_ordinary_one_for_optimizers() -> None:
+    """With original parameters, shape, number of elements and arithmetic are those of this rank's part. The exact type
+    lets optimizers take their kernels for many tensors, and no call of Python is in between."""
+    run_ranks(2, _optimizers_see_ordinary_parameters)
