@@ -43,7 +43,7 @@ class Variable(Generic[_T]):
 
     def __init__(self, name: str, default: _T, parse: Callable[[str], _T], values: str, *, alike: bool = True) -> None:
         """``values`` describes the allowed values in error messages; ``parse`` raises ValueError or KeyError for
-        others."""
+        the rest."""
         self.name, self.alike = name, alike
         self._default, self._parse, self._values = default, parse, values
 

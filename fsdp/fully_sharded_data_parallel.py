@@ -171,7 +171,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             0: least memory. 1 hides a gather behind one unit's compute. Each further unit costs memory, and hides a
             slower network or very small units.
         reshard_after_forward: True: reshard all units after forward, the root too. False: keep them, as
-            ``SHARD_GRAD_OP``. None: as the strategy says, which exempts the root. A divisor of the shard group's size,
+            ``SHARD_GRAD_OP``. None: the strategy decides, and exempts the root. A divisor of the shard group's size,
             such as the ranks of a machine: units stay sharded over so many consecutive ranks, and the backward gathers
             among these. Each rank keeps 1/number of the full parameters until then. 1 is False, all ranks are True.
         keep_gathered_nbytes: bytes of full parameters, in the compute dtype and without the root's, that stay gathered
@@ -256,7 +256,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             self.process_group = options.process_group
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
-        processes()  # other ranks can tell from now on if this process has ended
+        processes()  # from now on peers detect the end of this process
         unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         check_not_wrapped(module, ignored)
@@ -414,13 +414,13 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
         All ranks have to enter with the same arguments. A forward inside uses the shown parameters; a backward inside,
         or of a forward inside, raises RuntimeError. The context costs the memory of the full parameters;
-        :func:`fsdp.full_params` goes unit by unit.
+        :func:`fsdp.full_params` iterates unit by unit.
 
         Args:
             recurse: include all instances below; else only ``module`` itself, if it is one.
             writeback: on exit each rank writes back to the shard. Without it changes are lost, except
                 under ``NO_SHARD``, where the live tensors are shown.
-            rank0_only: show them on rank 0 of each shard group only; other ranks see shards.
+            rank0_only: show them on rank 0 of each shard group only; the remaining ranks see shards.
             offload_to_cpu: show copies on CPU.
             with_grads: show the full gradients in ``.grad`` as well (``use_orig_params=True`` only).
 

@@ -90,10 +90,10 @@ def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _Module
 
 
 def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
-    """Sort ``groups`` so that each comes after the groups inside the modules of that group.
+    """Sort ``groups`` so that each follows the groups inside the modules of that group.
 
     Raises:
-        ValueError: two groups are inside each other.
+        ValueError: two groups contain each other.
     """
     members = [list(members_of(group).values()) for group, _ in groups]
     place = {member: i for i, several in enumerate(members) for member in several}

@@ -1,9 +1,9 @@
 """Meetings of all ranks of a process group before a tree, or a call without a tree, uses the group for the first time.
 
 A failure in one tree leaves collectives in the group that only some ranks have issued, and the tree may be gone by now,
-on ranks that noticed nothing. So before the first use all ranks meet at the group's store, and compare their progress.
-If it is the same on all ranks, which costs a handful of operations on the store at any number of ranks, nothing is left
-over. Else all ranks start anew (:meth:`fsdp.comm.lane.Lane.begin`).
+on ranks without an error. So before the first use all ranks meet at the group's store, and compare their progress.
+Equal progress costs a handful of operations on the store at any number of ranks. Else all ranks start anew
+(:meth:`fsdp.comm.lane.Lane.begin`).
 
 A rank that waits for a collective sees the ranks that wait for it here: see :meth:`Arrivals.gone_on`.
 """
@@ -22,12 +22,12 @@ from fsdp.comm.work import OutOfStep
 
 
 class Arrivals:
-    """The meetings of the ranks of one group before something begins there.
+    """The meetings of the ranks of one group before a pass, a call or a tree begins there.
 
     Attributes:
         count: the number of meetings that are over.
         board: the part of the group's store that they use.
-        calls: counts the meetings, to find ranks that are in other calls.
+        calls: counts the meetings, to find ranks that are in different calls.
     """
 
     def __init__(self, group: Any, names: Sequence[int]) -> None:
@@ -50,7 +50,7 @@ class Arrivals:
 
         Raises:
             OutOfStep: on every rank, if they are about to begin different things.
-            RuntimeError: some do not come, have ended, or have other environment variables.
+            RuntimeError: a rank is late or has ended, or the environment variables differ.
         """
         self.calls.began([self.count + 1], f"is about to begin {doing}")
         try:
@@ -80,7 +80,7 @@ class Arrivals:
         return [theirs for _, theirs, _ in said.values()]
 
     def looking(self, doing: str, progress: Sequence[int]) -> Callable[[], None]:
-        """Return a function for a rank to call while it waits for the others to come."""
+        """Return a function for a rank to call while it waits for its peers."""
         waited, number = Waited(), self.count
 
         def look() -> None:
@@ -99,11 +99,11 @@ class Arrivals:
         return look
 
     def slow(self) -> None:
-        """Look at the other ranks during a long wait.
+        """Inspect the peers during a long wait.
 
         Raises:
             RuntimeError: the process of a rank has ended, even of one that has never used the group.
-            OutOfStep: other ranks are in other calls.
+            OutOfStep: peers are in different calls.
         """
         known = processes()
         ended = () if known is None else known.dead()

@@ -1,6 +1,6 @@
 """Messages and meetings of the ranks of a group at the group's store, beside the collectives.
 
-A rank that takes no part in a collective can still be read here. No other file reads, writes or polls a store.
+A rank that takes no part in a collective can still be read here. This file alone reads, writes or polls a store.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Board:
     """
 
     def __init__(self, group: Any, name: str | None) -> None:
-        """``name`` is the same on all ranks, and that of no other board of the group; None for a board of no store."""
+        """``name`` is the same on all ranks, and unique among the boards of the group; None for a board of no store."""
         self._group, self._name = weakref.ref(group), name  # boards are cached by group, and must not keep it alive
         self._rank, self._size = group.rank(), group.size()
         self._longest = _LONGEST * max(1.0, self._size / _CROWD)
         self._turn = 0  # where ``posted_next`` continues
         self._journals: dict[str, dict[int, Any]] = {}  # entries that were read; they do not change
-        self._signed = ""  # the latest meeting: a rank that leaves it and comes again signs once
+        self._signed = ""  # the latest meeting: a rank that leaves and returns signs once
         self._said = "", ""  # the latest comparison, and the key that counts this rank
         self._spent: list[str] = []  # keys of the latest meeting
 
@@ -78,7 +78,7 @@ class Board:
         """Return the messages of the next few ranks after this one, and of further ranks at the next call.
 
         A look therefore costs the same in a group of any size. If the ranks have split into two parts, some rank is
-        next to one of the other part, and has to report the difference.
+        next to one of the remaining part, and has to report the difference.
         """
         others = self._size - 1
         turns = range(self._turn, self._turn + min(_NEXT, others))
@@ -98,7 +98,7 @@ class Board:
         return messages
 
     def exchange(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any]:
-        """Return the ``value`` of every rank under ``key``, in rank order; nothing without a store.
+        """Return the ``value`` of every rank under ``key``, in rank order; an empty list without a store.
 
         ``look``: as for :meth:`meet`.
         """
@@ -107,9 +107,9 @@ class Board:
         return self.posted(key)
 
     def meet_alike(self, key: str, value: Any, look: Callable[[], None]) -> bool:
-        """Wait as in :meth:`meet`; return whether all ranks have come with the same ``value``.
+        """Wait as in :meth:`meet`; return whether all ranks have arrived with the same ``value``.
 
-        ``value`` is anything that JSON holds. If a rank leaves the meeting and comes again, its first value counts.
+        ``value`` is anything that JSON holds. If a rank leaves the meeting and returns, the first value counts.
         """
         store = self._store
         if store is None:
@@ -123,7 +123,7 @@ class Board:
         return bool(store.add(self._said[1], 0) == self._size)
 
     def meet(self, key: str, look: Callable[[], None], sign: str = "count") -> None:
-        """Wait until all ranks have come to ``key`` with the same ``sign``.
+        """Wait until all ranks have arrived at ``key`` with the same ``sign``.
 
         Polls the store, because a wait inside the store cannot be interrupted. Calls ``look``, which may raise, every
         :data:`fsdp.comm.threads.PATIENCE`.
@@ -147,11 +147,11 @@ class Board:
         self._spent = [signed, met]
 
     def has_met(self, key: str) -> bool:
-        """Return whether all ranks have come to ``key``."""
+        """Return whether all ranks have arrived at ``key``."""
         return self.read(f"{key}/met") is not None
 
     def release(self, key: str) -> None:
-        """End the meeting at ``key`` although not all ranks have come."""
+        """End the meeting at ``key`` although ranks are missing."""
         self.write(f"{key}/met", True)
 
     def is_first(self, key: str) -> bool:
@@ -166,7 +166,7 @@ class Board:
     # -- signs of life -------------------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Register this process, so that other ranks of this machine can see its end."""
+        """Register this process, so that peers on this machine can see its end."""
         pid = os.getpid()
         if here := machine():
             self._log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
@@ -219,7 +219,7 @@ _processes: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 
 
 def machine() -> str:
-    """Identify the system that numbers processes: its boot, and the process namespace; "" if unknown."""
+    """Identify the system that numbers processes by the boot and the process namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,13 +1,13 @@
-"""Counts of the calls that each rank has begun, by which ranks that wait for each other in different calls find out.
+"""Counts of the calls that each rank has begun, by which ranks detect that they wait in different calls.
 
 The ranks of a group begin three kinds of things, each in one order: passes and calls of trees (``comm/lane.py``), calls
 beside the training, such as ``fsdp.checkpoint.save()`` (``comm/consensus.py``), and the first uses of trees
 (``comm/arrivals.py``). :class:`Calls` counts one such sequence on one rank. Of two ranks that run the same program one
 is ahead, in every sequence. If a rank is ahead in one sequence and behind in another, the two have diverged: each is in
-a call that the other has not made.
+a call that the second has not made.
 
 A rank that waits longer than :data:`fsdp.comm.threads.PATIENCE` posts its counts on a board of the default group, and
-compares them with the counts of a few other ranks. Counts that are out of date do no harm: they are the counts of an
+compares them with the counts of a few peers. Counts that are out of date do no harm: they are the counts of an
 earlier moment, and are compared as such. After a failure the counts of a sequence are void until the ranks have met.
 
 Divergences between passes of trees alone are not reported here: the lane compares them in more detail.
@@ -51,7 +51,7 @@ class Calls:
     """
 
     def __init__(self, group: Any, name: str) -> None:
-        """``name`` is equal on all ranks, and differs from those of the group's other sequences."""
+        """``name`` is equal on all ranks, and unique among the sequences of the group."""
         self.name, self.key, self.ranks = name, f"{getattr(group, 'group_name', '')}/{name}", rank_names(group)
         self.begun: list[int] | None = []
         self.doing = ""
@@ -86,7 +86,7 @@ class Calls:
         return accused
 
     def post(self) -> None:
-        """Post this rank's counts for the others."""
+        """Post this rank's counts for its peers."""
         if self._process is not None:
             self._process.post()
 
@@ -96,10 +96,10 @@ class Calls:
             self._process.forget_evidence()
 
     def raise_if_diverged(self) -> None:
-        """Post this rank's counts, and compare them with those of the next few ranks of the group, others at each call.
+        """Post this rank's counts, and compare them with those of a few ranks of the group, by turns.
 
         Raises:
-            OutOfStep: another rank makes other calls.
+            OutOfStep: a peer makes different calls.
         """
         found = self.difference()
         if found is not None:
@@ -117,7 +117,7 @@ class Calls:
         return self._process.difference([self.ranks[(own + 1 + turn % others) % len(self.ranks)] for turn in turns])
 
     def learn(self) -> None:
-        """Mark the sequences in which this rank is behind others as diverged."""
+        """Mark the sequences in which this rank is behind its peers as diverged."""
         if self._process is not None:
             self._process.difference(self.ranks)
 
@@ -128,21 +128,21 @@ class Calls:
         return self._process.missing(self, *self._before)
 
     def report_wait(self, seconds: float, where: str = "") -> None:
-        """Say on stderr, once for all ranks that wait here, that this rank has waited for so long. ``where`` is the
+        """Warn on stderr, once for all ranks that wait here, that this rank has waited for so long. ``where`` is the
         position in the call."""
         words = self.in_words(f"has waited {seconds:.0f} s", where)
         first = self._process is None or self._process.board.is_first(f"reported/{self.key}/{self.begun}")
         logger.log(logging.WARNING if first else logging.INFO, "%s. %s", words, hint(self.doing))
 
     def in_words(self, waited: str, where: str = "") -> str:
-        """Say how long this rank has ``waited``, for which ranks, and what these ranks did last."""
+        """Describe how long this rank has ``waited``, for which ranks, and what these ranks did last."""
         rank = self._process.rank if self._process is not None else 0
         at = f" ({where})" if where else ""
         return f"rank {rank} {waited} in {_noun(self.doing)}{at} for {missing_in_words(self.last_of_others())}"
 
 
 def missing_in_words(last: Mapping[int, str]) -> str:
-    """Describe the ranks that did not come. ``last`` has their last pass or call in words, by rank."""
+    """Describe the ranks that are missing. ``last`` has their last pass or call in words, by rank."""
     if not last:
         return "the other ranks"
     by_words: dict[str, list[int]] = {}
@@ -202,7 +202,7 @@ class _Process:
         self._calls: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
         self._unseen: set[str] = set()  # sequences that this rank has not begun, and was accused in
         self._has_posted = False
-        # Counts at the time of a divergence: others have to see them, too, when this rank has gone on.
+        # Counts at the time of a divergence: peers have to see them even after this rank has continued.
         self._evidence: dict[str, list[Any]] | None = None
         self._evidence_since = 0.0
 
@@ -241,7 +241,7 @@ class _Process:
             self.post()
 
     def difference(self, ranks: Iterable[int]) -> str | None:
-        """Return the message for the first of ``ranks`` that makes other calls than this rank; None if none does."""
+        """Return the message for the first of ``ranks`` whose calls differ from those of this rank, or None."""
         message = None
         others = [rank for rank in ranks if rank != self.rank]
         for rank, (_, said, evidence) in self.board.posted_by("calls", others).items():
@@ -288,7 +288,7 @@ class _Process:
         """Describe the last pass or call of each rank that has not begun this rank's latest one in ``calls``.
 
         These ranks took part in everything that this rank did ``before``, the ``preceding`` one in ``calls`` included;
-        a post may tell of more.
+        a post may hold more.
         """
         self.post()
         own, found = self._alive(), dict[int, str]()

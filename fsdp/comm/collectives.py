@@ -3,8 +3,8 @@
 [Note: Direct exchange]
 The all-gather and reduce-scatter of gloo move large messages several times slower than the links allow. There every
 rank sends each peer its piece and receives the pieces of the peers, all at once. Each message has the tag of its event:
-messages of different sizes that meet under one tag abort the process, tagged messages match or time out. A reduction
-sums the received pieces in rank order 0..N-1, low precision in float32, so its result does not depend on timing. For
+messages of different sizes under one tag abort the process, tagged messages match or time out. A reduction
+sums the received pieces in rank order 0..N-1, low precision in float32, so the result does not depend on timing. For
 small messages the native calls are faster.
 
 If all ranks of such a group are on one host, they communicate through memory that they share
@@ -71,7 +71,7 @@ class Communicator:
         """Choose the algorithm for tensors on ``device``. The first time all ranks have to call.
 
         Raises:
-            RuntimeError: the ranks do not come, or cannot do what ``FSDP_COLLECTIVES`` says.
+            RuntimeError: a rank is late, or the ranks do not support the value of ``FSDP_COLLECTIVES``.
         """
         if self.is_chosen:
             return
@@ -86,7 +86,7 @@ class Communicator:
     def gather(self, parts: Sequence[Gather], event: Event) -> Work:
         """Start filling each ``full`` of ``parts`` (shard_size * n elements) with every rank's ``shard`` (n elements).
 
-        Runs on the current stream as one collective; no tensor may be touched before ``wait()``. Afterwards other ranks
+        Runs on the current stream as one collective; no tensor may be touched before ``wait()``. Afterwards peers
         may still read a ``full``, so it must not be written unless it was allocated for this gather alone. The numbers
         from that of the ``event`` on are those of the parts.
         """
@@ -121,7 +121,7 @@ class Communicator:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``.
 
         With ``divisor`` it is the sum, divided by that. If sharded, ``out`` has ``full.numel() / shard_size`` elements
-        and the mean is over the shard group; with replicas ``average`` comes next. Otherwise ``out`` is ``full``, and
+        and the mean is over the shard group; with replicas ``average`` follows. Otherwise ``out`` is ``full``, and
         is averaged. Runs on the current stream. Neither tensor may be touched before ``wait()``; the content of
         ``full`` is lost.
 
@@ -182,7 +182,7 @@ class Communicator:
     def _exchange(
         self, lane: Lane, event: Event, several: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]
     ) -> Work:
-        """Send ``sends[i]`` to, and receive ``receives[i]`` from, each other rank i, for each (sends, receives)."""
+        """Send ``sends[i]`` to, and receive ``receives[i]`` from, each peer i, for each (sends, receives)."""
         rank, size = self.groups.shard_rank, self.groups.shard_size
         transfers = []
         for distance in range(1, size):  # each rank starts with another peer
@@ -257,7 +257,7 @@ def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], *, divi
     """Write the sum of ``pieces``, added in their order and divided by ``divisor`` in the end, into ``out``.
 
     16-bit pieces are summed in float32 and rounded once at the end. A backend's own reduction in 16 bits rounds at each
-    of N - 1 additions, so its error may reach (N - 1) / 2 units in the last place of the largest partial sum.
+    of N - 1 additions, so the error may reach (N - 1) / 2 units in the last place of the largest partial sum.
     """
     part = _IN_CACHE * torch.get_num_threads()
     if out.numel() > part:
@@ -303,7 +303,7 @@ def reduce_compressed(
         shard.copy_(low_shard.to(state.parameter_type))
 
 
-# -- collectives of other tensors --------------------------------------------------------------------------------------
+# -- collectives of control values -------------------------------------------------------------------------------------
 
 
 def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
@@ -375,7 +375,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) ->
 def gather_values(values: torch.Tensor, group: Any, device: torch.device, label: str) -> torch.Tensor:
     """Return the ``values`` (1-D, on CPU, equally many) of every rank, a row per rank. The host waits.
 
-    A fake group, whose collectives do nothing, returns zeros. ``device`` is where the models of the ranks compute.
+    A fake group, without communication, returns zeros. ``device`` is where the models of the ranks compute.
     """
     own = values.to(control_device(group, device))
     every = own.new_zeros(group.size() * own.numel())

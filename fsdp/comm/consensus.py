@@ -7,12 +7,12 @@ There are two ways to agree, for two places:
 
 Both have ``together(label, action)``, run on every rank, and ``first(label, action)``, run on rank 0 for all.
 
-Both number and label their messages, so that a message of one call is never taken for an answer in another one.
+Both number and label their messages, so that a message of one call is never taken for an answer in a later one.
 
 [Note: A group of its own]
 A call beside the training must not get between the collectives of the training, which all ranks issue in one order. It
 therefore uses a gloo group of its own, from one thread at a time, through the group object: ``torch.distributed`` may
-destroy its groups meanwhile, and the round still ends.
+destroy the groups meanwhile, and the round still ends.
 
 [Note: A tree of ranks]
 In a round the values of ranks go up a tree to rank 0, joined on the way, and the answers go down. Each child of a rank
@@ -53,7 +53,7 @@ from fsdp.comm.history import hash_of
 from fsdp.comm.lane import Lane
 from fsdp.comm.threads import in_thread, reported_if_long
 
-HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of the others
+HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of their peers
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; the end of a process is noticed at once
 FAN_OUT = 8  # children of a rank in the tree
 
@@ -64,7 +64,7 @@ _U = TypeVar("_U")
 
 
 class Failure(NamedTuple):
-    """An exception in a form that travels to other ranks."""
+    """An exception in a form that travels between ranks."""
 
     kind: str
     number: int | None  # of an OSError
@@ -111,7 +111,7 @@ def failures_in(
     device: torch.device,
     alike: Mapping[Any, Sequence[str]] | None = None,
 ) -> dict[int, Failure]:
-    """Exchange the errors of all ranks of ``groups``, which all have to call; return those of other ranks, by rank.
+    """Exchange the errors of all ranks of ``groups``, which all have to call; return those of the peers, by rank.
 
     Args:
         groups: None stands for a group of one rank.
@@ -185,10 +185,10 @@ def broadcast_object(value: Any, group: Any, label: str, device: torch.device = 
     first, packed, problem = group.rank() == 0, b"", ""
     try:
         packed = pickle.dumps(value) if first else b""
-    except Exception as error:  # its class may raise anything
+    except Exception as error:  # the constructor of the class may raise
         problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
     message = _padded(pickle.dumps((packed, problem)) if first else b"", group, label, device)
-    agree(message, group, device, label)  # the other ranks contribute zeros
+    agree(message, group, device, label)  # the peers contribute zeros
     packed, problem = pickle.loads(message.numpy().tobytes())
     if problem:
         raise TypeError(problem)
@@ -222,7 +222,7 @@ class TrainingRanks:
             groups: None stands for this rank alone.
             device: where the models compute.
             announce: called before each communication.
-            error: makes the exception for failures of other ranks.
+            error: makes the exception for failures of peers.
         """
         self.groups = [group for group in dict.fromkeys(groups) if group is not None]
         self._device, self._announce, self._error = device, announce, error
@@ -230,14 +230,14 @@ class TrainingRanks:
     def together(
         self, label: str, action: Callable[[], _T], same: Callable[[_T], Mapping[Any, Sequence[str]]] | None = None
     ) -> _T:
-        """Run ``action`` on every rank; each has its own result.
+        """Run ``action`` on every rank; each returns the local result.
 
         Args:
             same: gives texts for each group that have to be equal on all of its ranks.
 
         Raises:
             BaseException: the error of ``action`` on this rank.
-            Exception: ``error`` of the failures of other ranks, or of different texts.
+            Exception: ``error`` of the failures of peers, or of different texts.
         """
         self._announce()
         try:
@@ -255,7 +255,7 @@ class TrainingRanks:
     def first(self, label: str, action: Callable[[], _T]) -> _T:
         """Run ``action`` on the rank that is first in every group; every rank gets the result, or the error.
 
-        The result is broadcast over one group after the other.
+        The result is broadcast over the groups in turn.
         """
         self._announce()
         value: Any = None
@@ -333,7 +333,7 @@ class Ranks:
         """Take ``group``; None for this process alone.
 
         Raises:
-            RuntimeError: ``group`` has no store at which the ranks could meet.
+            RuntimeError: ``group`` has no store for the ranks.
         """
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
@@ -365,7 +365,7 @@ class Ranks:
     def call(self, doing: str, *, resumed: bool = False) -> Iterator[None]:
         """Make one call, with all its rounds, inside the context; all ranks have to.
 
-        Waits for the call in the background first. A rank that leaves by an error of its own reports it to the others;
+        Waits for the call in the background first. A rank that leaves by an error of its own reports it to its peers;
         see [Note: Spoiled groups].
 
         Args:
@@ -403,7 +403,7 @@ class Ranks:
     ) -> _U:
         """Run ``mine`` on every rank; rank 0 turns the results into one for each rank. See [Note: A tree of ranks].
 
-        A rank whose process ends before it has its result fails the next round, not this one.
+        A rank whose process ends before the result is there fails the next round, not this one.
 
         Args:
             then: takes the list of results, by rank, or the joined result.
@@ -415,7 +415,7 @@ class Ranks:
         Raises:
             Exception: on every rank, if ``mine`` or ``then`` failed on any: an error of the type of the first, with all
                 messages.
-            RuntimeError: a rank has ended, has left the call, or is in another one.
+            RuntimeError: a rank has ended, has left the call, or is in a different one.
         """
         self._place = self._place._replace(round=self._place.round + 1, label=label)
         joined: Callable[[list[Any]], Any] = join or (lambda several: [value for values in several for value in values])
@@ -477,7 +477,7 @@ class Ranks:
         return answer, error
 
     def together(self, label: str, action: Callable[[], _T]) -> _T:
-        """Run ``action`` on every rank; return its result here.
+        """Run ``action`` on every rank; return the result of this rank.
 
         Raises: as ``round``.
         """
@@ -486,7 +486,7 @@ class Ranks:
         return own[0]
 
     def first(self, label: str, action: Callable[[], _T]) -> _T:
-        """Run ``action`` on rank 0; return its result on every rank.
+        """Run ``action`` on rank 0; return the result on every rank.
 
         Raises: as ``round``.
         """
@@ -510,14 +510,14 @@ class _SideGroup:
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
     def missed_a_call(self) -> bool:
-        """Return whether other ranks have left a call that this rank has not made, as it was told in another call."""
+        """Return whether peers have left a call that this rank has not made, as they reported in a later one."""
         return self._calls.forgive()
 
     def join(self, call: int, doing: str) -> None:
-        """Wait until all ranks have come to this call, and connect if need be.
+        """Wait until all ranks have arrived at this call, and connect if need be.
 
         Args:
-            call: its number.
+            call: the number of the call.
             doing: the call in words.
 
         Raises:
@@ -555,12 +555,12 @@ class _SideGroup:
             raise RuntimeError(f"the ranks cannot connect for {self._doing}: {error}") from error
 
     def _meet(self, doing: str, waited: Waited) -> bool:
-        """Wait for all ranks to come to the next call of the current side group; return False if it is spoiled."""
+        """Wait for all ranks at the next call of the current side group; return False if the group is spoiled."""
         self._doing = doing
 
         def look() -> None:
             self._calls.raise_if_diverged()
-            self._raise_if_dead()  # before all have come
+            self._raise_if_dead()  # before all have arrived
             waited.report_if_long(self._calls)
             if waited.seconds > self._timeout.total_seconds():
                 raise RuntimeError(f"{self._calls.in_words(f'waited {waited.seconds:.0f} s')}. {REMEDY}")
@@ -587,7 +587,7 @@ class _SideGroup:
         return None if found is None else (found[0], found[1])
 
     def spoil(self, call: int, words: str) -> None:
-        """Close the connections, and write the reason for the other ranks, unless one is there."""
+        """Close the connections, and write the reason for the peers, unless one is there."""
         if self.why() is None:
             self._board.write(f"{self._number}/spoiled", [call, words])
             for count in (self._count, self._count + 1):  # a rank may be one call ahead
@@ -610,7 +610,7 @@ class _SideGroup:
         """Receive a value from ``rank``.
 
         Raises:
-            _Gone: the connection has ended, or the rank does not come.
+            _Gone: the connection has ended, or the rank is missing.
         """
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._finish("recv", size, rank)

@@ -18,7 +18,7 @@ class Entry(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The state of a rank in one lane, as the other ranks see it."""
+    """The state of a rank in one lane, as its peers see it."""
 
     met: int  # the number of meetings; reports from before the latest one are void
     number: int  # of the pass
@@ -26,7 +26,7 @@ class Report(NamedTuple):
     words: str  # for the pass
     is_call: bool
     begun: int  # a hash of the pass and of all events of the one before
-    failure: Sequence[Any] | None  # the pass that failed: its number, its position, and words
+    failure: Sequence[Any] | None  # the number, the position and a description of the pass that failed
     announces: int | None  # the position for which the rank waits until all ranks announce the same event
     recent: list[Entry]
 
@@ -120,7 +120,7 @@ def passed_by(waiting: int, other: int, reports: Mapping[int, Report]) -> str | 
 
 
 def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]) -> str | None:
-    """Find whether ``other`` failed in a pass or call in which ``rank`` goes on, or which it has ended."""
+    """Find whether ``other`` failed in a pass or call in which ``rank`` continues, or which ``rank`` has ended."""
     failure = reports[other].failure
     if failure is None:
         return None

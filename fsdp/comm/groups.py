@@ -91,11 +91,11 @@ def _forced() -> bool:
 
 
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
-    """Check the arguments of a wrapper that choose its ranks.
+    """Check the arguments of a wrapper that choose the ranks.
 
     Raises:
         TypeError: ``mesh`` is no mesh, or ``group`` no process group.
-        ValueError: the arguments of a wrapper do not go together, or this rank is in none of the groups.
+        ValueError: the arguments of a wrapper contradict each other, or exclude this rank.
     """
     for each in group if isinstance(group, tuple) else (group,):
         if each is dist.GroupMember.NON_GROUP_MEMBER:
@@ -161,7 +161,7 @@ def default_group() -> Any:
 
 
 def rank_names(group: Any) -> list[int]:
-    """Return the global ranks of ``group``, or 0 to size - 1 where torch.distributed does not know the group."""
+    """Return the global ranks of ``group``, or 0 to size - 1 where the group is unknown to torch.distributed."""
     try:
         return group_ranks(group)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
@@ -174,7 +174,7 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def is_registered(group: Any) -> bool:
-    """Return whether ``torch.distributed`` knows ``group``, and has not destroyed it."""
+    """Return whether ``group`` is registered in ``torch.distributed``, and not destroyed."""
     try:
         return group is not None and bool(group_ranks(group))
     except (KeyError, ValueError):
@@ -223,19 +223,19 @@ def control_device(group: Any, device: torch.device) -> torch.device:
 def make_group(ranks: Sequence[int], like: Any, name: str) -> Any:
     """Make a process group of ``ranks`` with the backend and the timeout of ``like``. All of ``ranks`` have to call.
 
-    Unlike ``torch.distributed.new_group()`` this takes no part of other ranks, and does not count the groups that each
-    rank knows.
+    Unlike ``torch.distributed.new_group()`` this involves no ranks outside of the group, and does not count the groups
+    of each rank.
 
     Args:
         ranks: global ranks, this one among them.
-        name: another one for each group of these ranks: it separates their connections.
+        name: unique among the groups of these ranks: it separates their connections.
 
     Raises:
         NotImplementedError: the default group is bound to a device, and ``ranks`` are not all of its ranks.
     """
     c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
     backend, timeout = dist.get_backend_config(like), group_timeout(like)
-    if default.bound_device_id is not None:  # torch makes groups by splitting its communicator, on all ranks
+    if default.bound_device_id is not None:  # torch makes groups by splitting the communicator, on all ranks
         if len(ranks) == default.size():
             return dist.new_group(list(ranks), timeout, backend)
         raise NotImplementedError(
@@ -261,7 +261,7 @@ def make_control_group(group: Any, device: torch.device, number: int) -> Any:
 
     Args:
         device: the CPU.
-        number: another one each time.
+        number: a different one each time.
 
     Raises:
         RuntimeError: gloo finds no network interface.

@@ -67,7 +67,7 @@ class Habit:
     def __init__(self) -> None:
         self._followed: dict[tuple[int, ...], int] = {}  # by the last pass and the number of passes since a call
         self._last, self._count = (0, 0), 0
-        self._forward: int | None = None  # the latest forward, predicted where nothing else is known
+        self._forward: int | None = None  # the latest forward, predicted unless the history has a better match
 
     def _contexts(self) -> list[tuple[int, ...]]:
         """Return the keys to look up, the most specific one first."""
@@ -99,7 +99,7 @@ class History:
         position: the number of events in the latest pass.
         so_far: a hash of the events of the latest pass.
         begun: a hash of the latest pass and of the one before.
-        recent: the latest events, for reports to other ranks.
+        recent: the latest events, for reports to peers.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class History:
         return True
 
     def report(self, label: str, number: int) -> None:
-        """Show an event to the other ranks before this rank has agreed on it."""
+        """Show an event to the peers before this rank has agreed on it."""
         self.recent.append((self.passes, self.position, number, label))
 
     @property

@@ -1,7 +1,7 @@
 """Host memory in large pieces: page-locked memory for copies from and to an accelerator, and memory of every step.
 
 The allocator of page-locked memory rounds each request up to a power of two, and keeps the memory for ever. Shards,
-their gradients, and copies for a save are large and few. Each gets pages of its own, which are returned once their last
+their gradients, and copies for a save are large and few. Each gets separate pages, which are returned once their last
 holder is gone.
 
 The first touch of a page costs a page fault: a microsecond for 4 KiB, as long as a copy of 8 KiB. Pages of 2 MiB cost a
@@ -92,8 +92,8 @@ def locked_pages(
 ) -> torch.Tensor:
     """Allocate ``nbytes`` bytes (uint8), page-locked by ``lock(address, nbytes)`` until their last holder is gone.
 
-    ``uses()``, called then, returns the events after which ``unlock(address)`` may be called. A fork gets none of the
-    pages: with a copy there, the parent's next write would go to pages that the device does not know.
+    ``uses()``, called then, returns the events after which ``unlock(address)`` may be called. A fork gets no
+    pages: with a copy there, the parent's next write would go to pages that the device does not read.
     """
     _dropped.prepare()
     pages = _Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -153,7 +153,7 @@ _MAY_RECYCLE = hasattr(mmap, "MADV_FREE")
 
 
 class _Left:
-    """Memory without holders, for the next request of its size.
+    """Memory without holders, for the next request of that size.
 
     The system may take it when memory is short. It is unmapped after a second without a request.
     """
@@ -222,17 +222,17 @@ def empty_strided(
 
 
 class HostBuffers:
-    """Pieces of host memory of one size, each reused once its last tensor has no holder."""
+    """Pieces of host memory of one size, each reused once the last tensor over it is gone."""
 
     def __init__(self) -> None:
         self._lent: list[tuple[torch.Tensor, StorageWeakRef]] = []  # the memory, and its holder
 
     def take(self, nbytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return ``nbytes`` bytes (uint8) without other holders; ``make`` allocates them if none are free."""
+        """Return ``nbytes`` bytes (uint8) that no tensor holds; ``make`` allocates them if none are free."""
         self._lent = [(memory, by) for memory, by in self._lent if memory.numel() == nbytes]
         position = next((i for i, (_, by) in enumerate(self._lent) if by.expired()), None)
         memory = make(nbytes) if position is None else self._lent.pop(position)[0]
-        lent = from_dlpack(to_dlpack(memory))  # a storage of its own, which ends with its last view
+        lent = from_dlpack(to_dlpack(memory))  # a separate storage, which ends with the last view
         self._lent.append((memory, StorageWeakRef(lent.untyped_storage())))
         return lent
 

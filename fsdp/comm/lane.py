@@ -57,8 +57,8 @@ from fsdp.comm.work import OutOfStep, TimedOut
 ORDER_REMEDY = (
     "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
 )
-_RECOVERY = 10  # times PATIENCE: a rank waits so long for others to recover from a failure that they have reported
-_REPLIES = timedelta(seconds=1)  # how long to wait for the reports of the other ranks
+_RECOVERY = 10  # times PATIENCE: a rank waits so long for peers to recover from a failure that they have reported
+_REPLIES = timedelta(seconds=1)  # how long to wait for the reports of the peers
 
 
 class Failure(NamedTuple):

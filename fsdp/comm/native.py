@@ -1,7 +1,7 @@
 """The collectives of ``torch.distributed`` as a lane starts them, and the process group that carries them.
 
 Functions are looked up in ``torch.distributed`` at each call, so that profilers, recorders and mocks that replace
-them see the call. In a pass that begins while none of them is replaced, the methods of the group are called instead:
+them see the call. In a pass that begins while all of them are torch's own, the methods of the group are called instead:
 checks of arguments in ``torch.distributed`` take 15 % of the host time of a unit.
 """
 

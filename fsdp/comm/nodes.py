@@ -32,7 +32,7 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     """Return two groups: the ranks of this machine, and the ranks at this rank's place on all machines.
 
     The first call makes them, on all ranks of the default group ``world``; later calls return the same groups. A
-    machine has ``LOCAL_WORLD_SIZE`` consecutive ranks, as torchrun says; without that as many as it has accelerator
+    machine has ``LOCAL_WORLD_SIZE`` consecutive ranks, as set by torchrun; without that as many as it has accelerator
     devices, or all of them where there are none.
 
     Raises:
@@ -86,7 +86,7 @@ def nearby_group(group: Any, count: int) -> Any:
 def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
     """Make a group of that one of ``parts`` of ``group``'s ranks that contains this rank; all ranks have to call.
 
-    ``name`` is another one each time; see :func:`fsdp.comm.groups.make_group`.
+    ``name`` is a different one each time; see :func:`fsdp.comm.groups.make_group`.
     """
     rank, default = dist.get_rank(), default_group()
     if default.bound_device_id is not None and group.size() == default.size():  # torch splits it, part by part

@@ -1,4 +1,4 @@
-"""Memory of this process that other processes of the host map, for :mod:`fsdp.comm.shared_memory`.
+"""Memory of this process that the remaining processes of the host map, for :mod:`fsdp.comm.shared_memory`.
 
 [Note: Nothing is left]
 A segment is a sparse file without a name. Only processes of the same user can open it, and it ends with the last
@@ -136,7 +136,7 @@ class Peer:
 
 
 class Block:
-    """A piece of the segment, reused only after the other ranks have read the last post in it."""
+    """A piece of the segment, reused only after the peers have read the last post in it."""
 
     __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "reserved", "storage")
 
@@ -166,7 +166,7 @@ class Block:
 
 
 class Segment:
-    """The memory of this process that other processes read."""
+    """The memory of this process that its peers read."""
 
     def __init__(self) -> None:
         self.capacity = _HEADERS + 2 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")
@@ -220,7 +220,7 @@ class Segment:
         return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
 
     def free(self, storage: torch.UntypedStorage) -> bool:
-        """Take back a storage without other holders, for the next allocation of that size.
+        """Take back a storage that no tensor holds, for the next allocation of that size.
 
         Returns False for a storage outside of the segment.
         """
@@ -309,7 +309,7 @@ class Segment:
         """The bytes of memory in use by the system, headers included."""
         return os.fstat(self.file).st_blocks * 512
 
-    # The following methods do nothing while another call is active: on another thread, or on this one, if the garbage
+    # The following methods return at once while a call is active: on a different thread, or on this one, if the garbage
     # collector is the caller.
 
     def keep(self, nbytes: int, block_nbytes: int) -> None:

@@ -3,17 +3,17 @@
 Each process has one :class:`Segment`, a sparse file without a name that its peers map. Full and reduce buffers are
 allocated from it (``flat/memory.py``). A :class:`Channel` connects the segments of the ranks of one group. To
 communicate, a rank *posts* in its own segment where its part of the collective lies. Once all ranks have posted, each
-reads the parts of the others. A gather copies the slice that each rank has of its own shard in its own full buffer. A
-reduction adds up this rank's slice of every buffer in rank order 0..N-1, so its result has the bits of the direct
+reads the parts of its peers. A gather copies the slice that each rank has of its own shard in its own full buffer. A
+reduction adds up this rank's slice of every buffer in rank order 0..N-1, so the result has the bits of the direct
 exchange. Tensors outside of the segment are copied into it first.
 
 [Note: Posts]
 Every rank of a group posts the same collectives in the same order, and numbers them. A post has the number, the event,
-the number of bytes and the place. A reader compares the first three with its own, so ranks that are out of sync find
-out at once. The number is written last; the processors on which this file works (x86-64) show stores in their order.
+the number of bytes and the place. A reader compares the first three with its own: ranks that are out of sync
+raise at once. The number is written last; the processors on which this file works (x86-64) show stores in their order.
 
 A post waits only for a free slot, of which there are many. A rank that waits, for any reason, finishes everything that
-it has issued as far as the others have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
+it has issued as far as its peers have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
 number of the last one that a rank has read, or dropped for good: the memory behind earlier posts is free again.
 
 Votes (:meth:`fsdp.comm.issuing.Issuer.ask`) go the same way, in :class:`Posts` of their own. Different questions that
@@ -92,7 +92,7 @@ class Posts:
     """The posts of the ranks of a channel, the same on all ranks and in one order; see [Note: Posts]."""
 
     def __init__(self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int]) -> None:
-        """``headers``: the offset of each rank's posts in its segment, in bytes."""
+        """``headers``: the offset of the posts in each rank's segment, in bytes."""
         self.number = 0  # of the last post
         self._channel, self._rank = channel, rank
         self._own = mappings[rank]
@@ -113,7 +113,7 @@ class Posts:
         """Return the number of the next post, once its slot is free."""
         number, channel = self.number + 1, self._channel
         if channel.broken is None and (channel.collectives.under_way or channel.questions.under_way):
-            channel.advance()  # frees memory that other ranks wait for
+            channel.advance()  # frees memory that peers wait for
         oldest = number - _SLOTS
         if oldest > self._read:
             if not self.is_read(oldest) and not channel.until(lambda: self.is_read(oldest), channel.timeout):
@@ -132,12 +132,12 @@ class Posts:
         *,
         until_read: bool = False,
     ) -> HostWork:
-        """Post a collective; it is over when this rank has read the posts of the others.
+        """Post a collective; it is over when this rank has read the posts of its peers.
 
         Args:
             number: the result of :meth:`next`.
             wheres: up to ``PARTS`` places.
-            finish: reads the posts of the others.
+            finish: reads the posts of the peers.
             until_read: whether it is over only when all ranks have read.
         """
         words, done, at = self._own.words, self._place + _DONE, self._starts[self._rank] + number % _SLOTS * _WORDS
@@ -163,7 +163,7 @@ class Posts:
         """Return whether all ranks have made this post.
 
         Raises:
-            OutOfStep: some have posted something else.
+            OutOfStep: a peer has posted a different collective.
         """
         own, event, nbytes, label, _ = what
         all_have, place = True, own % _SLOTS * _WORDS
@@ -196,7 +196,7 @@ class Posts:
             self.under_way.popleft()
 
     def _note_dropped(self, _: object) -> None:
-        """Release the memory of the others behind posts that this rank has dropped, and will not read."""
+        """Release the memory of peers behind posts that this rank has dropped, and will not read."""
         place = self._place + _DONE
         for number, *_, reference in tuple(self.under_way):
             if reference() is not None or not self._channel.usable:
@@ -219,7 +219,7 @@ class Posts:
         self._own.words[self._place + _DONE] = self.number
 
     def read_no_more(self) -> None:
-        """End reading: the other ranks no longer wait for this one."""
+        """End reading: the peers no longer wait for this rank."""
         self._own.words[self._place + _DONE] = _NEVER
 
     def miss(self, rank: int) -> None:
@@ -246,7 +246,7 @@ class Channel:
     """
 
     def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
-        """``headers``: the offset of each rank's header in its segment, in bytes."""
+        """``headers``: the offset of the header in each rank's segment, in bytes."""
         self.timeout = group_timeout(group).total_seconds()
         self.names = group_ranks(group)
         self.broken: RuntimeError | None = None
@@ -258,12 +258,12 @@ class Channel:
         self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers])
         self._elsewhere = 0  # the number of passes in which all ranks communicated by torch.distributed
 
-    # -- what the ranks do together ------------------------------------------------------------------------------------
+    # -- collectives of all ranks --------------------------------------------------------------------------------------
 
     def gather(self, parts: Sequence[Gather], label: str, event: int) -> HostWork:
         """Fill each of up to ``PARTS`` vectors with every rank's shard of it.
 
-        Other ranks copy this rank's piece out of the vector, if that lies in the segment. ``event`` is equal on all
+        Peers copy this rank's piece out of the vector, if that lies in the segment. ``event`` is equal on all
         ranks.
         """
         posts, size = self.collectives, len(self._mappings)
@@ -342,7 +342,7 @@ class Channel:
         return Condition(self, lambda: self._is_behind or min(self.collectives.proposals.values()) >= proposal)
 
     def goes_elsewhere(self) -> bool:
-        """Return whether all ranks have proposed; then none of them has posted anything."""
+        """Return whether all ranks have proposed; then no rank has posted yet."""
         elsewhere = not self._is_behind
         self._elsewhere += elsewhere
         self.collectives.propose(self._elsewhere)
@@ -359,7 +359,7 @@ class Channel:
         return block
 
     def _leave(self, copied: Sequence[Block], number: int) -> None:
-        """Release the blocks ``copied`` once the other ranks have read the post ``number``."""
+        """Release the blocks ``copied`` once the peers have read the post ``number``."""
         for block in copied:
             block.posted(self, number)
             self.segment.leave(block)
@@ -429,7 +429,7 @@ class Channel:
         self.questions.renew()
 
     def reads_no_more(self) -> Callable[[], None]:
-        """Return a function for the end of the group: the other ranks no longer wait for this rank to read their
+        """Return a function for the end of the group: the peers no longer wait for this rank to read their
         posts. It does not keep the channel's group alive."""
         several, process = (self.collectives, self.questions), os.getpid()
 
@@ -474,11 +474,11 @@ def connect(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel |
     The first time all ranks have to call: they decide through the store. ``slow`` compares the ranks in a long wait.
 
     Raises:
-        RuntimeError: the others do not come, or do something else.
+        RuntimeError: a peer is late, or is in a different call.
     """
     if group not in _channels:
         if group not in _connecting:
-            _connecting[group] = in_thread(lambda: _connect(group, slow))  # not interrupted: the others go on
+            _connecting[group] = in_thread(lambda: _connect(group, slow))  # not interrupted: the peers continue
         try:
             _channels[group] = _connecting[group].result()
         except RuntimeError:
@@ -543,7 +543,7 @@ def _exchange(group: Any, slow: Callable[[], object], key: str, value: Any) -> l
 
 
 def _ask(group: Any, slow: Callable[[], object], how: Callable[[Board, Callable[[], None]], _T]) -> _T:
-    """Run ``how`` on the group's board, with a function that looks at the other ranks during a long wait."""
+    """Run ``how`` on the group's board, with a function that inspects the peers during a long wait."""
     board, started = _boards.setdefault(group, Board(group, "memory")), time.monotonic()
 
     def look() -> None:
@@ -599,8 +599,8 @@ def segment() -> Segment | None:
 
 
 def channel_of(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
-    """Return the channel of ``group``, if its ranks have decided to have one."""
-    known = group in _channels or group in _connecting  # after an interrupt the other ranks may have decided
+    """Return the channel of ``group``, if the ranks have decided to use one."""
+    known = group in _channels or group in _connecting  # after an interrupt the peers may have decided
     channel = connect(group, slow) if known else None
     return channel if channel is not None and channel.usable else None
 

@@ -1,8 +1,8 @@
-"""Streams and events, with no-op versions on CPU. The only file that knows the kind of the device.
+"""Streams and events, with no-op versions on CPU. The only file that depends on the kind of the device.
 
 [Note: Memory across streams]
 A block of memory is allocated, reused and freed on the stream that owns it. Any other stream that uses it records an
-event, and the owner waits for that event *on the stream* before it reuses the block. So nothing depends on
+event, and the owner waits for that event *on the stream* before it reuses the block. So the engine needs no
 ``record_stream`` of the allocator, the same bytes are used at every step, and the host never blocks.
 
 There are four streams: the compute stream (the current stream of the user's code), one for gathers, one for
@@ -93,7 +93,7 @@ class AcceleratorStreams:
 
     def __init__(self, device: torch.device) -> None:
         # A gather that queues behind the compute stalls the step. So does a reduction before a gather, as a
-        # communicator keeps the order of its collectives.
+        # communicator keeps the order of collectives.
         self._gather, self._reduce = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
         self._replica: torch.Stream | None = None  # made at first use
         self._uploaded: StreamEvent = None  # after the last upload, which the gather stream has queued
@@ -139,7 +139,7 @@ class AcceleratorStreams:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def look_beside_captures(self) -> None:
-        """Allow this thread to poll events while another one captures a graph; a poll would invalidate the capture."""
+        """Allow this thread to poll events while a second one captures a graph; a poll would invalidate the capture."""
         if self._device.type == "cuda":
             _ignore_captures_of_other_threads()
 
@@ -178,7 +178,7 @@ class AcceleratorStreams:
     ) -> torch.Tensor:
         """Allocate host memory, page-locked by ``lock`` until ``unlock``.
 
-        The allocator of torch does not know it. This keeps it until the queued copies are over.
+        The memory is unknown to the allocator of torch. This object keeps it until the queued copies are over.
         """
         return locked_pages(nbytes, lock, unlock, self._copies_under_way)
 
@@ -233,7 +233,7 @@ def _lock_pages(address: int, nbytes: int) -> None:
         )
 
 
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures of other threads do not restrict this one
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures on further threads do not restrict this one
 
 
 def _ignore_captures_of_other_threads() -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger("fsdp")
 
 _T = TypeVar("_T")
 
-PATIENCE = timedelta(seconds=1)  # a wait of this length makes a rank inspect the other ranks
+PATIENCE = timedelta(seconds=1)  # a wait of this length makes a rank inspect its peers
 NOTICE = timedelta(seconds=10)  # a wait of this length is reported on stderr
 IDLE = 1.0  # seconds without an allocation after which spare memory is returned to the system
 
@@ -85,7 +85,7 @@ os.register_at_fork(after_in_child=_forget_workers)
 
 
 def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
-    """Run ``action`` in a thread and return a future of its result.
+    """Run ``action`` in a thread and return a future of the result.
 
     Unlike a thread of an executor, this one does not keep the process alive. Signals do not interrupt it.
     """

@@ -36,7 +36,7 @@ except TypeError:
     set_versions = _set_each_version
 
 
-# The frame evaluation of torch.compile; importing its Python parts would load the whole compiler.
+# The frame evaluation of torch.compile; importing the Python parts would load the whole compiler.
 _frames: Any = _dynamo.eval_frame
 
 

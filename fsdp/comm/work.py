@@ -1,7 +1,7 @@
 """A collective in flight, and how a rank waits for it.
 
 A wait on the host is interrupted every :data:`fsdp.comm.threads.PATIENCE`: the :class:`Watch` of the process group
-(its lane) then compares this rank with the other ranks, and raises if they are out of sync. Backends whose works can
+(its lane) then compares this rank with its peers, and raises if they are out of sync. Backends whose works can
 only be waited for to the end are waited for in a thread (:class:`BlockingWork`).
 
 On an accelerator the host does not wait for a collective, so an out-of-sync rank would hang anywhere in the user's
@@ -48,7 +48,7 @@ class TimedOut(RuntimeError):
 
 
 class Watch(Protocol):
-    """Compares this rank with the others while it waits; a lane implements this."""
+    """Compares this rank with its peers while it waits; a lane implements this."""
 
     timeout: float  # seconds that a collective may take
     epoch: int  # changes when the collectives in flight are abandoned
@@ -177,7 +177,7 @@ class Work:
         return first
 
     def on(self, streams: Streams) -> Work:
-        """Record the stream event after which the result may be used; nothing on CPU. Returns this work."""
+        """Record the stream event after which the result may be used; a no-op on CPU. Returns this work."""
         if not streams.asynchronous_work:
             self._streams, self._event = streams, streams.record()
             if self.watch is not None:

@@ -62,7 +62,7 @@ LOST_WRITE = (
 
 
 class MisplacedShardError(RuntimeError, AssertionError):
-    """An error for a shard that was moved to another device than that of the unit, but not by ``.to()`` and the like.
+    """An error for a shard that was moved to another device than the unit's, but not by the module's ``.to()``.
 
     FSDP1 raises AssertionError at the first use, and RuntimeError later.
     """
@@ -382,7 +382,7 @@ class FlatParamHandle:
         return streams.upload(self._shard).to(dtype)
 
     def part_for_others(self, streams: Streams, *, full_precision: bool) -> Gather:
-        """Make this rank's part in a gather that only other ranks need, in their dtype, without the full buffer."""
+        """Make this rank's part in a gather that only peers need, in their dtype, without the full buffer."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return Gather(unread, self._shard_as(dtype, streams))
@@ -462,9 +462,9 @@ class FlatParamHandle:
         return next((tp.group for tp in self.tp if tp is not None), None)
 
     def note_replicas(self, tp_group: Any) -> None:
-        """Note that the ranks of ``tp_group``, by which other units of the model are cut, hold equal parameters here.
+        """Note that the ranks of ``tp_group``, by which further units of the model are cut, hold equal parameters here.
 
-        Nothing is noted for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
+        This is a no-op for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
         over these ranks.
         """
         own = [group for group in (self.groups.shard, self.groups.replica) if group is not None]

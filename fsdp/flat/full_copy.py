@@ -1,7 +1,7 @@
 """The full buffer of a bucket, the leaves over it, and the state of the memory.
 
 [Note: Permanent tensors, pooled memory]
-A full buffer is a tensor with permanent identity and views, while the memory comes from a pool and returns there. So no
+A full buffer is a tensor with permanent identity and views, while a pool lends the memory. So no
 step splits, views or allocates tensors, and the tensors that autograd saved in forward are valid again after the refill
 in backward. The leaves, with which modules compute, are parameters made empty, with a view of the buffer assigned
 through ``.data``. They share no version counter with the buffer, so a refill is no in-place change. The price is that

@@ -1,6 +1,6 @@
 """The values that parameters had when they were wrapped.
 
-Each rank keeps its own shard of them. If the ranks gave parameters different values, the model is a mixture.
+Each rank keeps a shard of them. If the ranks gave parameters different values, the model is a mixture.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class InitialValues:
         return [self._views.handle.shard, *self._views.params]
 
     def _elements_now(self) -> torch.Tensor:
-        """Return some elements of the shard, for writes that leave no other trace."""
+        """Return a few elements of the shard, by which writes through ``.data`` show."""
         shard = self._views.handle.shard
         return shard[:: max(1, shard.numel() // 64)]
 
     def digests(self) -> dict[str, str | None]:
-        """Return a digest of each parameter's initial values, by name; None if others were loaded or written.
+        """Return a digest of each parameter's initial values, by name; None if values were loaded or written since.
 
         The host waits for the device.
         """

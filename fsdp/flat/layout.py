@@ -1,6 +1,6 @@
 """The arithmetic of flattening: where each parameter lies in the flat vector, and which part of it each rank owns.
 
-No tensors and no process groups here. The flat vector holds the parameters one after the other, each in its memory
+No tensors and no process groups here. The flat vector holds the parameters in order, each in its memory
 order, each starting on an alignment boundary; behind the last one it is padded to ``world_size`` equal shards::
 
     | p0 ........ |gap| p1 ..... | p2 ... |gap| p3 .......... | padding |

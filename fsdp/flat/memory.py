@@ -107,13 +107,13 @@ class MemoryPool:
         buffer.attach(block)
 
     def may_refill(self, buffer: PooledTensor) -> bool:
-        """Whether ``buffer`` may be filled again in the same memory: no other rank reads the memory any more."""
+        """Whether ``buffer`` may be filled again in the same memory, which no peer reads any more."""
         lent = shared_memory.lent_at(buffer.tensor.data_ptr())
         return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
-        """Take the memory of ``buffer`` back, which other streams have used until ``last_use``. Idempotent: after an
-        interrupt, which may come while a pool waits for other ranks, the call is repeated."""
+        """Take the memory of ``buffer`` back, which a stream has used until ``last_use``. Idempotent: after an
+        interrupt, which may happen while a pool waits for peers, the call is repeated."""
         if buffer.nbytes == 0:
             return
         if not self.exchanges_blocks:
@@ -130,7 +130,7 @@ class MemoryPool:
             self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
-        """Return the kept blocks to the allocator, and shared memory that other ranks have read to the system. The
+        """Return the kept blocks to the allocator, and shared memory that the peers have read to the system. The
         ranks of the group trim at the same point."""
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
@@ -157,8 +157,8 @@ class MemoryPool:
 
 
 class SharedPool(MemoryPool):
-    """A pool of memory that the other ranks of a group can read, once they share memory. The segment keeps the blocks,
-    because it knows which ranks still read them."""
+    """A pool of memory that the peers in a group can read, once they share memory. The segment keeps the blocks,
+    because it tracks which ranks still read them."""
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)

@@ -1,4 +1,4 @@
-"""The names of modules, parameters and buffers, and walks through modules. This file alone knows the parts that
+"""The names of modules, parameters and buffers, and walks through modules. This file alone handles the parts that
 wrappers add to names."""
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
 
 
 def check_not_wrapped(module: nn.Module, ignored: Ignored) -> None:
-    """Check that no other engine shards or replicates ``module``.
+    """Check that no engine shards or replicates ``module`` already.
 
     Raises:
         ValueError: torch's own FSDP has wrapped ``module``, or a module inside or around it; or
@@ -478,7 +478,7 @@ def own_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 def synchronize(tensors: list[torch.Tensor], groups: Groups) -> None:
     """Give ``tensors`` the values of the first rank of the shard group, in the first replica."""
-    if groups.replica is not None and groups.shard_rank == 0:  # the other ranks receive them in the shard group
+    if groups.replica is not None and groups.shard_rank == 0:  # the remaining ranks receive them in the shard group
         broadcast(tensors, groups.replica)
     if groups.shard is not None:
         broadcast(tensors, groups.shard)

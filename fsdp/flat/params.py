@@ -2,7 +2,7 @@
 
 [Note: Writes of users]
 Between passes users may replace parameters, give them other data, write to them in place, freeze and unfreeze them.
-An in-place write changes the shard itself. The other changes are taken over by ``ParamGuard.enter``, which the runtime
+An in-place write changes the shard itself. Further changes are taken over by ``ParamGuard.enter``, which the runtime
 calls before a pass, a step and a call: it copies the new values into the memory of the shard (or of the summoned
 parameter) and lets the parameter show that memory again. While a unit computes, its leaves are gathered copies, and a
 write to one would be lost with the buffer: ``ParamGuard.leave`` raises after the forward. A backward computes with the
@@ -59,7 +59,7 @@ class ParamGuard:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether ``enter`` has nothing to take over."""
+        """Whether ``enter`` is a no-op."""
         registration = self._registration
         if not self._checks:
             return registration.placeholders is None and registration.base.has_flags_of_before
@@ -71,7 +71,7 @@ class ParamGuard:
         Returns whether the ``requires_grad`` of a leaf changed.
 
         Raises:
-            RuntimeError: a value has another shape, dtype or device than its parameter, or parameters of one flat
+            RuntimeError: a value has another shape, dtype or device than the parameter, or parameters of one flat
                 parameter were not frozen together. The parameter is unchanged.
             TypeError, NotImplementedError: an assigned tensor cannot be a parameter of this unit.
         """
@@ -116,7 +116,7 @@ class ParamGuard:
         return not self._checks or before.params.are_those_of(self._views.params)
 
     def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
-        """Raise RuntimeError if the leaves ``expected``, by index, have other values than at the mark ``before``."""
+        """Raise RuntimeError if the leaves ``expected``, by index, have changed since the mark ``before``."""
         if self._handle.copy is not before.buffer:
             raise RuntimeError(
                 f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
@@ -137,7 +137,7 @@ class ParamGuard:
         return Values([self._handle.shard, *self._views.params])
 
     def check_kept(self) -> None:
-        """Raise RuntimeError if a buffer that stayed gathered has other values than the shard, with ``FSDP_DEBUG=1``.
+        """Raise RuntimeError if a buffer that stayed gathered differs from the shard, with ``FSDP_DEBUG=1``.
 
         Waits for the device.
         """
@@ -201,7 +201,7 @@ class ParamGuard:
     def take_changes(self, layer: Layer, found: Sequence[Any]) -> None:
         """Take over the changes of values, gradients and ``requires_grad`` in ``layer``.
 
-        The layer was popped, with the tensors ``found`` in its places.
+        The layer was popped, with the tensors ``found`` in place of its own.
         """
         present = [before if tensor is None else tensor for before, tensor in zip(layer.tensors, found)]  # or deleted
         changes = layer.before.diff(Snapshot(present))

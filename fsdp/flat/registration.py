@@ -1,7 +1,7 @@
 """The tensors that are registered on the modules as the parameters of one bucket: a stack of layers.
 
 [Note: Registration layers]
-The uppermost layer of a bucket is registered on its modules. From bottom to top:
+The uppermost layer of a bucket is registered on the modules. From bottom to top:
 
 1. The base, which holds the shard: the user's own parameters (``use_orig_params=True``), or
    :class:`ShardedPlaceholder` s as plain attributes beside the registered flat parameter (False).
@@ -9,7 +9,7 @@ The uppermost layer of a bucket is registered on its modules. From bottom to top
 3. The full parameters, inside ``summon_full_params``.
 4. Placeholders, while a state dict is made or loaded.
 
-Each layer is pushed when its use begins, and popped when it ends. Users may assign parameters at any time, which
+Each layer is pushed when the use begins, and popped when it ends. Users may assign parameters at any time, which
 ``params.py`` takes over. This file alone writes ``module._parameters``.
 """
 
@@ -64,7 +64,7 @@ class ShardedPlaceholder(torch.Tensor):
 
 class _InUnit:
     """An entry in the ``__dict__`` of a module that owns parameters of a unit: it refuses ``copy.deepcopy`` of the
-    module alone, which would copy shards. While the unit itself is copied, ``deepcopy`` finds it in its memo."""
+    module alone, which would copy shards. While the unit itself is copied, ``deepcopy`` finds it in the memo."""
 
     ATTRIBUTE = "_fsdp_in_unit"
 
@@ -205,7 +205,7 @@ class _Entries:
 
     @property
     def are_there(self) -> bool:
-        """Whether each entry has its tensor now."""
+        """Whether each entry holds the tensor now."""
         for owner, key, tensor in self._each:
             if owner.get(key) is not tensor:
                 return False
@@ -227,7 +227,7 @@ class Registration:
         self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home | None, guards: Sequence[Guard] = ()
     ) -> None:
         """``home`` is for buckets with a registered flat parameter. ``guards`` are in place while the modules cannot
-        compute with what is registered."""
+        compute with the registered tensors."""
         self.handle = handle
         self._home, self._guards = home, guards
         self._slots = [
@@ -283,7 +283,7 @@ class Registration:
         self._show()
 
     def push(self, layer: Layer, *, summoned: bool = False) -> None:
-        """Register ``layer`` over the others."""
+        """Register ``layer`` as the uppermost one."""
         if summoned:
             self.summoned = layer
         else:
@@ -304,7 +304,7 @@ class Registration:
         return found
 
     def unregister(self) -> None:
-        """Register nothing of the bucket until ``register_again``."""
+        """Remove the registrations of the bucket until ``register_again``."""
         self._written = None
         if self._home is not None:
             self._home.module._parameters[self.name] = None
@@ -377,7 +377,7 @@ class Registration:
 
     @property
     def base_is_intact(self) -> bool:
-        """Whether the base is the uppermost layer, and its tensors are registered, and no others."""
+        """Whether the base is the uppermost layer, and exactly those tensors are registered."""
         if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
         return self._base_entries.are_there and (self._home is None or self._free.are_there)
@@ -484,7 +484,7 @@ def register_instead(module: nn.Module, attribute: str, placeholder: torch.Tenso
 def drop_gradients(model: nn.Module) -> bool:
     """Set the gradients of all parameters of ``model`` to None, as ``nn.Module.zero_grad`` does, without names.
 
-    Returns False, with nothing done, if the class of a module overrides ``named_modules`` or ``parameters``.
+    Returns False at once if the class of a module overrides ``named_modules`` or ``parameters``.
     """
     if type(model).parameters is not nn.Module.parameters:
         return False

@@ -7,8 +7,8 @@ The kernels of torch do not check for that: on CPU the process would crash.
 The storage of a released buffer has 0 bytes. Operations that check the size (views, matrix products) refuse it. In
 builds for CUDA, torch lets a storage refuse every access with a message. Elsewhere, on CPU, the storage refuses writes,
 and points to address space without memory of its own, where every read finds NaN. The guard is set up once per buffer
-and is exchanged with the memory from the pool, so it costs nothing per step. On accelerators of other builds there is
-no guard. With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
+and is exchanged with the memory from the pool, without cost per step. Accelerators of further builds have no guard.
+With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def guard_released(tensor: torch.Tensor, nbytes: int) -> None:
     elif tensor.device.type == "cpu" and sys.platform == "linux":
         try:
             nowhere = _without_memory(nbytes)
-        except OSError:  # the system has no address space left; no other code depends on the guard
+        except OSError:  # the system has no address space left; no code depends on the guard
             return
         torch._C._set_throw_on_mutable_data_ptr(nowhere)
         storage._swap_data_ptr_(nowhere.untyped_storage())
@@ -191,7 +191,7 @@ PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
 
 
 def _unchecked(value: Any) -> Any:
-    """Return a :class:`CheckedLeaf` as a plain tensor over the same memory; any other value as it is."""
+    """Return a :class:`CheckedLeaf` as a plain tensor over the same memory; any value else as it is."""
     if not isinstance(value, CheckedLeaf):
         return value
     with torch._C._DisableTorchDispatch():

@@ -45,7 +45,7 @@ class Values:
 class Snapshot(Values):
     """Identity, version, data pointer and ``requires_grad`` of several tensors at one moment.
 
-    A write through ``tensor.data`` changes none of these. No function of Python is called per tensor.
+    A write through ``tensor.data`` leaves all of these equal. No function of Python is called per tensor.
     """
 
     __slots__ = ("flags", "pointers")

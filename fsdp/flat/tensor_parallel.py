@@ -1,6 +1,6 @@
 """Parameters of tensor parallelism: ``DTensor`` s over another dimension of the mesh than the shard group's.
 
-A bucket flattens the *local tensor* of such a parameter like any other parameter. All ranks of a shard group have the
+A bucket flattens the *local tensor* of such a parameter like a plain parameter. All ranks of a shard group have the
 same local tensor, and shard it. Modules compute with ``DTensor`` s: leaves and summoned parameters, made around views
 of the full vector. Between steps users and optimizers hold plain parameters, as for all sharded parameters.
 """
@@ -21,7 +21,7 @@ from fsdp.comm.groups import Groups, rank_names
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the local tensor of a ``DTensor``, without a copy; any other value as it is."""
+    """Return the local tensor of a ``DTensor``, without a copy; a plain tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -41,7 +41,7 @@ class TensorParallel:
         """Return the placement of ``param``, which errors call ``name``, and which ``groups`` will shard.
 
         Raises:
-            NotImplementedError: several mesh dimensions, or a placement other than ``Shard`` and ``Replicate``.
+            NotImplementedError: several mesh dimensions, or a placement that is neither ``Shard`` nor ``Replicate``.
             ValueError: the ranks are those of the shard group, or this rank's part is no chunk.
         """
         mesh, found = param.device_mesh, TensorParallel(param._spec)

@@ -111,7 +111,7 @@ class CommonViews:
     def used_outside(self) -> list[tuple[int, torch.Tensor]]:
         """Return the tensors that a program may compute with outside of the unit's forward and that are no leaves.
 
-        Each comes with the index of the leaf for the same values. There are none if the bucket is sharded.
+        Each is returned with the index of the leaf for the same values. There are none if the bucket is sharded.
         """
         if self.handle.groups.sharded:
             return []
@@ -174,7 +174,7 @@ class CommonViews:
 
 
 class OriginalViews(CommonViews):
-    """``use_orig_params=True``: the user's own parameters, each over its part of the shard, stay registered."""
+    """``use_orig_params=True``: the user's own parameters, each over a part of the shard, stay registered."""
 
     def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], refuse: RefuseForward) -> None:
         """``refuse`` makes the guards of modules whose parameters are shards between steps."""
@@ -201,7 +201,7 @@ class OriginalViews(CommonViews):
         return Layer(self._originals, values)
 
     def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
-        """Let the tensor before become one of its own."""
+        """Let the former tensor become independent."""
         old, summoned = self._originals[index], self.registration.summoned
         if summoned is not None:
             summoned.replace(index, new)
@@ -220,7 +220,7 @@ class OriginalViews(CommonViews):
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
         """Return this rank's gradients, without padding and empty tensors; an in-place change changes ``.grad``.
 
-        With ``cut`` only those of parameters that tensor parallelism has cut, else only the others.
+        With ``cut`` only those of parameters that tensor parallelism has cut, else only the rest.
         """
         grads = [each.param.grad for index, each in enumerate(self.visible) if self.handle.is_cut(index) is cut]
         return [grad for grad in grads if grad is not None and grad.numel()]
@@ -250,11 +250,11 @@ class OriginalViews(CommonViews):
         return grad
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
-        """Return each visible parameter's part of an unsharded gradient, in its true shape."""
+        """Return each visible parameter's part of an unsharded gradient, in the true shape."""
         return buffer.slots
 
     def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return each visible parameter's part of a sharded gradient, in the shape that its data has now."""
+        """Return each visible parameter's part of a sharded gradient, in the shape of the present data."""
         return self.handle.sharded_views(flat_shard)
 
     # -- copies --------------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
 
 
 def refused_attribute(name: str) -> str:
-    """Return the error message for an attribute of DDP's instances; "" for any other name."""
+    """Return the error message for an attribute of DDP's instances; "" for further names."""
     if name not in _ATTRIBUTES:
         return ""
     return f"FullyShardedDataParallel has no {name!r} as DistributedDataParallel has. {_ATTRIBUTES[name]}"

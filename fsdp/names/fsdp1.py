@@ -386,7 +386,7 @@ def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> 
 
 
 def _unshard(state: Any, handle: Any, unshard_stream: Any, pre_unshard_stream: Any) -> None:
-    """Gather the unit of ``handle``. The engine's own gather stream is used, whichever streams are passed."""
+    """Gather the unit of ``handle``. The streams that are passed are ignored: the engine has a gather stream."""
     if handle is not None:
         handle.unshard()
 

@@ -62,8 +62,8 @@ class FSDP2Names(nn.Module):
         share, such as the tied weights of an embedding and a head, are trained as one.
 
         In forward and in backward the unit is gathered when the first module runs. It is resharded after the
-        last one, at the latest at the end of the pass. Its memory in between is in addition to the limit of the tree.
-        A backward knows only modules with trainable parameters; before frozen modules the unit is gathered again. ::
+        last one, at the latest at the end of the pass. The memory in between is in addition to the limit of the tree.
+        A backward reaches only modules with trainable parameters; before frozen modules the unit is gathered again. ::
 
             FSDP.group([model.embed, model.head])
             model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -203,7 +203,7 @@ class FSDP2Names(nn.Module):
             optimizer.step()
 
         All ranks have to call it. It costs one reduction of each unit with gradients, and one small all-reduce. Without
-        accumulated gradients it changes nothing.
+        accumulated gradients it is a no-op.
 
         Raises:
             RuntimeError: not called on the root, or not called on all ranks.
@@ -248,7 +248,7 @@ class FSDP2Names(nn.Module):
         """Refuse a second process group for reductions; gathers and reductions of a unit share one.
 
         Raises:
-            NotImplementedError: ``enable`` is True. The order of all collectives of a group is what the ranks compare.
+            NotImplementedError: ``enable`` is True. The ranks compare the order of all collectives of a group.
         """
         if as_flag(enable, "enable"):
             raise NotImplementedError(
@@ -277,7 +277,7 @@ class FSDP2Names(nn.Module):
         """Call ``hook(shard)`` with each reduced gradient before it is assigned to ``.grad``.
 
         ``shard`` is this rank's 1-D part of a unit's gradient in the reduce dtype, reduced over all groups. The hook
-        may change it in place, for example reduce it over ranks that this package does not know.
+        may change it in place, for example reduce it over ranks outside of this package's groups.
 
         Args:
             hook: the function, or None to remove it.

@@ -4,7 +4,7 @@ State dicts, optimizer state, checkpoints and whole-matrix optimizers all descri
 interval of elements in memory order, which is a few boxes: the end of a row, whole rows, the start of a row. A chunk of
 rows is one box, and so are a whole tensor and a shard of tensor parallelism. The overlap of two boxes is a box.
 
-Nothing here communicates; :mod:`fsdp.placement.redistribute` does. Geometry is cached, because every state dict needs
+No communication here: see :mod:`fsdp.placement.redistribute`. Geometry is cached, because every state dict needs
 the same geometry again.
 """
 
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return _overlap(self, other)
 
     def shifted(self, offsets: Sequence[int]) -> Box:
-        """Return a box of the same sizes, with ``offsets`` added to its own."""
+        """Return a box of the same sizes, with ``offsets`` added."""
         return Box(tuple(map(sum, zip(self.offsets, offsets))), self.sizes)
 
     def cut(self, inner: Box, values: torch.Tensor) -> torch.Tensor:

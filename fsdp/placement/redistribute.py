@@ -1,7 +1,7 @@
 """Redistribution: move elements of tensors from one placement to another.
 
 Gathering on one or all ranks, scattering, broadcasting, and moving between flat shards and chunks of rows differ in
-their placements only. A rank sends the overlap of its own source boxes with the receiver's target boxes. Every rank
+their placements only. A rank sends the overlap of the local source boxes with the receiver's target boxes. Every rank
 computes its messages from the same placements, so only elements travel: one message per pair of ranks for many tensors.
 
     source = Placement.intervals(shape, stride, spans, ranks)      # flat shards
@@ -46,7 +46,7 @@ class Item(NamedTuple):
         stride: strides of the whole tensor, which define the order of the elements in a message.
         source, target: placements before and after.
         inputs: this rank's tensors, which together cover the boxes that it holds in ``source``.
-        outputs: this rank's memory for its boxes of ``target``, or for some of them; the others are dropped.
+        outputs: this rank's memory for its boxes of ``target``, or for some of them; the rest is dropped.
     """
 
     dtype: torch.dtype
@@ -281,7 +281,7 @@ def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: 
     receives is skipped. Inputs and outputs must not be used before the flush. ``label`` names the call in errors.
     """
     travelling: list[Item] = []
-    for item in items:  # local copies first: if one raises, nothing has been sent
+    for item in items:  # local copies first: if one raises, no message has been sent
         if item.source == item.target or channel.size == 1:
             copy_parts(item.inputs, item.outputs)
         elif item.source.numel > 0 and any(item.target.boxes):
