@@ -1,4 +1,4 @@
-"""A lane without a model: ranks issue events in one order, find out where they differ, and go on after a failure."""
+"""A lane without a model: ranks issue events in one order, detect differences, and recover after failures."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ UNITS = ["the root unit", "unit 'a'", "unit 'b'"]
 
 
 class Tree:
-    """Passes over three units of one number each, on one lane."""
+    """Passes over three units with one value each, on one lane."""
 
     def __init__(self, lane: Lane, layout: list[str] | None = None) -> None:
         self.lane = lane
         lane.join(self, "a test", layout or [f"{name}: 1 element" for name in UNITS])
 
     def run(self, order: list[int], number: int = 1, *, backward: bool = False, wait: bool = False) -> list[float]:
-        """Sum a number per unit over the ranks, in this order of units; return the sums."""
-        what, sums = Pass("backward") if backward else Pass("forward", self), []
+        """Sum a value per unit over the ranks in this order of units; return the sums."""
+        current_pass, sums = Pass("backward") if backward else Pass("forward", self), []
         try:
-            self.lane.enter(what, number, neighbours=(), remedy=ORDER_REMEDY)
+            self.lane.enter(current_pass, number, neighbours=(), remedy=ORDER_REMEDY)
             for unit in order:
                 event = Event.of(REDUCE if backward else GATHER, unit, UNITS[unit])
                 self.lane.agree(event)
@@ -43,7 +43,7 @@ class Tree:
                 sums.append(values[0].item())
             self.lane.end(PER_UNIT * len(UNITS), wait=wait)
         except BaseException:
-            self.lane.fail(what)
+            self.lane.fail(current_pass)
             raise
         return sums
 
@@ -61,8 +61,8 @@ def lane_of_new_group() -> Lane:
     return Lane.of(group, torch.device("cpu"))
 
 
-def test_events_have_different_numbers_that_tell_unit_and_kind() -> None:
-    """The number of an event orders the lane, tags messages, and identifies posts."""
+def test_event_numbers_are_unique_and_encode_unit_and_kind() -> None:
+    """Event numbers order the lane, tag messages, and identify posts."""
     numbers = {}
     for unit in range(3):
         for kind in KINDS:
@@ -77,8 +77,8 @@ def test_events_have_different_numbers_that_tell_unit_and_kind() -> None:
     )
 
 
-def test_a_history_predicts_what_followed_last_time() -> None:
-    """Events and passes that follow as before need no agreement; the memory of it is bounded."""
+def test_history_predicts_recorded_followers() -> None:
+    """Predicted events and passes need no agreement; the history is bounded."""
     history, forward = History(), Pass("forward", Habit())
     for turn in range(3):
         expected = history.begin(1, forward)
@@ -106,7 +106,7 @@ def follow_the_history() -> list[list[str]]:
     return labels
 
 
-def test_ranks_agree_on_each_event_of_the_first_step_and_then_on_passes_alone() -> None:
+def test_only_the_first_step_agrees_on_each_event() -> None:
     for first, *later in run_ranks(2, follow_the_history):
         assert first[:3] == [f"agree to gather {name}" for name in UNITS]
         assert (
@@ -116,18 +116,18 @@ def test_ranks_agree_on_each_event_of_the_first_step_and_then_on_passes_alone() 
 
 
 @impatient
-def deviate(how: str) -> tuple[str, float]:
-    """After two steps, rank 1 does something else in the forward or the backward."""
+def deviate(deviation: str) -> tuple[str, float]:
+    """Deviate on rank 1 in the forward or the backward after two steps."""
     tree, odd = Tree(lane_of_new_group()), dist.get_rank() == 1
     for _ in range(2):
         tree.step([0, 1, 2])
     started = time.monotonic()
     with pytest.raises(OutOfStep) as caught:
-        if how == "another order":
+        if deviation == "another order":
             tree.step([0, 2, 1] if odd else [0, 1, 2])
-        elif how == "a unit less":
+        elif deviation == "a unit less":
             tree.step([0, 1, 2], [2, 1] if odd else [2, 1, 0])
-        elif how == "another pass":
+        elif deviation == "another pass":
             tree.run([0, 1, 2])
             tree.run([0, 1, 2]) if odd else tree.run([2, 1, 0], 2, backward=True, wait=True)
     seconds = time.monotonic() - started
@@ -138,17 +138,17 @@ def deviate(how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("deviation", "fragments"),
     [
         ("another order", ["gather unit 'a'", "gather unit 'b'"]),
         ("a unit less", ["reduce the root unit", END_WORDS]),
         ("another pass", ["rank 1 runs the forward", "runs the backward"]),
     ],
 )
-def test_ranks_that_deviate_get_an_error_on_every_rank_and_go_on(how: str, words: list[str]) -> None:
-    """Both sides are named soon. After a meeting of all ranks the sums are right again."""
-    for rank, (error, seconds) in enumerate(run_ranks(2, deviate, how)):
-        assert seconds < PATIENT / 2 and all(word in error for word in words), f"rank {rank}: {error}"
+def test_deviation_raises_on_every_rank_and_the_lane_recovers(deviation: str, fragments: list[str]) -> None:
+    """The error names both sides soon. After all ranks met, sums are right again."""
+    for rank, (error, seconds) in enumerate(run_ranks(2, deviate, deviation)):
+        assert seconds < PATIENT / 2 and all(word in error for word in fragments), f"rank {rank}: {error}"
 
 
 @impatient
@@ -171,40 +171,40 @@ class BadBatchError(Exception):
 
 
 @impatient
-def fail(ranks: list[int], position: int) -> tuple[int, bool]:
-    """Some ranks fail in a forward, maybe after they have issued more than others."""
+def fail_on_some_ranks(ranks: list[int], position: int) -> tuple[int, bool]:
+    """Fail on some ranks in a forward, possibly after more collectives than on their peers."""
     lane = lane_of_new_group()
     tree, rank = Tree(lane), dist.get_rank()
     for _ in range(2):
         tree.step([0, 1, 2])
-    users = lane.carrier.group
-    what = Pass("forward", tree)
+    users_group = lane.carrier.group
+    current_pass = Pass("forward", tree)
     with pytest.raises((BadBatchError, OutOfStep)):
         if rank in ranks:
-            lane.enter(what, 1, neighbours=(), remedy=ORDER_REMEDY)
+            lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
             for unit in range(position):
                 event = Event.of(GATHER, unit, UNITS[unit])
                 lane.agree(event)
                 lane.collective("all_reduce", event, torch.ones(unit + 1), asynchronous=True).wait()
-            lane.fail(what)
+            lane.fail(current_pass)
             raise BadBatchError
         tree.step([0, 1, 2])
     tree.recover()
     for _ in range(3):
         tree.step([2, 0, 1])
     assert tree.run([0, 1, 2]) == [6.0] * 3
-    return lane.carrier.number, lane.carrier.group is users
+    return lane.carrier.number, lane.carrier.group is users_group
 
 
 @pytest.mark.parametrize("position", [0, 2])
-def test_a_group_stays_in_use_after_all_ranks_failed_alike(position: int) -> None:
-    assert run_ranks(3, fail, [0, 1, 2], position) == [(0, True)] * 3
+def test_group_stays_in_use_after_equal_failures(position: int) -> None:
+    assert run_ranks(3, fail_on_some_ranks, [0, 1, 2], position) == [(0, True)] * 3
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 2]])
-def test_a_new_group_carries_the_lane_after_some_ranks_failed(ranks: list[int]) -> None:
-    """The other ranks have issued collectives that nobody completes; the ranks go on over new connections."""
-    assert run_ranks(3, fail, ranks, 2) == [(1, False)] * 3
+def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int]) -> None:
+    """Peers have issued collectives that never complete; all ranks continue over new connections."""
+    assert run_ranks(3, fail_on_some_ranks, ranks, 2) == [(1, False)] * 3
 
 
 @impatient
@@ -235,24 +235,24 @@ def destroy_the_replacement() -> list[float]:
     return Tree(lane).run([0, 1, 2])
 
 
-def test_a_tree_begins_after_the_program_has_destroyed_the_groups_that_torch_knows() -> None:
+def test_new_tree_works_after_the_replacement_group_was_destroyed() -> None:
     assert run_ranks(2, destroy_the_replacement) == [[3.0] * 3] * 2
 
 
-def test_ranks_recover_as_often_as_they_fail() -> None:
+def test_lane_recovers_repeatedly() -> None:
     assert run_ranks(2, fail_again_and_again) == [[1, 2, 3, 4]] * 2
 
 
 @impatient
 def begin_after_a_tree_that_ranks_ran_differently() -> tuple[list[float], int]:
-    """Rank 0 runs one more pass, of a unit that the others do not run, and all delete the tree."""
+    """Run one more pass on rank 0 only, then delete the tree on all ranks."""
     lane = lane_of_new_group()
     tree: Any = Tree(lane)
     for _ in range(2):
         tree.step([0, 1, 2])
     if dist.get_rank() == 0:
-        what, event = Pass("forward", tree), Event.of(GATHER, 0, UNITS[0])
-        lane.enter(what, 1, neighbours=(), remedy=ORDER_REMEDY)
+        current_pass, event = Pass("forward", tree), Event.of(GATHER, 0, UNITS[0])
+        lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
         lane.agree(event)
         lane.collective("all_reduce", event, torch.ones(1), asynchronous=True)
     del tree
@@ -261,12 +261,12 @@ def begin_after_a_tree_that_ranks_ran_differently() -> tuple[list[float], int]:
     return other.run([0, 1, 2]), lane.carrier.number
 
 
-def test_a_tree_begins_after_another_one_that_only_some_ranks_have_run() -> None:
+def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
     assert run_ranks(2, begin_after_a_tree_that_ranks_ran_differently) == [([3.0] * 3, 1)] * 2
 
 
 def replace_functions() -> list[tuple[float, int]]:
-    """The result of an all-reduce, and the calls of a replaced function, which begins in a pass or before it."""
+    """Return results of all-reduces and calls of a function that was replaced inside or before a pass."""
     lane, found = lane_of_new_group(), []
     for replaced_before in (False, True):
         for asynchronous in (True, False):
@@ -284,8 +284,8 @@ def replace_functions() -> list[tuple[float, int]]:
     return found
 
 
-def test_functions_that_are_replaced_before_a_pass_see_all_collectives_of_it() -> None:
-    """Otherwise the methods of the group are called, with the same options."""
+def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
+    """Otherwise methods of the group are called with the same options."""
     called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
     assert run_ranks(2, replace_functions) == [[(2.0, called)] * 2 + [(2.0, 1)] * 2] * 2
 
@@ -296,5 +296,5 @@ def vote_apart() -> tuple[int | None, int | None]:
     return lane.ask("same", 7, largest=rank).result(), lane.ask("different", rank, largest=5).result()
 
 
-def test_a_vote_returns_the_largest_value_of_ranks_with_the_same_number() -> None:
+def test_votes_return_the_largest_value_of_equal_questions() -> None:
     assert run_ranks(3, vote_apart) == [(2, None)] * 3

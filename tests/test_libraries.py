@@ -1,10 +1,11 @@
-"""Models that others wrote train, sharded, as they do plain: bit for bit on 2 ranks, with state dicts out and in.
+"""Models of popular libraries train sharded as they do plain: bit for bit on 2 ranks, with state dicts saved and
+loaded.
 
-`transformers` and `peft` are no dependency: their tests are skipped where they are not installed (`scripts/test.sh
---with-libraries` installs them). Models are made from small configurations, without any download. The same is checked
-with small models of our own in the same shapes (tests/harness/shapes.py), so that it is noticed without the libraries.
+`transformers` and `peft` are optional: their tests are skipped without them (`scripts/test.sh --with-libraries`
+installs them). Models have small configurations, without downloads. Small models of the same shapes
+(tests/harness/shapes.py) cover the same properties without the libraries.
 
-Everything is float64, but for the adapters on a bfloat16 base: there the base's arithmetic is bfloat16.
+All is float64, except for adapters on a bfloat16 base, whose arithmetic is bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.harness.sharded import full_gradients, full_optim_state, full_paramet
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 STEPS = 3
 
-# Every pair among strategy, mode and kind of checkpointing (None, reentrant or not); every other one has each of them.
+# All pairs of strategy, mode and kind of checkpointing (None, reentrant or not).
 Configuration = tuple[ShardingStrategy, bool, bool | None]
 CONFIGURATIONS: Sequence[Configuration] = (
     (FULL, True, None),
@@ -55,14 +56,14 @@ def _needs(*packages: str) -> Callable[[Any], Any]:
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Other packages' own warnings are not ours to mend."""
+    """Ignore warnings of third-party packages."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-# -- what is compared ----------------------------------------------------------------------------------------------
+# -- comparison ----------------------------------------------------------------------------------------------------
 
 
 def inputs_of(shape: Shape, step: int, rank: int) -> Inputs:
@@ -78,9 +79,10 @@ def built(shape: Shape, reentrant: bool | None, seed: int = 0) -> nn.Module:
 
 
 def train_plain(shape: Shape, reentrant: bool | None) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """Gradients of all ranks' batches, summed in rank order and divided; what is not reached has zeros.
+    """Train the plain model on all ranks' batches, summed in rank order and divided; unreached parameters have
+    zeros.
 
-    With the same checkpointing: gradients of what layers share are added up in the order of the recomputations.
+    The same checkpointing is needed, because recomputation changes the order in which shared gradients are added.
     """
     model = built(shape, reentrant)
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
@@ -127,40 +129,42 @@ def check_configuration(
     reentrant: bool | None,
 ) -> None:
     rank = dist.get_rank()
-    what = f"{shape.name}, {strategy.name}, use_orig_params={orig}, reentrant={reentrant}"
+    case = f"{shape.name}, {strategy.name}, use_orig_params={orig}, reentrant={reentrant}"
     model = sharded(shape, strategy, orig, reentrant)
-    assert len(list(FullyShardedDataParallel.fsdp_modules(model))) > 2, what
+    assert len(list(FullyShardedDataParallel.fsdp_modules(model))) > 2, case
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
-    for step, wanted in enumerate(expected):
-        where = f"{what}, step {step}"
+    for step, reference in enumerate(expected):
+        where = f"{case}, step {step}"
         loss = model(**inputs_of(shape, step, rank)).loss
         loss.backward()
-        assert_bit_equal({"": loss.detach()}, {"": wanted["loss"][rank]}, f"{where}, loss")
-        assert_bit_equal(full_gradients(model), wanted["grads"], f"{where}, gradients")
+        assert_bit_equal({"": loss.detach()}, {"": reference["loss"][rank]}, f"{where}, loss")
+        assert_bit_equal(full_gradients(model), reference["grads"], f"{where}, gradients")
         optimizer.step()
         optimizer.zero_grad()
-        assert_bit_equal(full_parameters(model), wanted["params"], f"{where}, parameters")
+        assert_bit_equal(full_parameters(model), reference["params"], f"{where}, parameters")
     state = model.state_dict()
-    assert list(state) == list(plain.state_dict()), what
-    assert_bit_equal(state, plain.state_dict(), f"{what}, state dict")
+    assert list(state) == list(plain.state_dict()), case
+    assert_bit_equal(state, plain.state_dict(), f"{case}, state dict")
     of_optimizer = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-    go_on(shape, sharded(shape, strategy, orig, reentrant, seed=1), (model, optimizer), state, of_optimizer, what)
+    check_loaded_training(
+        shape, sharded(shape, strategy, orig, reentrant, seed=1), (model, optimizer), state, of_optimizer, case
+    )
 
 
-def go_on(shape: Shape, fresh: Any, trained: Any, state: Any, of_optimizer: Any, what: str) -> None:
-    """What was saved goes into another model and optimizer, which then take the same step."""
+def check_loaded_training(shape: Shape, fresh: Any, trained: Any, state: Any, of_optimizer: Any, case: str) -> None:
+    """Load the saved state into a new model and optimizer, and compare one more step."""
     model, optimizer = trained
     fresh.load_state_dict(state)
     fresh_optimizer = adamw(p for p in fresh.parameters() if p.requires_grad)
     loaded = FullyShardedDataParallel.optim_state_dict_to_load(fresh, fresh_optimizer, of_optimizer)
     fresh_optimizer.load_state_dict(loaded)
-    for each, its in ((model, optimizer), (fresh, fresh_optimizer)):
+    for each, own_optimizer in ((model, optimizer), (fresh, fresh_optimizer)):
         each(**inputs_of(shape, STEPS, dist.get_rank())).loss.backward()
-        its.step()
-    assert_bit_equal(full_parameters(fresh), full_parameters(model), f"{what}, after loading")
+        own_optimizer.step()
+    assert_bit_equal(full_parameters(fresh), full_parameters(model), f"{case}, after loading")
     states = full_optim_state(fresh, fresh_optimizer), full_optim_state(model, optimizer)
     for name, entry in states[1].items():
-        assert_bit_equal(states[0][name], entry, f"{what}, after loading, {name}")
+        assert_bit_equal(states[0][name], entry, f"{case}, after loading, {name}")
 
 
 # -- our own models in these shapes ----------------------------------------------------------------------------------
@@ -169,14 +173,14 @@ def go_on(shape: Shape, fresh: Any, trained: Any, state: Any, of_optimizer: Any,
 @pytest.mark.parametrize("name", SHAPES)
 @on_ranks(2)
 def test_shapes_of_libraries(name: str) -> None:
-    """Caches, output classes, routing, adapters, biases that layers hand on."""
+    """Caches, output classes, routing, adapters, and biases passed between layers."""
     shape = SHAPES[name]
-    mine = CONFIGURATIONS[list(SHAPES).index(name) % 3 :: 3]  # each strategy, and each value of use_orig_params
-    train_sharded(Shape(name, lambda: shape.build().double(), shape.inputs, shape.blocks, shape.recompute), mine)
+    chosen = CONFIGURATIONS[list(SHAPES).index(name) % 3 :: 3]  # each strategy, and each value of use_orig_params
+    train_sharded(Shape(name, lambda: shape.build().double(), shape.inputs, shape.blocks, shape.recompute), chosen)
 
 
 def count_gathered(shape: Shape) -> int:
-    """The largest number of units, but for the root, that are gathered when a block's backward begins."""
+    """Return the maximum number of unsharded inner units when a block's backward begins."""
     model = sharded(shape, FULL, True, None)
     counts: list[int] = []
 
@@ -197,14 +201,14 @@ def cached_shape() -> int:
     return count_gathered(SHAPES["Cached"])
 
 
-def test_a_cache_keeps_no_unit_gathered() -> None:
-    """Tensors of earlier layers come with an object that every layer gets; six units, two at a time."""
+def test_caches_keep_no_unit_unsharded() -> None:
+    """Every layer receives an object with tensors of earlier layers; of six units two are unsharded at a time."""
     assert all(count <= 2 for count in run_ranks(2, cached_shape))
 
 
 @on_ranks(2)
 def test_output_objects_under_mixed_precision() -> None:
-    """The output's class, with its attributes and keys the same objects."""
+    """Outputs keep the class, and attributes and keys are the same objects."""
     shape = SHAPES["Seq2Seq"]
     for orig in (True, False):
         model = wrap(
@@ -354,7 +358,7 @@ def save_adapters(folder: str) -> None:
 
 
 @_needs("transformers", "peft")
-def test_peft_saves_and_loads_the_adapters_inside_of_units(tmp_path: Path) -> None:
+def test_peft_saves_and_loads_adapters_inside_units(tmp_path: Path) -> None:
     run_ranks(2, save_adapters, str(tmp_path), timeout=180)
 
 
@@ -365,7 +369,7 @@ def llama_with_a_cache() -> int:
 
 
 @_needs("transformers")
-def test_transformers_cache_keeps_no_unit_gathered() -> None:
+def test_transformers_caches_keep_no_unit_unsharded() -> None:
     assert all(count <= 2 for count in run_ranks(2, llama_with_a_cache, timeout=180))
 
 

@@ -725,7 +725,7 @@ def test_destroyed_groups_are_freed_after_their_models() -> None:
 
 
 class Scaled(nn.Module):
-    """A parameter without dimensions."""
+    """A module with a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()

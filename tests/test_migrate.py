@@ -1,4 +1,4 @@
-"""`fsdp migrate`: the findings of ten scripts, and that a migrated script trains as before."""
+"""`fsdp migrate`: findings in ten scripts, and equal training of migrated scripts."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def _train(text: str) -> list[float]:
         losses: list[float] = names["main"](directory[0])
     dist.barrier()  # rank 0 has saved
     saved = [torch.load(os.path.join(directory[0], name)) for name in sorted(os.listdir(directory[0]))]
-    assert len(saved) == 1  # its last checkpoint is whole, with the names of the plain model
+    assert len(saved) == 1  # the last checkpoint is full, with the plain model's names
     state = saved[0].get("model", saved[0].get("MODEL_STATE", saved[0]))
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     assert shapes == {"0.weight": (7, 6), "0.bias": (7,), "2.weight": (2, 7), "2.bias": (2,)}
     return losses
 
 
-def _both(texts: dict[str, tuple[str, str]]) -> None:
+def check_equal_losses(texts: dict[str, tuple[str, str]]) -> None:
     for name, (before, after) in texts.items():
-        theirs, ours = _train(before), _train(after)
-        assert len(theirs) >= 4
-        assert ours == pytest.approx(theirs, rel=1e-5), name
+        before_losses, after_losses = _train(before), _train(after)
+        assert len(before_losses) >= 4
+        assert after_losses == pytest.approx(before_losses, rel=1e-5), name
 
 
-BY_HAND = {  # the lines that are left to the user, and what they become
+MANUAL_EDITS = {  # replacements that are left to the user
     "hand-written": {
         'optimizer.load_state_dict(saved["optimizer"])': (
             'optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))'
@@ -71,9 +71,9 @@ BY_HAND = {  # the lines that are left to the user, and what they become
 
 
 def finished(name: str) -> str:
-    """The script with the proposed changes, and those that are left to the user."""
+    """Return the script with proposed changes and manual edits."""
     text = Script(RUNNABLE[name]).migrated()
-    for before, after in BY_HAND[name].items():
+    for before, after in MANUAL_EDITS[name].items():
         assert before in text
         text = text.replace(before, after)
     return text
@@ -84,15 +84,15 @@ def test_a_migrated_script_trains_as_before() -> None:
     for before, after in texts.values():
         assert not re.search(r"DistributedDataParallel|torch\.distributed\.fsdp", after)
         assert before != after
-    run_ranks(2, _both, texts)
+    run_ranks(2, check_equal_losses, texts)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_a_finished_script_has_no_findings_but_the_policy(name: str) -> None:
+def test_a_migrated_script_has_only_findings_about_the_policy(name: str) -> None:
     assert all("auto_wrap_policy" in finding.advice for finding in Script(finished(name)).findings)
 
 
-# The findings of each script: (a word of the line, part of the advice, True if a change is proposed).
+# Findings of each script: (text of the line, part of the advice, whether a change is proposed).
 FOUND = {
     "hand-written": [
         ("import DistributedDataParallel", "import FullyShardedDataParallel", True),
@@ -171,7 +171,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_findings_of_a_script(name: str) -> None:
+def test_findings_of_scripts(name: str) -> None:
     script = Script(SCRIPTS[name], name)
     lines = SCRIPTS[name].splitlines(keepends=True)
     assert len(script.findings) == len(FOUND[name]), [finding.advice for finding in script.findings]
@@ -179,10 +179,10 @@ def test_the_findings_of_a_script(name: str) -> None:
         assert word in lines[finding.line - 1] and advice in finding.advice, finding
         assert bool(finding.edits) is proposed, finding
     compile(script.migrated(comments=True), name, "exec")
-    assert Script(script.migrated()).migrated() == script.migrated()  # no change is proposed twice
+    assert Script(script.migrated()).migrated() == script.migrated()  # idempotent
 
 
-def test_the_repeated_class_of_the_file_becomes_the_policy() -> None:
+def test_a_repeated_class_becomes_the_wrap_policy() -> None:
     text = """
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -198,7 +198,7 @@ model = DDP(Net())
     assert "from fsdp.wrap import ModuleWrapPolicy\n" in script.migrated()
 
 
-WHOLE = """
+MATRIX_SCRIPT = """
 import torch
 from fsdp import FullyShardedDataParallel as FSDP
 from muon import Muon
@@ -207,14 +207,14 @@ model = FSDP(net, auto_wrap_policy=policy, use_orig_params=True)
 
 
 @pytest.mark.parametrize("made", ["Muon(model.parameters(), lr=0.1)", "torch.optim.LBFGS(model.parameters())"])
-def test_an_optimizer_of_whole_matrices_is_wrapped(made: str) -> None:
-    """It would step 1-D shards."""
-    (finding,) = Script(f"{WHOLE}optimizer = {made}\n").findings
+def test_optimizers_of_whole_matrices_need_the_wrapper(made: str) -> None:
+    """They would step 1-D shards."""
+    (finding,) = Script(f"{MATRIX_SCRIPT}optimizer = {made}\n").findings
     assert "fsdp.optim.WholeParamOptimizer" in finding.advice and not finding.edits
-    assert not Script(f"{WHOLE}optimizer = WholeParamOptimizer({made})\n").findings
+    assert not Script(f"{MATRIX_SCRIPT}optimizer = WholeParamOptimizer({made})\n").findings
 
 
-def test_the_module_inside_is_found_by_its_other_names() -> None:
+def test_aliases_of_the_inner_module_are_found() -> None:
     text = """
 from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(net)
@@ -228,7 +228,7 @@ if master_process:
     assert "call raw_model.generate() on every rank" in advice[7]
 
 
-def test_shapes_that_are_read_before_wrapping_are_right() -> None:
+def test_shapes_read_before_wrapping_are_no_finding() -> None:
     text = """
 from torch.nn.parallel import DistributedDataParallel as DDP
 class Net:
@@ -271,14 +271,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, MixedP
 }
 
 
-@pytest.mark.parametrize("what", PRIVATE)
-def test_it_imports_nothing_that_is_not_here(what: str) -> None:
-    """Names of torch's FSDP that this package does not have stay as they are; each is a finding."""
-    text = PRIVATE[what]
+@pytest.mark.parametrize("case", PRIVATE)
+def test_names_that_the_package_lacks_are_findings_and_stay(case: str) -> None:
+    """Each such name of torch's FSDP is one finding."""
+    text = PRIVATE[case]
     script = Script(text)
-    told = [finding.advice for finding in script.left]
-    assert all("not in this package" in advice for advice in told)
-    assert len(told) == {"modules": 3, "names with dots": 2, "FSDP2 beside FSDP1": 2}.get(what, 1)
+    advice = [finding.advice for finding in script.left]
+    assert all("not in this package" in advice for advice in advice)
+    assert len(advice) == {"modules": 3, "names with dots": 2, "FSDP2 beside FSDP1": 2}.get(case, 1)
     migrated = script.migrated()
     for node in ast.walk(ast.parse(migrated)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fsdp"):
@@ -289,35 +289,33 @@ def test_it_imports_nothing_that_is_not_here(what: str) -> None:
     for name in ("_reshard", "_lazy_init", "_get_device_from_mesh", "fully_shard", "Policy"):
         before = [line for line in text.splitlines() if re.search(rf"\b{name}\(", line)]
         assert all(line in migrated.splitlines() for line in before)
-    assert "fsdp.FullyShardedDataParallel(net)" in migrated or what != "names with dots"
-    assert "from fsdp import FullyShardedDataParallel" in migrated or what in ("names with dots", "an alias")
+    assert "fsdp.FullyShardedDataParallel(net)" in migrated or case != "names with dots"
+    assert "from fsdp import FullyShardedDataParallel" in migrated or case in ("names with dots", "an alias")
     assert Script(migrated).migrated() == migrated
 
 
-def test_a_script_that_chooses_between_two_wrappers_keeps_both() -> None:
-    both = """
+def test_scripts_with_both_wrappers_keep_both() -> None:
+    text = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 model = FSDP(net) if sharded else DDP(net, device_ids=[rank])
 if isinstance(model, DDP) or isinstance(model, FSDP):
     pass
 """
-    assert Script(both).migrated() == both.replace("torch.distributed.fsdp", "fsdp")
+    assert Script(text).migrated() == text.replace("torch.distributed.fsdp", "fsdp")
     unused = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     assert Script(unused).migrated() == unused
     assert not Script(unused).findings
 
 
-def test_text_that_is_not_ascii_keeps_its_places() -> None:
+def test_positions_are_right_after_text_beyond_ascii() -> None:
     text = "from torch.nn.parallel import DistributedDataParallel as DDP\n\nmodel = {'é': DDP(net)}['é']  # ü\n"
     assert Script(text).migrated().splitlines()[-1] == (
         "model = {'é': FSDP(net, broadcast_buffers=True, use_orig_params=True, sync_module_states=True)}['é']  # ü"
     )
 
 
-def test_the_command_ends_with_the_number_of_places_that_are_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_changes_and_manual_edits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPTS["imagenet"])
     assert main(["migrate", str(path)]) == 1

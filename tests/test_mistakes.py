@@ -1,4 +1,4 @@
-"""A sample of `scripts/mistakes.py`: it runs its cases, and grades what it finds by the rules that it states."""
+"""A sample of `scripts/mistakes.py`: cases run and are graded by the script's rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script() -> Any:
     return module
 
 
-def test_grades_follow_what_was_said_to_which_ranks_and_when(script: Any) -> None:
+def test_grades_follow_message_ranks_and_time(script: Any) -> None:
     case = script.Case("", "", what="weight", remedy="summon")
     good, named, helped, other, late = (
         script.Told(seconds, text)
@@ -44,13 +44,13 @@ def test_grades_follow_what_was_said_to_which_ranks_and_when(script: Any) -> Non
     assert script.grade(script.Case("", "", what="weight", remedy="summon", ranks="1"), [None, good], True) == 5
 
 
-def test_cases_have_names_of_their_own(script: Any) -> None:
+def test_cases_have_unique_names(script: Any) -> None:
     names = [case.name for case in script.CASES]
     assert len(names) >= 100 and len(set(names)) == len(names)
 
 
 def test_a_few_cases_run_and_are_graded() -> None:
-    """Parameters used and replaced: errors with and without a hint, and a case that works in silence."""
+    """Parameters used and replaced: errors with and without a hint, and a case without an error."""
     command = [sys.executable, str(SCRIPT), "--only", "a weight is"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     grades = [line.split("  ")[0] for line in result.stdout.splitlines()]

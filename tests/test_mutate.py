@@ -18,7 +18,7 @@ def pay(account, amount):
 
 
 def test_each_statement_condition_and_keyword_of_an_added_line_is_mutated() -> None:
-    """Every mutant parses and differs from the source in its own line alone; other lines are left as they are."""
+    """Every mutant parses and differs from the source only in one added line."""
     mutants = list(mutants_of("fsdp/pay.py", SOURCE, {2, 3, 4, 5, 7}))
     assert [str(mutant) for mutant in mutants] == [
         "fsdp/pay.py:3: negate `amount < 0`",
@@ -38,6 +38,6 @@ def test_each_statement_condition_and_keyword_of_an_added_line_is_mutated() -> N
     assert "    if (not (amount < 0)):  # ä\n" in mutants[0].apply(SOURCE)
 
 
-def test_the_tests_of_a_file_are_those_that_import_it() -> None:
+def test_tests_of_a_file_are_found_by_their_imports() -> None:
     assert {"tests/test_layout.py", "tests/test_ragged.py"} <= set(find_tests("fsdp/flat/layout.py"))
     assert "tests/test_migrate.py" not in find_tests("fsdp/flat/layout.py")

@@ -1,7 +1,7 @@
-"""Parameters of units that are not sharded, used outside of their unit's forward.
+"""Parameters of unsharded units, used outside of their unit's forward.
 
-Between forwards such a unit's parameters have all of their values, so a program may compute with them as with those of
-``DistributedDataParallel``: a head that is tied to an embedding, an inner module that is called by itself, a penalty.
+Such parameters always hold their values, so programs may use them as with ``DistributedDataParallel``: a head tied
+to an embedding, an inner module called directly, a penalty.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 
-def not_sharded(kind: str, use_orig_params: bool, build: Callable[[], nn.Module], **options: Any) -> Any:
-    """A wrapped model on ranks that all have the whole parameters, by the strategy of that name or by the mesh."""
+def unsharded_model(kind: str, use_orig_params: bool, build: Callable[[], nn.Module], **options: Any) -> Any:
+    """Wrap a model whose ranks all hold full parameters, by NO_SHARD or by the mesh."""
     policy = ModuleWrapPolicy({MlpBlock})
     if kind == "NO_SHARD":
         return wrap(build(), NONE, use_orig_params, wrap_policy=policy, **options)
@@ -55,7 +55,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def tied_head(model: nn.Module, data: Data) -> Iterator[Any]:
-    """A weight of the root and one of a unit are used again after the forward."""
+    """Use a weight of the root and one of a unit after the forward."""
     for step in range(3):
         x = data.tensor(step, 3, WIDTH)
         hidden = model(x)
@@ -66,7 +66,7 @@ def tied_head(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def tied_tail(model: nn.Module, data: Data) -> Iterator[Any]:
-    """They are used before the forward, and so their gradients come last."""
+    """Use both before the forward, so their gradients arrive last."""
     for step in range(3):
         x = data.tensor(step, 3, WIDTH).double().detach().requires_grad_()
         loss_of(model(F.linear(x, model.head.weight) * model.blocks[0].scale)).backward()
@@ -75,7 +75,7 @@ def tied_tail(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def inner_module(model: nn.Module, data: Data) -> Iterator[Any]:
-    """A plain module inside of the root, and one inside of a unit, are called besides the model, and alone."""
+    """Call a module of the root and one of a unit besides the model, and alone."""
     for step in range(3):
         x = data.tensor(step, 3, WIDTH)
         (loss_of(model(x)) + loss_of(model.head(x)) + loss_of(model.blocks[0].linear(x))).backward()
@@ -89,7 +89,7 @@ def inner_module(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def penalty(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Each rank's penalty has a weight of its own; it is part of the loss, and has a backward of its own."""
+    """Add a penalty, weighted differently on each rank, to the loss, and run a separate backward of it."""
     for step in range(3):
         x = data.tensor(step, 3, WIDTH)
         weight = data.tensor(step + 10, 1).detach()
@@ -104,8 +104,8 @@ def penalty(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def hooked(model: nn.Module, data: Data) -> Iterator[Any]:
-    """The program's hooks see each gradient once: those of autograd this rank's, those behind the accumulation the
-    reduced one."""
+    """Register hooks on a weight: autograd's hooks see the local gradient, post-accumulate hooks the reduced one,
+    once."""
     seen: list[int] = []
     weight = model.head.weight
     weight.register_hook(lambda grad: grad * 2)
@@ -120,36 +120,36 @@ def hooked(model: nn.Module, data: Data) -> Iterator[Any]:
     assert seen == [True] * 4, seen
 
 
-def _averaged(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> None:
+def check_averages(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> None:
     build = seeded(Mlp)
     reference = Reference(build, program)
     for kind, use_orig_params in kinds:
-        reference.check(not_sharded(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
+        reference.check(unsharded_model(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
 
 
 @pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
 def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: Program) -> None:
-    """As with DistributedDataParallel, whatever leads to a parameter of a unit that is not sharded."""
-    run_ranks(2, _averaged, program)
+    """As with DistributedDataParallel, for every path to such a parameter."""
+    run_ranks(2, check_averages, program)
 
 
 @on_ranks(2)
-def test_gradients_that_come_after_a_unit_was_reduced_are_averaged() -> None:
-    """A parameter that was used before the forward has a gradient after all others of its unit."""
+def test_gradients_that_arrive_after_the_reduction_are_averaged() -> None:
+    """A parameter used before the forward receives the last gradient of the unit."""
 
     def build() -> nn.Module:
         return seeded(Mlp)().double()
 
     reference = Reference(build, tied_tail)
     for kind, use_orig_params in KINDS:
-        model = not_sharded(kind, use_orig_params, build)
-        what = f"{kind}, use_orig_params={use_orig_params}"
-        reference.check(model, what, ulps=16, ulps_after_step=REASSOCIATED)
+        model = unsharded_model(kind, use_orig_params, build)
+        case = f"{kind}, use_orig_params={use_orig_params}"
+        reference.check(model, case, ulps=16, ulps_after_step=REASSOCIATED)
 
 
 def test_hooks_see_gradients_of_parameters_used_outside_of_forward_once() -> None:
-    """Hooks on original parameters see what the plain model's see, and those behind the accumulation the average."""
-    run_ranks(2, _averaged, hooked, [kind for kind in KINDS if kind[1]])
+    """Gradient hooks see the plain model's gradients; post-accumulate hooks see the average."""
+    run_ranks(2, check_averages, hooked, [kind for kind in KINDS if kind[1]])
 
 
 def norm_of(model: nn.Module) -> Tensor:
@@ -158,9 +158,9 @@ def norm_of(model: nn.Module) -> Tensor:
 
 @on_ranks(2)
 def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
-    """Inside no_sync() they add up with others, and are reduced by the backward that synchronizes; else each time."""
+    """Inside no_sync() they add up until a backward synchronizes; otherwise each backward reduces them."""
     for kind, use_orig_params in KINDS:
-        model = not_sharded(kind, use_orig_params, seeded(Mlp))
+        model = unsharded_model(kind, use_orig_params, seeded(Mlp))
         model(torch.ones(1, WIDTH)).sum().backward()
         for inside in (True, False):
             model.zero_grad()
@@ -174,7 +174,7 @@ def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
 
 
 class WithHead(nn.Module):
-    """A trunk that is computed in low precision, and a plain head that reads a weight of it."""
+    """A trunk in low precision, and a plain head that reads a weight of the trunk."""
 
     def __init__(self, trunk: nn.Module) -> None:
         super().__init__()
@@ -191,46 +191,46 @@ class WithHead(nn.Module):
 def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
     reduce_dtype: torch.dtype, keep: bool
 ) -> None:
-    """They are averaged where forward computes with copies in low precision, whatever dtype gradients have."""
+    """Averaged although forward computes with low precision copies, for every dtype of gradients."""
     precision = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=keep)
     weight = 1.0 + dist.get_rank()
     for kind, use_orig_params in KINDS:
-        model = not_sharded(kind, use_orig_params, seeded(Mlp), mixed_precision=precision)
+        model = unsharded_model(kind, use_orig_params, seeded(Mlp), mixed_precision=precision)
         x = torch.ones(2, WIDTH)
         model(x)
         for step in range(3):
-            where = f"{kind}, use_orig_params={use_orig_params}, {reduce_dtype}, step {step}"
+            case_of_step = f"{kind}, use_orig_params={use_orig_params}, {reduce_dtype}, step {step}"
             with model.no_sync() if step == 1 else nullcontext():
                 (weight * model.embed.weight.float().square().sum()).backward()
             model.zero_grad() if step == 1 else None
             if step != 1:
                 grad = full_gradients(model)["embed.weight"]
-                assert grad is not None, where
+                assert grad is not None, case_of_step
                 expected = 3 * full_parameters(model)["embed.weight"]
-                torch.testing.assert_close(grad.float(), expected, rtol=2e-2, atol=0.0, msg=where)
+                torch.testing.assert_close(grad.float(), expected, rtol=2e-2, atol=0.0, msg=case_of_step)
                 model.zero_grad()
             head = WithHead(model)
             (weight * head(x).square().mean()).backward()
-            for name, grad in full_gradients(model).items():  # which looks at both ranks
-                assert grad is not None and grad.any(), f"{where}, {name}"
+            for name, grad in full_gradients(model).items():  # compares both ranks
+                assert grad is not None and grad.any(), f"{case_of_step}, {name}"
             model.zero_grad()
 
 
 @on_ranks(2)
-def test_gradients_of_parameters_that_were_changed_by_hand() -> None:
-    """A parameter that was unfrozen, replaced, cast or copied is used outside of forward as it was before."""
+def test_gradients_of_replaced_or_cast_parameters_used_outside_of_forward() -> None:
+    """After unfreezing, replacing, casting and copying."""
     weight = 1.0 + dist.get_rank()
-    model = not_sharded("NO_SHARD", True, seeded(Mlp))
+    model = unsharded_model("NO_SHARD", True, seeded(Mlp))
     x = torch.ones(2, WIDTH)
     model.head.weight.requires_grad_(False)
     model(x).sum().backward()
     model.zero_grad()
 
-    def check(what: str) -> None:
+    def check(case: str) -> None:
         (weight * model.head.weight.square().sum()).backward()
         grad = full_gradients(model)["head.weight"]
-        assert grad is not None, what
-        torch.testing.assert_close(grad, 3 * model.head.weight.detach(), msg=what)
+        assert grad is not None, case
+        torch.testing.assert_close(grad, 3 * model.head.weight.detach(), msg=case)
         model.zero_grad()
 
     model.head.weight.requires_grad_(True)
@@ -247,10 +247,10 @@ def test_gradients_of_parameters_that_were_changed_by_hand() -> None:
 
 
 @on_ranks(2)
-def test_a_backward_before_the_first_forward_is_refused() -> None:
-    """An inner module that is called by itself before the model was: the error names the unit and says what to call."""
+def test_backward_before_the_first_forward_is_refused() -> None:
+    """The error names the unit and the remedy."""
     for kind, use_orig_params in KINDS:
-        model = not_sharded(kind, use_orig_params, seeded(Mlp))
+        model = unsharded_model(kind, use_orig_params, seeded(Mlp))
         x = torch.ones(2, WIDTH)
         with pytest.raises(RuntimeError, match=r"the Mlp unit before its first forward.*call the wrapped model itself"):
             model.module.head(x).sum().backward()
@@ -259,7 +259,7 @@ def test_a_backward_before_the_first_forward_is_refused() -> None:
 
 
 class Recomputed(nn.Module):
-    """Most of it is recomputed in a backward of its own inside of the model's."""
+    """A module that is recomputed in an inner backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,13 +281,12 @@ def recomputed(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 @on_ranks(2)
-def test_recomputation_where_the_backward_gathers_nothing() -> None:
-    """set_unshard_in_backward(False) on a unit whose parameters are there all the same: what is recomputed inside of it
-    has the gradients that it has otherwise."""
+def test_recomputation_without_unshard_in_backward() -> None:
+    """set_unshard_in_backward(False) on an unsharded unit changes no gradient of recomputed modules."""
     build = seeded(Recomputed)
     reference = Reference(build, recomputed)
     for kind, use_orig_params in KINDS:
-        reference.check(not_sharded(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
+        reference.check(unsharded_model(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
     for use_orig_params in (True, False):
         model = wrapped(build, (GRAD_OP, use_orig_params), MlpBlock)
         model.set_reshard_after_forward(False, recurse=False)

@@ -1,34 +1,29 @@
-"""Training sharded gives what training plain gives: losses, gradients, parameters and optimizer state at every step.
+"""Sharded training equals plain training: losses, gradients, parameters and optimizer state at every step.
 
-Every run of 3 steps is compared at each step with two references, and some of 10 steps, in which optimizers and
-micro-batches add up:
+Every run of 3 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with two
+references:
 
-* **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): each rank's batch by itself, the
-  gradients summed in rank order and divided by the number of ranks.
-* **DDP**, which divides before it sums, in runs of the usual units, alignment, prefetching and mesh.
+* **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): gradients of each rank's batch,
+summed in rank order and divided by the number of ranks.
 
-*Bit for bit* where the engine's order is theirs. It is the plain model's
+* **DDP**, which divides before it sums, for runs with usual units, alignment, prefetching and mesh.
 
-- on 1 rank, where nothing is reduced;
-- on 2 ranks with any collective, since the sum of two terms has one order, and halving is exact;
-- on 3 and 4 ranks where parameters are sharded and reductions go by direct exchange, which sums in rank order and then
-  divides;
-- where 4 ranks are 2 replicas of 2 shards: each sum has two terms;
+Comparisons are *bit for bit* where the order of arithmetic is the same. It is the plain model's on 1 rank and,
+because sums of two terms have one order, on 2 ranks. On 3 and 4 ranks the direct exchange sums sharded gradients in
+rank order and then divides, and 2 replicas of 2 shards have sums of two terms. DDP's order is the same on 1 and 2
+ranks, because division by a power of two commutes with rounding. Forward and backward are bit-equal because leaves
+have the shapes and strides of the originals.
 
-and DDP's on 1 and 2 ranks (it is division by a power of two that commutes with rounding). The forward and backward
-themselves are bit-equal because the leaves have the shapes and strides of the originals.
+Native collectives have an unknown order. Such runs and both references are in float64 and may differ by rounding
+only (`assert_equivalent`), also from **the plain model on the concatenated batch**. Models with BatchNorm are exempt
+from the latter, because statistics are local. test_harness.py shows that the references are equivalent, so each
+comparison covers all of them.
 
-A backend's own collectives sum in an order of their own. There the runs and both references are in float64, and differ
-by nothing but rounding (`assert_equivalent`), as from a third reference, **the plain model on the concatenated batch**.
-Models with BatchNorm are left out of that: their statistics are those of the local batch. test_harness.py shows that
-the references are equivalent to each other, so each comparison is one with all of them.
+AdamW divides by the root of the second moment plus eps. With eps of 1e-8 a gradient of pure rounding noise takes a
+full step in a random direction. So eps is 1e-3 here, without effect on the bit-equal comparisons.
 
-AdamW divides by the root of the second moment plus eps; with the usual 1e-8 a gradient that is nothing but rounding
-noise takes a step of full size in a direction of its own. So eps is 1e-3 here, which changes nothing in what the
-bit-equal comparisons can see.
-
-A parameter that no forward uses, in a unit that is used, has a gradient of zeros and not None, and weight decay moves
-it. The plain reference is told so; DDP leaves such parameters alone, and they are left out of that comparison.
+An unused parameter in a used unit has a gradient of zeros, not None, and weight decay moves it. The plain reference
+does the same. DDP leaves such parameters alone, so that comparison omits them.
 """
 
 from __future__ import annotations
@@ -82,7 +77,7 @@ POLICIES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run to compare. `collectives` is the value of FSDP_COLLECTIVES; `shard_alignment` is in bytes."""
+    """One training run to compare. `collectives` is FSDP_COLLECTIVES; `shard_alignment` is in bytes."""
 
     world_size: int
     case: str
@@ -100,24 +95,24 @@ class Run:
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
-        words = [f"{self.world_size}r", self.case, self.optimizer, self.strategy, mode, self.collectives]
-        words += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
-        words += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
-        words += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1") + [self.mesh] * bool(
+        parts = [f"{self.world_size}r", self.case, self.optimizer, self.strategy, mode, self.collectives]
+        parts += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
+        parts += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
+        parts += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1") + [self.mesh] * bool(
             self.mesh
         )
-        words += [f"{self.steps}steps"] * (self.steps != 3)
-        return "-".join(words)
+        parts += [f"{self.steps}steps"] * (self.steps != 3)
+        return "-".join(parts)
 
     @property
     def same_order(self) -> bool:
-        """Whether the engine adds up gradients in the order of `run_plain(order="ranks")`."""
+        """Return whether the engine adds gradients in the order of `run_plain(order="ranks")`."""
         sharded = self.strategy != "NO_SHARD" and self.mesh != "4x1"
         return self.world_size <= 2 or (sharded and self.collectives == "direct")
 
     @property
     def same_as_ddp(self) -> bool:
-        """Whether DDP's order is the same, too. With `reduce_each` it reduces again what it has reduced before."""
+        """Return whether DDP has the same order. With `reduce_each` DDP reduces reduced gradients again."""
         return self.world_size <= 2 and not self.reduce_each
 
     @property
@@ -130,14 +125,15 @@ COMBINATIONS = [(strategy, opt, mode) for mode in (True, False) for opt in OPTIM
 
 
 def by_turns(world_size: int, collectives: str, first: int) -> list[Run]:
-    """A run of each model, with the combinations of strategy, optimizer and mode one after the other from `first` on.
+    """Return a run of each model, with combinations of strategy, optimizer and mode by turns from `first` on.
 
-    There are 11 models and 12 combinations, so the two do not come round together."""
+    The cycles of 11 models and 12 combinations never coincide.
+    """
     runs = []
     for i in range(len(ZOO)):
         strategy, optimizer, mode = COMBINATIONS[(first + i) % len(COMBINATIONS)]
-        how = "auto" if strategy == "NO_SHARD" else collectives
-        runs.append(Run(world_size, list(ZOO)[i], optimizer, strategy, mode, how))
+        transport = "auto" if strategy == "NO_SHARD" else collectives
+        runs.append(Run(world_size, list(ZOO)[i], optimizer, strategy, mode, transport))
     return runs
 
 
@@ -147,7 +143,7 @@ RUNS = [
     *by_turns(3, "direct", 5)[1::2],
     *by_turns(4, "direct", 2)[2::4],
 ]
-RUNS.sort(key=lambda run: (run.world_size, list(ZOO).index(run.case), run.optimizer))  # those of one reference together
+RUNS.sort(key=lambda run: (run.world_size, list(ZOO).index(run.case), run.optimizer))  # by reference
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -167,7 +163,7 @@ def test_parity(run: Run) -> None:
     ],
     ids=str,
 )
-def test_parity_with_either_kind_of_collective(run: Run) -> None:
+def test_parity_with_native_and_direct_collectives(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 
@@ -184,7 +180,7 @@ def test_parity_with_either_kind_of_collective(run: Run) -> None:
     ],
     ids=str,
 )
-def test_parity_however_the_model_is_cut_into_units(run: Run) -> None:
+def test_parity_with_any_choice_of_units(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 
@@ -203,7 +199,7 @@ def test_parity_however_the_model_is_cut_into_units(run: Run) -> None:
     ids=str,
 )
 def test_parity_with_accumulated_gradients(run: Run) -> None:
-    """Three micro-batches per step: summed on each rank and reduced once (under `no_sync`), or reduced each."""
+    """Three micro-batches per step: summed and reduced once (under `no_sync`), or reduced each."""
     run_ranks(run.world_size, compare, run)
 
 
@@ -218,7 +214,7 @@ def test_parity_with_accumulated_gradients(run: Run) -> None:
     ids=str,
 )
 def test_parity_with_the_shard_alignment_of_accelerators(run: Run) -> None:
-    """Every run above has the alignment of CPUs, one element. Here shards are multiples of 16 bytes."""
+    """Shards are multiples of 16 bytes; runs above have the alignment of CPUs, one element."""
     run_ranks(run.world_size, compare, run)
 
 
@@ -233,7 +229,7 @@ def test_parity_with_the_shard_alignment_of_accelerators(run: Run) -> None:
     ],
     ids=str,
 )
-def test_parity_whatever_is_gathered_ahead(run: Run) -> None:
+def test_parity_with_any_prefetch(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 
@@ -264,7 +260,7 @@ def test_parity_whatever_is_gathered_ahead(run: Run) -> None:
     ids=str,
 )
 def test_parity_of_shards_and_replicas(run: Run) -> None:
-    """Of every shape of mesh; over one rank to shard over, gradients are averaged over the replicas."""
+    """For meshes of every shape; with one rank per shard group, replicas average gradients."""
     run_ranks(run.world_size, compare, run)
 
 
@@ -272,7 +268,7 @@ def test_parity_of_shards_and_replicas(run: Run) -> None:
 
 
 def compare(run: Run) -> None:
-    """Train as `run` says and under DDP, and on rank 0 compare with every reference."""
+    """Train `run` and DDP, and compare with every reference on rank 0."""
     os.environ["FSDP_COLLECTIVES"] = run.collectives
     forward, kind, backward = run.prefetch.split()
     options: dict[str, Any] = {
@@ -308,7 +304,7 @@ def compare(run: Run) -> None:
 
 @contextmanager
 def shard_alignment(nbytes: int) -> Iterator[None]:
-    """Units built inside have shards of a multiple of so many bytes, as on accelerators."""
+    """Build units with shards of a multiple of `nbytes`, as on accelerators."""
 
     class Aligned:
         @staticmethod
@@ -323,7 +319,7 @@ def shard_alignment(nbytes: int) -> Iterator[None]:
 
 
 def check_alignment(case: Case, run: Run, options: dict[str, Any]) -> None:
-    """The alignment is what was asked for, and makes a difference."""
+    """Assert that shards have the alignment, and that it changes a layout."""
     model = wrap(case, options["strategy"], run.use_orig_params, wrap_policy=options["wrap_policy"])
     layouts = [bucket.layout for unit in fsdp.shard_info(model) for bucket in unit.buckets]
     assert all(layout.shard_numel * layout.dtype.itemsize % run.shard_alignment == 0 for layout in layouts)
@@ -331,7 +327,7 @@ def check_alignment(case: Case, run: Run, options: dict[str, Any]) -> None:
 
 
 def zero_grads(case: Case, policy: str) -> list[str]:
-    """The parameters that no forward uses in units that are used."""
+    """Return unused parameters in used units."""
     model = case.build()
     blocks = [name for name, module in model.named_modules() if type(module) in case.blocks and policy != "one unit"]
 
@@ -363,7 +359,7 @@ def plain_steps(
 
 @lru_cache(maxsize=2)
 def ddp_steps(case: str, optimizer: str, steps: int, micro: int, reduce_each: bool, dtype: torch.dtype) -> list[Step]:
-    """Every rank asks for the same runs, so that a cached one is so on all."""
+    """Run DDP; all ranks request the same runs, so caches agree."""
     return run_ddp(ZOO[case], OPTIMIZERS[optimizer], Schedule(steps, micro=micro, reduce_each=reduce_each), dtype=dtype)
 
 
@@ -374,14 +370,14 @@ def compare_with_plain(run: Run, steps: list[Step]) -> None:
     compare_steps([parts_of(step) for step in steps], plain, run.same_order, f"{run}, against the plain model by ranks")
     if not run.same_order and not ZOO[run.case].local_statistics:
         whole = [parts_of(step, by_rank=False) for step in plain_steps(*reference, "batch", run.dtype)]
-        ours = [parts_of(step, by_rank=False) for step in steps]
-        compare_steps(ours, whole, False, f"{run}, against the concatenated batch")
+        actual_parts = [parts_of(step, by_rank=False) for step in steps]
+        compare_steps(actual_parts, whole, False, f"{run}, against the concatenated batch")
 
 
 def compare_with_ddp(run: Run, steps: list[Step], ddp: list[Step]) -> None:
     unused = ZOO[run.case].unused
-    ours, theirs = [parts_of(step, unused) for step in steps], [parts_of(step, unused) for step in ddp]
-    compare_steps(ours, theirs, run.same_as_ddp, f"{run}, against DDP")
+    actual_parts, expected_parts = [parts_of(step, unused) for step in steps], [parts_of(step, unused) for step in ddp]
+    compare_steps(actual_parts, expected_parts, run.same_as_ddp, f"{run}, against DDP")
 
 
 Part = Mapping[str, Tensor | None]
@@ -389,7 +385,7 @@ Parts = dict[str, Part]
 
 
 def parts_of(step: Step, without: tuple[str, ...] = (), by_rank: bool = True) -> Parts:
-    """What there is to compare, in groups of one kind and magnitude; `without` are prefixes of parameter names."""
+    """Return the values to compare, grouped by kind and magnitude, without names of these prefixes."""
     state = flatten_state(step.optim)
     groups: Parts = {
         "losses": {str(rank): loss for rank, loss in enumerate(step.rank_losses)} if by_rank else {},
@@ -406,13 +402,13 @@ def parts_of(step: Step, without: tuple[str, ...] = (), by_rank: bool = True) ->
     }
 
 
-def compare_steps(actual: list[Parts], expected: list[Parts], same_order: bool, what: str) -> None:
+def compare_steps(actual: list[Parts], expected: list[Parts], same_order: bool, case: str) -> None:
     __tracebackhide__ = True
-    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert list(ours) == list(theirs), f"{what}, step {index}"
-        for group in theirs:
-            where = f"{what}, step {index}, {group}"
+    for index, (actual_parts, expected_parts) in enumerate(zip(actual, expected, strict=True)):
+        assert list(actual_parts) == list(expected_parts), f"{case}, step {index}"
+        for group in expected_parts:
+            part_name = f"{case}, step {index}, {group}"
             if same_order:
-                assert_bit_equal(ours[group], theirs[group], where)
+                assert_bit_equal(actual_parts[group], expected_parts[group], part_name)
             else:
-                assert_equivalent(ours[group], theirs[group], where)
+                assert_equivalent(actual_parts[group], expected_parts[group], part_name)

@@ -1,4 +1,4 @@
-"""`fsdp.compat.patch()`: programs written for torch's FSDP1 run on this package; and the command that does it."""
+"""`fsdp.compat.patch()` and its command: programs for torch's FSDP1 run on this package."""
 
 from __future__ import annotations
 
@@ -54,19 +54,23 @@ def patched(**options: bool) -> Iterator[list[str]]:
 
 def everything() -> dict[str, Any]:
     scaler = importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
-    places = {**NAMES, scaler.__name__: scaler, "state_dict": torch_dcp.state_dict}
-    return {f"{place}.{name}": value for place, module in places.items() for name, value in vars(module).items()}
+    modules = {**NAMES, scaler.__name__: scaler, "state_dict": torch_dcp.state_dict}
+    return {f"{place}.{name}": value for place, module in modules.items() for name, value in vars(module).items()}
 
 
 def client(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module that has imported some of torch's names."""
+    """Return a module that has imported some of torch's names."""
     module: Any = types.ModuleType("a_client")
-    module.FSDP, module.Strategy, module.fully_shard = torchs.FullyShardedDataParallel, torchs.ShardingStrategy, 1
+    module.FSDP, module.Strategy, module.fully_shard = (
+        torchs.FullyShardedDataParallel,
+        torchs.ShardingStrategy,
+        1,
+    )
     monkeypatch.setitem(sys.modules, "a_client", module)
     return module
 
 
-def test_the_names_are_ours_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_replaces_names_until_unpatch(monkeypatch: pytest.MonkeyPatch) -> None:
     before, early = everything(), client(monkeypatch)
     with patched() as changed:
         for name in set(fsdp.__all__) & set(torchs.__all__) - {"UnshardHandle", "register_fsdp_forward_method"}:
@@ -94,18 +98,18 @@ def test_the_names_are_ours_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) 
         assert torchs.FullyShardedDataParallel is fsdp.FullyShardedDataParallel
 
 
-def test_what_the_user_has_enabled_stays() -> None:
-    theirs = torch_dcp.state_dict._get_model_state_dict
+def test_patch_keeps_enable_dcp_of_the_user() -> None:
+    original = torch_dcp.state_dict._get_model_state_dict
     enable_dcp()
-    mine = torch_dcp.state_dict._get_model_state_dict
+    enabled = torch_dcp.state_dict._get_model_state_dict
     with patched():
-        assert torch_dcp.state_dict._get_model_state_dict is mine is not theirs
-    assert torch_dcp.state_dict._get_model_state_dict is mine
+        assert torch_dcp.state_dict._get_model_state_dict is enabled is not original
+    assert torch_dcp.state_dict._get_model_state_dict is enabled
     disable_dcp()
-    assert torch_dcp.state_dict._get_model_state_dict is theirs
+    assert torch_dcp.state_dict._get_model_state_dict is original
 
 
-def test_nothing_is_lost_and_nothing_done_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patch_and_unpatch_change_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     early, ours = client(monkeypatch), fsdp.FullyShardedDataParallel
     with patched():
         early.FSDP = int
@@ -140,7 +144,7 @@ def wrapped(use_orig_params: bool) -> Any:
 
 
 @on_ranks(2)
-def test_what_tools_call_inside_takes_our_modules() -> None:
+def test_private_functions_of_torch_accept_our_modules() -> None:
     x = torch.ones(2, 5)
     with patched():
         for use_orig_params in (False, True):
@@ -170,15 +174,15 @@ def test_what_tools_call_inside_takes_our_modules() -> None:
             expected = [["inner.weight", "inner.bias"], ["head.weight", "head.bias"]]
             assert list(names.values()) == ([[n] for both in expected for n in both] if use_orig_params else expected)
             assert use_orig_params or all(isinstance(param, FlatParameter) for param in names)
-            with pytest.raises(ZeroDivisionError):  # as a tool does after a failure
+            with pytest.raises(ZeroDivisionError):  # as tools do after a failure
                 handle = model.module.head.register_forward_hook(lambda *_: 1 // 0)
                 model(x)
             handle.remove()
             runtime._post_backward_final_callback(model, model)
             model(x).sum().backward()
-        theirs = torchs.fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        torchs.register_fsdp_forward_method(theirs, "double")
-        assert "double" in vars(theirs), "torch has done what it does"
+        original = torchs.fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        torchs.register_fsdp_forward_method(original, "double")
+        assert "double" in vars(original), "torch has done what it does"
         plain = common._get_param_to_fqns(Net())
         assert [name for [name] in plain.values()] == ["inner.weight", "inner.bias", "head.weight", "head.bias"]
 
@@ -198,7 +202,7 @@ def load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer, model, input_dir, f
 
 
 class Holder:
-    """Of an optimizer, as accelerate's."""
+    """Wraps an optimizer, as accelerate does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -214,11 +218,11 @@ def check_accelerate(folder: str, early: bool) -> None:
     sys.path.insert(0, folder)
     contexts = contextlib.ExitStack()
     contexts.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore", FutureWarning)  # torch's, of its formats
+    warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about formats
     if not early:
         contexts.enter_context(patched())
     accelerates: Any = importlib.import_module("accelerate.utils.fsdp_utils")
-    theirs = accelerates.load_fsdp_optimizer
+    original = accelerates.load_fsdp_optimizer
     if early:
         contexts.enter_context(patched())
     with contexts:
@@ -234,20 +238,18 @@ def check_accelerate(folder: str, early: bool) -> None:
             accelerates.load_fsdp_optimizer(plugin, None, fresh, other, f"{folder}/saved", fail=True)
         assert not fresh.state
         accelerates.load_fsdp_optimizer(plugin, None, Holder(fresh) if early else fresh, other, f"{folder}/saved")
-        mine, loaded = optimizer.state_dict(), fresh.state_dict()
-        assert mine["state"] and mine["state"].keys() == loaded["state"].keys()
-        for key, values in mine["state"].items():
+        enabled, loaded = optimizer.state_dict(), fresh.state_dict()
+        assert enabled["state"] and enabled["state"].keys() == loaded["state"].keys()
+        for key, values in enabled["state"].items():
             assert_bit_equal(loaded["state"][key], values, f"state of parameter {key}")
-    assert early is (accelerates.load_fsdp_optimizer is theirs)
+    assert early is (accelerates.load_fsdp_optimizer is original)
     sys.path.remove(folder)
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
         del sys.modules[name]
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_sharded_optimizer_state_is_loaded_into_an_optimizer_that_has_not_stepped(
-    tmp_path: Path, early: bool
-) -> None:
+def test_accelerate_loads_sharded_state_into_a_new_optimizer(tmp_path: Path, early: bool) -> None:
     (tmp_path / "accelerate/utils").mkdir(parents=True)
     for package in ("accelerate", "accelerate/utils"):
         (tmp_path / package / "__init__.py").touch()
@@ -276,7 +278,7 @@ def check_peft(folder: str, early: bool) -> None:
     if not early:
         contexts.enter_context(patched())
     pefts: Any = importlib.import_module("peft")
-    theirs = importlib.import_module("peft.utils.save_and_load").get_peft_model_state_dict
+    original = importlib.import_module("peft.utils.save_and_load").get_peft_model_state_dict
     if early:
         contexts.enter_context(patched())
     with contexts:
@@ -292,7 +294,7 @@ def check_peft(folder: str, early: bool) -> None:
         assert_bit_equal(pefts.get_peft_model_state_dict(other, state_dict=other.state_dict()), found)
         assert "named_modules" not in vars(model)
         assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "a plain model"
-    assert not early or pefts.get_peft_model_state_dict is theirs
+    assert not early or pefts.get_peft_model_state_dict is original
     assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "after unpatch()"
     sys.path.remove(folder)
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
@@ -300,8 +302,8 @@ def check_peft(folder: str, early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_peft_finds_the_adapters_inside_of_units(tmp_path: Path, early: bool) -> None:
-    """To save them and to load them, whether it is imported before or after `patch()`."""
+def test_peft_finds_adapters_inside_units(tmp_path: Path, early: bool) -> None:
+    """For saving and loading, imported before or after `patch()`."""
     (tmp_path / "peft/utils").mkdir(parents=True)
     (tmp_path / "peft/utils/__init__.py").touch()
     names = "get_peft_model_state_dict, set_peft_model_state_dict"

@@ -1,10 +1,10 @@
-"""Mixed precision and offload: the same numbers as a plain model that casts at the same places.
+"""Mixed precision and offload: bit-equal to a plain model with the same casts.
 
-The reference (`run_mixed`) keeps the parameters in float32, and for each rank and step makes a replica in the compute
-dtype, runs it on the rank's batch in that dtype, adds up the micro-batches' gradients in the reduce dtype, sums them
-over the ranks (16-bit ones in float32, rounded once), divides as the engine documents, casts to the parameter's dtype
-and steps. Everything is compared bit for bit at each of 3 steps, so a stale or a second cast, a missed division or a
-double count shows. The order of arithmetic is the engine's on 1 and 2 ranks, and on more with the direct exchange.
+The reference (`run_mixed`) keeps float32 parameters. For each rank and step it runs a replica in the compute dtype
+on the rank's batch and adds gradients of micro-batches in the reduce dtype. It sums over ranks (16-bit values in
+float32, rounded once), divides as documented, casts to the parameter's dtype and steps. All values are compared at
+each of 3 steps, so a stale or second cast, a missing division or a double count shows. The order of arithmetic is
+the engine's on 1 and 2 ranks, and on more with the direct exchange.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PRECISIONS = {
 def run_mixed(
     case: Case, make_optimizer: MakeOptimizer, world_size: int, schedule: Schedule, precision: MixedPrecision
 ) -> list[Step]:
-    """What `run_fsdp(..., mixed_precision=precision)` has to give."""
+    """Return the expected steps of `run_fsdp(..., mixed_precision=precision)`."""
     master = case.build(schedule.seed)
     statistics = [dict(deepcopy(master).named_buffers()) for _ in range(world_size)]
     optimizer = make_optimizer(master.parameters())
@@ -113,7 +113,7 @@ def run_mixed(
 
 
 def replica_of(master: nn.Module, buffers: dict[str, Tensor], precision: MixedPrecision) -> nn.Module:
-    """A copy in the compute dtype, batch norms apart: those stay in float32 and cast around themselves."""
+    """Copy the model in the compute dtype; batch norms stay in float32 and cast around their forward."""
     replica = deepcopy(master)
     kept = {m for m in replica.modules() if isinstance(m, nn.BatchNorm2d)}
     for name, module in replica.named_modules():
@@ -125,25 +125,25 @@ def replica_of(master: nn.Module, buffers: dict[str, Tensor], precision: MixedPr
             if module not in kept and module._buffers[key].is_floating_point() and precision.buffer_dtype is not None:
                 module._buffers[key] = module._buffers[key].to(precision.buffer_dtype)
         if module in kept:
-            module.forward = around(module.forward)
+            module.forward = cast_around(module.forward)
     return replica
 
 
-def around(forward: Any) -> Any:
+def cast_around(forward: Any) -> Any:
     return lambda x: forward(x.float()).to(x.dtype)
 
 
 def reduced(grads: list[Tensor]) -> Tensor:
-    """The mean over the ranks in the gradients' dtype, as documented: float16 is divided before and after."""
+    """Return the mean over ranks in the gradients' dtype; float16 is divided before and after."""
     size, dtype = len(grads), grads[0].dtype
-    before = 1
-    while dtype == FP16 and size % before == 0 and size / before > before:
-        before *= 2
+    factor = 1
+    while dtype == FP16 and size % factor == 0 and size / factor > factor:
+        factor *= 2
     wide = FP32 if dtype.itemsize == 2 else dtype
-    total = grads[0].div(before).to(wide)
+    total = grads[0].div(factor).to(wide)
     for grad in grads[1:]:
-        total = total + grad.div(before)
-    return total.to(dtype).div_(size / before)
+        total = total + grad.div(factor)
+    return total.to(dtype).div_(size / factor)
 
 
 # -- parity --------------------------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ class Run:
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
-        words = [f"{self.world_size}r", self.case, self.precision, self.strategy.name, mode, self.optimizer]
-        words += [f"micro{self.micro}"] * (self.micro > 1) + ["each"] * self.reduce_each + ["offload"] * self.offload
-        return "-".join(words)
+        parts = [f"{self.world_size}r", self.case, self.precision, self.strategy.name, mode, self.optimizer]
+        parts += [f"micro{self.micro}"] * (self.micro > 1) + ["each"] * self.reduce_each + ["offload"] * self.offload
+        return "-".join(parts)
 
 
-# The last one not in float64: there a BLAS sums in an order that depends on where in memory a matrix lies.
+# LSTM not in float64: the BLAS sums in an order that depends on memory addresses.
 CASES = ("mlp", "tied-transformer", "lora", "segment-reentrant", "segment-non-reentrant", "conv-batchnorm", "lstm")
 RUNS = [
     Run(
@@ -185,13 +185,13 @@ RUNS = [
     for i, precision in enumerate(PRECISIONS)
     for j, strategy in enumerate((FULL, GRAD_OP, NONE))
     for k, world_size in enumerate((1, 2, 3))
-    if not (world_size == 3 and strategy is NONE)  # an all-reduce has an order of its own
+    if not (world_size == 3 and strategy is NONE)  # an all-reduce has an unknown order
     if (i + j) % 3 == 0 or (world_size == 2 and (i + j) % 3 == 1)
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parity_with_a_plain_model_that_casts_at_the_same_places(world_size: int) -> None:
+def test_parity_with_a_plain_model_with_the_same_casts(world_size: int) -> None:
     """Strategy x precision x accumulation x mode x offload x model, 3 steps each."""
     run_ranks(world_size, compare_all, [run for run in RUNS if run.world_size == world_size], timeout=300)
 
@@ -208,16 +208,18 @@ def compare_all(runs: list[Run]) -> None:
             steps = run_fsdp(case, optimizer, schedule, rank0_only=True, **options)
         if dist.get_rank() == 0:
             expected = run_mixed(case, optimizer, run.world_size, schedule, precision)
-            for index, (ours, theirs) in enumerate(zip(steps, expected, strict=True)):
-                what = f"{run}, step {index}"
-                losses = [{str(r): loss for r, loss in enumerate(step.rank_losses)} for step in (ours, theirs)]
-                assert_bit_equal(*losses, f"{what}, losses")
-                unused = {name for name in theirs.grads if theirs.grads[name] is None}
-                assert_bit_equal(without(ours.grads, unused), without(theirs.grads, unused), f"{what}, gradients")
-                assert_bit_equal(without(ours.params, unused), without(theirs.params, unused), f"{what}, parameters")
-                assert_bit_equal(ours.buffers, theirs.buffers, f"{what}, buffers")
-                state = [without(flatten_state(step.optim), unused) for step in (ours, theirs)]
-                assert_bit_equal(*state, f"{what}, optimizer state")
+            for index, (actual, reference) in enumerate(zip(steps, expected, strict=True)):
+                label = f"{run}, step {index}"
+                losses = [{str(r): loss for r, loss in enumerate(step.rank_losses)} for step in (actual, reference)]
+                assert_bit_equal(*losses, f"{label}, losses")
+                unused = {name for name in reference.grads if reference.grads[name] is None}
+                assert_bit_equal(without(actual.grads, unused), without(reference.grads, unused), f"{label}, gradients")
+                assert_bit_equal(
+                    without(actual.params, unused), without(reference.params, unused), f"{label}, parameters"
+                )
+                assert_bit_equal(actual.buffers, reference.buffers, f"{label}, buffers")
+                state = [without(flatten_state(step.optim), unused) for step in (actual, reference)]
+                assert_bit_equal(*state, f"{label}, optimizer state")
 
 
 def without(tensors: Any, names: set[str]) -> dict[str, Any]:
@@ -226,13 +228,12 @@ def without(tensors: Any, names: set[str]) -> dict[str, Any]:
     }
 
 
-# Frozen parameters and buffers in dtypes that gloo has no type for: quantised weights, for instance. All are one byte
-# or more per element, and nothing ever adds them up.
-WITHOUT_A_TYPE = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64]
+# Dtypes of frozen parameters and buffers that gloo lacks, for example of quantized weights. They are never summed.
+UNKNOWN_TO_GLOO = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64]
 
 
-class Quantised(nn.Module):
-    """A trainable layer times what a frozen parameter and a buffer add up to; their values depend on the rank."""
+class Quantized(nn.Module):
+    """A trainable layer scaled by sums of a frozen parameter and a buffer with values that depend on the rank."""
 
     def __init__(self, dtype: torch.dtype, rank: int) -> None:
         super().__init__()
@@ -244,45 +245,45 @@ class Quantised(nn.Module):
         return self.layer(x) * (self.codes.to(x.dtype).sum() + self.table.to(x.dtype).sum())
 
 
-@pytest.mark.parametrize("way", ["native", "direct"])
+@pytest.mark.parametrize("transport", ["native", "direct"])
 @on_ranks(2)
-def test_what_gloo_has_no_type_for_travels_as_bytes(way: str) -> None:
-    """Synchronised, gathered for forward, summoned, saved and loaded, from all ranks and from rank 0."""
-    os.environ["FSDP_COLLECTIVES"] = way
+def test_dtypes_unknown_to_gloo_travel_as_bytes(transport: str) -> None:
+    """Synchronized, gathered, summoned, saved and loaded, from all ranks and from rank 0."""
+    os.environ["FSDP_COLLECTIVES"] = transport
     rank = dist.get_rank()
-    for dtype, use_orig_params in itertools.product(WITHOUT_A_TYPE, (False, True)):
-        plain, what = Quantised(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
-        ours = FullyShardedDataParallel(
-            Quantised(dtype, rank), use_orig_params=use_orig_params, sync_module_states=True
+    for dtype, use_orig_params in itertools.product(UNKNOWN_TO_GLOO, (False, True)):
+        plain, case = Quantized(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
+        actual = FullyShardedDataParallel(
+            Quantized(dtype, rank), use_orig_params=use_orig_params, sync_module_states=True
         )
-        other = FullyShardedDataParallel(Quantised(dtype, rank + 1), use_orig_params=use_orig_params)
-        plain.load_state_dict(ours.state_dict())
-        assert torch.equal(plain.codes, Quantised(dtype, 0).codes) and torch.equal(
-            plain.table, Quantised(dtype, 0).table
+        other = FullyShardedDataParallel(Quantized(dtype, rank + 1), use_orig_params=use_orig_params)
+        plain.load_state_dict(actual.state_dict())
+        assert torch.equal(plain.codes, Quantized(dtype, 0).codes) and torch.equal(
+            plain.table, Quantized(dtype, 0).table
         )
         x = torch.ones(2, 3)
-        assert torch.equal(ours(x), plain(x)), what
-        ours(x).sum().backward()
-        with FullyShardedDataParallel.summon_full_params(ours):
-            assert_bit_equal(dict(ours.named_parameters()), dict(plain.named_parameters()), what)
+        assert torch.equal(actual(x), plain(x)), case
+        actual(x).sum().backward()
+        with FullyShardedDataParallel.summon_full_params(actual):
+            assert_bit_equal(dict(actual.named_parameters()), dict(plain.named_parameters()), case)
         for kind, config in (
             (StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)),
             (StateDictType.SHARDED_STATE_DICT, None),
             (StateDictType.LOCAL_STATE_DICT, None),
         ):
             with torch.no_grad():
-                other.load_state_dict(Quantised(dtype, rank + 1).state_dict())
-            for model in (ours, other):
+                other.load_state_dict(Quantized(dtype, rank + 1).state_dict())
+            for model in (actual, other):
                 FullyShardedDataParallel.set_state_dict_type(model, kind, config)
-            other.load_state_dict(ours.state_dict())
-            for model in (ours, other):
+            other.load_state_dict(actual.state_dict())
+            for model in (actual, other):
                 FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-            assert_bit_equal(other.state_dict(), plain.state_dict(), f"{what}, {kind}")
+            assert_bit_equal(other.state_dict(), plain.state_dict(), f"{case}, {kind}")
 
 
 @on_ranks(2)
-def test_a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients() -> None:
-    """Gradients that are cast and not reduced do not go through the default group."""
+def test_a_group_of_one_rank_keeps_local_gradients() -> None:
+    """Gradients that are cast and not reduced do not use the default group."""
     groups = [dist.new_group([rank]) for rank in range(2)]
     group = groups[dist.get_rank()]
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)

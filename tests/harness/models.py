@@ -1,7 +1,7 @@
 """The model zoo: one small model per structure that sharding must survive, with sizes that 2, 3 and 4 do not divide.
 
-A `Case` is picklable and names everything a training step needs; `ZOO` holds all of them by name. Losses are means over
-equal batches, so the mean over ranks of the gradients is the gradient of the concatenated batch.
+A `Case` is picklable and has everything for a training step; `ZOO` holds all cases by name. Losses are means over
+equal batches, so the mean of the ranks' gradients is the gradient of the concatenated batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
-_seeding = threading.Lock()  # ranks may be threads, and the generator is the process's
+_seeding = threading.Lock()  # ranks may be threads that share the generator
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     local_statistics: bool = False  # the model sees only its own rank's batch: no parity with the concatenated one
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The model with values that depend on `seed` alone (`dtype` is a cast of the same fp32 values)."""
+        """Build the model with values that depend only on `seed` (`dtype` is a cast of the same fp32 values)."""
         with _seeding, torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return self.model().to(dtype)
@@ -261,7 +261,7 @@ class DecoderBlock(EncoderBlock):
 
 
 class TiedTransformer(nn.Module):
-    """A causal language model whose output layer is its token embedding: one parameter under two names of the root."""
+    """A causal language model with a tied output layer: one parameter under two names of the root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class TiedTransformer(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Units whose order is not that of the module tree: the decoder's use the output of the encoder's."""
+    """Units in another order than in the module tree: decoder units use the output of encoder units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,12 +297,12 @@ class EncoderDecoder(nn.Module):
 
 
 class Lstm(nn.Module):
-    """A recurrent network, whose module keeps its weights in lists of its own (`_flat_weights`)."""
+    """A recurrent network, which keeps weights in its own lists (`_flat_weights`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, 13)
-        self.lstm = nn.LSTM(13, 13, num_layers=2, batch_first=True)  # its sizes are always multiples of 4, not of 3
+        self.lstm = nn.LSTM(13, 13, num_layers=2, batch_first=True)  # sizes of an LSTM are multiples of 4, not of 3
         self.head = nn.Linear(13, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -323,7 +323,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions with BatchNorm: buffers that a forward changes, and statistics of the local batch."""
+    """Convolutions with BatchNorm: buffers changed by forwards, and statistics of the local batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """Rank processes for tests: `run_ranks(world_size, fn, *args)` runs a module-level function on every rank.
 
-One pool per world size, started at first use and kept; its ranks are forked from a `template` that has imported what
-they need. There are two of those (or as many as RANK_TEMPLATES in the environment says), and neighbours come from
-different ones: their interpreters hash strings otherwise, so that sets come in different orders. A pool in which
-anything went wrong is killed and replaced, so a failure never leaks into the next test; so is one in which jobs have
-left many threads. What a failing job shows is one message: the traceback of the rank that failed first in time, the
-exit code of a rank that died, or, at a timeout, the Python stack of every rank that is stuck.
+There is one pool per world size, started at first use and kept. Ranks are forked from a `template` that has imported
+torch and the package. There are two templates (or RANK_TEMPLATES of the environment) for neighboring ranks, with
+different hash seeds, so sets have different orders on neighbors. A pool is killed and replaced after any failure, so
+a failure never leaks into the next test, and when jobs have left many threads. A failing job shows one message: the
+traceback of the rank that failed first, the exit code of a dead rank, or at a timeout the Python stacks of stuck
+ranks.
 
-`on_ranks(world_size)` decorates a test whose body runs on the ranks. `run_fresh` runs one job in processes of its own,
-for tests that break the process group or kill a rank on purpose.
+`on_ranks(world_size)` decorates a test whose body runs on the ranks. `run_fresh` runs one job in new processes, for
+tests that break the process group or kill a rank.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.harness.template import Request, Template
 
 START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
 TEMPLATES = int(os.environ.get("RANK_TEMPLATES", "2"))
-WORN = 24  # threads that earlier jobs have left in a rank: each of gloo's wakes up a hundred times a second
-GRACE = 1.0  # seconds the other ranks get to report after the first failure
-TIDY_UP = b""  # in place of a job, when all ranks have answered: end what the last one has made; there is no answer
+WORN = 24  # threads left by earlier jobs in a rank: gloo's threads wake up a hundred times a second
+GRACE = 1.0  # seconds for further reports after the first failure
+TIDY_UP = b""  # message after all answers: end the groups of the last job; ranks do not answer
 STACK_SIGNAL = signal.SIGUSR1  # asks a rank to write its Python stack
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,7 @@ class RankFailure(Exception):
 
 @dataclass(frozen=True)
 class Died:
-    """Result of a rank that ended without answering: its exit code, negative for a signal."""
+    """Result of a rank that ended without an answer: the exit code, negative for a signal."""
 
     exit_code: int
 
@@ -69,7 +69,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Failed:
-    """What a rank reports when its function raised. `when` is the machine's monotonic clock, shared by all ranks."""
+    """Report of a rank whose function raised. `when` is the machine's monotonic clock, shared by all ranks."""
 
     when: float
     kind: str
@@ -78,8 +78,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a rank reports when its function returned: its value, how many collectives the default group has run, of
-    each kind, and how many threads there were when it began."""
+    """Report of a rank whose function returned: the value, numbers of collectives of each kind in the default group,
+    and the number of threads at the start."""
 
     payload: bytes
     collectives: tuple[int, ...]
@@ -87,7 +87,7 @@ class Returned:
 
 
 class _Rank:
-    """One process and the parent's ends of its pipes."""
+    """One process and the parent's ends of the pipes."""
 
     def __init__(
         self, rank: int, world_size: int, port: int, folder: Path, group_timeout: float, env: Mapping[str, str]
@@ -96,7 +96,7 @@ class _Rank:
         environment = {**os.environ, "PYTHONPATH": _path(), **_rank_env(rank, world_size), **env}
         self.log_path, self.stack_path = folder / f"rank{rank}.log", folder / f"rank{rank}.stack"
         ours, theirs = socket.socketpair()
-        alive, self._lifeline = os.pipe()  # the process exits when the parent's end closes, whatever it is doing
+        alive, self._lifeline = os.pipe()  # the process exits when the parent's end closes
         arguments = tuple(str(x) for x in (rank, world_size, port, group_timeout, self.stack_path))
         request = Request(arguments, environment, list(sys.path), os.getcwd())
         with open(self.log_path, "wb") as log:
@@ -110,7 +110,7 @@ class _Rank:
         return "".join(f"\n  | {line}" for line in text)
 
     def close(self) -> None:
-        """End the process and reap it. Idempotent."""
+        """End and reap the process. Idempotent."""
         if self.connection.closed:
             return
         self.connection.close()
@@ -132,7 +132,10 @@ _also_imported: list[str] = []
 def _template(number: int) -> Template:
     template = _templates.get(number)
     if template is None or not template.alive:
-        alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # numpy and the compiler start threads
+        alone = {
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        }  # numpy and the compiler start threads
         template = _templates[number] = Template(
             ["-m", Template.__module__, *_also_imported],
             {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", **alone},
@@ -141,14 +144,14 @@ def _template(number: int) -> Template:
 
 
 def start_templates(count: int = TEMPLATES, *, also: Sequence[str] = ()) -> None:
-    """They import side by side, and these modules, too."""
+    """Start templates, which import the default modules and `also` beside the caller."""
     _also_imported.extend(also)
     for number in range(min(count, TEMPLATES)):
         _template(number)
 
 
 def _rank_env(rank: int, world_size: int) -> dict[str, str]:
-    """What torchrun would set, and gloo on the loopback device whatever the host name resolves to."""
+    """Return the variables that torchrun sets, and gloo's loopback device."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -160,13 +163,13 @@ def _rank_env(rank: int, world_size: int) -> dict[str, str]:
 
 
 class Pool:
-    """`world_size` rank processes with gloo as their default group. `run` may be called until the first failure."""
+    """`world_size` rank processes with gloo as the default group. `run` may be called until the first failure."""
 
     def __init__(self, world_size: int, *, group_timeout: float = 30.0, env: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
         self.is_worn = False
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        # Port 0: the system picks a free one, and this process holds it from then on.
+        # Port 0: the system picks a free port.
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT)
         )
@@ -181,14 +184,14 @@ class Pool:
             raise
 
     def run(self, job: bytes, timeout: float, may_die: bool = False) -> list[Any]:
-        """Results by rank. On any failure the pool is closed and `RankFailure` raised."""
+        """Return results by rank. On failure close the pool and raise `RankFailure`."""
         __tracebackhide__ = True
         try:
             for rank in self.ranks:
                 try:
                     rank.connection.send_bytes(job)
                 except OSError:
-                    pass  # it died since the last job: the sentinel says so below
+                    pass  # it died since the last job: reported by the sentinel below
             answers = self._collect(timeout, may_die, doing="running")
             counts = {a.collectives for a in answers if isinstance(a, Returned)}
             if len(counts) > 1 and not may_die:
@@ -204,7 +207,7 @@ class Pool:
         return [pickle.loads(a.payload) if isinstance(a, Returned) else a for a in answers]
 
     def _collect(self, timeout: float, may_die: bool, doing: str) -> list[Any]:
-        """One answer per rank: `Returned`, or with `may_die` also `Died`."""
+        """Return one answer per rank: `Returned`, or with `may_die` also `Died`."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
         answers: dict[int, Returned | Failed | Died] = {}
@@ -229,7 +232,7 @@ class Pool:
         return [answers[rank] for rank in range(self.world_size)]
 
     def _raise_first(self, answers: Mapping[int, Returned | Failed | Died]) -> None:
-        """Raise for the rank that failed first; a death comes first, since it is what makes the others fail."""
+        """Raise for the rank that failed first. A death has precedence, because it makes peers fail."""
         __tracebackhide__ = True
         for index, answer in answers.items():
             if isinstance(answer, Died):
@@ -247,18 +250,18 @@ class Pool:
         return bool(self.ranks) and all(r.process.poll() is None and not r.connection.closed for r in self.ranks)
 
     def close(self) -> None:
-        """End every process at once and remove the pool's files. Idempotent."""
+        """End every process and remove the pool's files. Idempotent."""
         for rank in self.ranks:
             rank.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _ready(ranks: Sequence[_Rank], timeout: float) -> list[_Rank]:
-    """The ranks that have answered or died, waiting for the first at most `timeout` seconds."""
+    """Return ranks that have answered or died; wait at most `timeout` seconds for the first."""
     poll = select.poll()
     by_fd: dict[int, _Rank] = {}
     for rank in ranks:
-        # A descendant of the rank can hold the pipe open, so its end is watched besides the pipe's.
+        # A descendant of the rank can hold the pipe open, so the process itself is watched, too.
         for fd in (rank.connection.fileno(), rank.process.sentinel):
             by_fd[fd] = rank
             poll.register(fd, select.POLLIN)
@@ -274,13 +277,13 @@ def _receive(rank: _Rank) -> Returned | Failed | Died:
         pass
     try:
         return Died(rank.process.wait(timeout=5))
-    except subprocess.TimeoutExpired:  # it closed its pipe and lives on: of no more use than a dead one
+    except subprocess.TimeoutExpired:  # closed the pipe and still runs: treated as dead
         rank.process.kill()
         return Died(rank.process.wait())
 
 
 def _stacks(ranks: Sequence[_Rank], limit: int = 40) -> list[str]:
-    """The Python stack of every thread of these ranks, most recent call first, as faulthandler writes it."""
+    """Return the Python stacks of all threads of these ranks, most recent call first, as written by faulthandler."""
     for rank in ranks:
         rank.process.send_signal(STACK_SIGNAL)
     texts = []
@@ -289,7 +292,7 @@ def _stacks(ranks: Sequence[_Rank], limit: int = 40) -> list[str]:
         text = ""
         while time.monotonic() < deadline:
             text = rank.stack_path.read_text(errors="replace") if rank.stack_path.exists() else ""
-            if "in main" in text:  # the outermost frame of the main thread, which comes last
+            if "in main" in text:  # the outermost frame of the main thread, written last
                 break
             time.sleep(0.02)
         threads = [block for block in text.split("\n\n") if "_exit_with_parent" not in block]
@@ -303,16 +306,16 @@ _warning_filters: list[str] = []
 
 
 def set_warning_filters(filters: Sequence[str]) -> None:
-    """Warning filters of every job from now on, each as pytest writes it: action:message:category:module:line."""
+    """Set warning filters of further jobs in pytest's form: action:message:category:module:line."""
     _warning_filters[:] = filters
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-    """Run `fn(*args, **kwargs)` on `world_size` kept ranks and return its results by rank.
+    """Run `fn(*args, **kwargs)` on `world_size` kept ranks and return results by rank.
 
-    `fn` is a module-level function of an importable module; arguments and results are pickled, so results hold plain
-    values and detached CPU tensors. The default process group is there (gloo, `dist.get_rank()` tells the rank),
-    seeds are 0, torch runs one thread, and warnings are treated as in the test session. Raises `RankFailure`.
+    `fn` is a module-level function of an importable module. Arguments and results are pickled, so results hold plain
+    values and detached CPU tensors. The default process group exists (gloo), seeds are 0, torch runs one thread, and
+    warnings are treated as in the test session. Raises `RankFailure`.
     """
     __tracebackhide__ = True
     job = _job(fn, args, kwargs)
@@ -322,7 +325,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
             pool.close()
         pool = _pools[world_size] = Pool(world_size)
     results = pool.run(job, timeout)
-    if pool.is_worn:  # at once: its threads wake up while other pools work, too
+    if pool.is_worn:  # at once: idle threads would disturb further pools
         pool.close()
     return results
 
@@ -336,9 +339,9 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Like `run_ranks` in processes of its own, with `env` set before they join and a group timeout in seconds.
+    """Like `run_ranks` in new processes, with `env` set before they join and a group timeout in seconds.
 
-    A rank may die: its result is then a `Died`. An exception on any rank is still a failure of the whole job.
+    A rank may die: the result is then a `Died`. An exception on any rank still fails the whole job.
     """
     __tracebackhide__ = True
     job = _job(fn, args, kwargs)
@@ -382,18 +385,18 @@ def _run_body(where: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, A
 def _job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if "<" in fn.__qualname__ or fn.__module__ == "__main__":
         raise TypeError(f"rank processes import the function by name: {fn.__qualname__} is not at module level")
-    # The call is pickled apart from the filters, so that a failing import is reported as the job's failure.
+    # Pickled apart from the filters, so that a failing import is the job's failure.
     return pickle.dumps((list(_warning_filters), pickle.dumps((fn, args, kwargs))))
 
 
 def shutdown() -> None:
-    """Close every pool. The next `run_ranks` starts afresh."""
+    """Close every pool. The next `run_ranks` starts new ones."""
     while _pools:
         _pools.popitem()[1].close()
 
 
 def end_templates() -> None:
-    """Those that no other process asks for ranks."""
+    """Close templates, which end when no further process uses them."""
     while _templates:
         _templates.popitem()[1].close()
 

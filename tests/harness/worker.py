@@ -97,7 +97,7 @@ def _collectives() -> tuple[int, ...]:
 
 
 def _tidy_up(jobs: int) -> None:
-    """End the groups of the last job and restore WORLD, once no rank is in the last collective any more.
+    """End the groups of the last job, once no rank is in the last collective any more.
 
     New groups of the next job have the same names on all ranks. Gloo's threads of a group wake up a hundred times a
     second until the group is freed. Meshes refer to groups, and caches of DTensor refer to meshes.
