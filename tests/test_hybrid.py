@@ -26,7 +26,6 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import (
     UNEQUAL,
     Chain,
-    Outcome,
     assert_out_of_step,
     build,
     new_group,
@@ -37,6 +36,7 @@ from tests.harness.agreeing import (
 from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
+from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
@@ -115,7 +115,12 @@ def test_mesh_with_pure_strategies_gives_the_shard_group(strategy: ShardingStrat
 # -- groups within and across machines ---------------------------------------------------------------------------------
 
 
-def node_groups_and_errors() -> tuple[list[int], list[int], list[str]]:
+@on_ranks(4)
+def test_default_groups_follow_the_machines() -> None:
+    """Consecutive ranks shard, equal local ranks replicate, and all trees share the groups.
+
+    Machines with different numbers of ranks are an error on every rank.
+    """
     rank = dist.get_rank()
     dist.new_group([0, 1])  # ranks know different numbers of groups
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
@@ -131,18 +136,10 @@ def node_groups_and_errors() -> tuple[list[int], list[int], list[str]]:
         ):
             node_groups(dist.group.WORLD)
         errors.append(str(caught.value))
-    return dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replica), errors
-
-
-def test_default_groups_follow_the_machines() -> None:
-    """Consecutive ranks shard, equal local ranks replicate, and all trees share the groups.
-
-    Machines with different numbers of ranks are an error on every rank.
-    """
-    for rank, (shard, replica, errors) in enumerate(run_ranks(4, node_groups_and_errors)):
-        assert shard == [rank // 2 * 2, rank // 2 * 2 + 1] and replica == [rank % 2, rank % 2 + 2]
-        assert "of 4 ranks this machine has 3" in errors[0]
-        assert f"of 4 ranks this machine has {2 + rank // 2}" in errors[1]
+    assert dist.get_process_group_ranks(shard) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(replica) == [rank % 2, rank % 2 + 2]
+    assert "of 4 ranks this machine has 3" in errors[0]
+    assert f"of 4 ranks this machine has {2 + rank // 2}" in errors[1]
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -437,33 +434,33 @@ DEVIATIONS = {
 }
 
 
-def outcomes_of_deviations(odd_ranks: tuple[int, ...]) -> list[tuple[str, int, Outcome]]:
-    """Run each deviation in the first step or in a later one, alternating."""
-    found = []
-    for number, odd in enumerate(DEVIATIONS):
-        step = 2 * ((number + ODD_RANKS.index(odd_ranks)) % 2)
-        found.append((odd, step, play(odd, UNEQUAL, step, strategy=HYBRID, odd_ranks=odd_ranks)))
-    return found
-
-
+# A pass and a failure diverge on one rank, a shard group and a replica group; further deviations take turns.
 ODD_RANKS = [(1,), (2, 3), (0, 2)]
+DIVERGENCES = [
+    *itertools.product(("swap", "raise early"), ODD_RANKS),
+    *by_turns(("skip a unit", "cut the graph", "raise in backward"), ODD_RANKS),
+]
 
 
-@pytest.mark.parametrize("odd_ranks", ODD_RANKS, ids=str)
-def test_divergence_is_reported_on_all_ranks(odd_ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("odd", "odd_ranks", "step"), [(*case, 2 * (n % 2)) for n, case in enumerate(DIVERGENCES)], ids=str
+)
+def test_divergence_is_reported_on_all_ranks(odd: str, odd_ranks: tuple[int, ...], step: int) -> None:
     """One rank, a shard group or a replica group diverges: all ranks raise in that step and name both sides.
 
     Also ranks without a common group with a diverging rank.
     """
-    for outcomes in zip(*run_ranks(4, outcomes_of_deviations, odd_ranks), strict=True):
-        odd, step, _ = outcomes[0]
-        assert_out_of_step([outcome for _, _, outcome in outcomes], step, *DEVIATIONS[odd])
-        for _, _, outcome in outcomes:
-            named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
-            assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
+    outcomes = run_ranks(4, play, odd, UNEQUAL, step, strategy=HYBRID, odd_ranks=odd_ranks)
+    assert_out_of_step(outcomes, step, *DEVIATIONS[odd])
+    for outcome in outcomes:
+        named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
+        assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
 
 
-def errors_of_different_layouts() -> list[str]:
+@on_ranks(4)
+def test_different_replicas_are_an_error() -> None:
+    """Ranks of a replica group need the same part of the same model, checked before the first gather of a training
+    step."""
     rank = dist.get_rank()
     shards = [new_group(ranks=[0, 1]), new_group(ranks=[2, 3])]
     crossed = [new_group(ranks=[0, 3]), new_group(ranks=[1, 2])]
@@ -476,12 +473,6 @@ def errors_of_different_layouts() -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             train(model)
         errors.append(str(caught.value))
-    return errors
-
-
-def test_different_replicas_are_an_error() -> None:
-    """Ranks of a replica group need the same part of the same model, checked before the first gather of a training
-    step."""
-    for crossed, other in run_ranks(4, errors_of_different_layouts):
-        assert "replicated 2 times, part 0 of 2" in crossed and "replicated 2 times, part 1 of 2" in crossed
-        assert "different models" in other and "unit 3 of the group" in other
+    crossed, other = errors
+    assert "replicated 2 times, part 0 of 2" in crossed and "replicated 2 times, part 1 of 2" in crossed
+    assert "different models" in other and "unit 3 of the group" in other

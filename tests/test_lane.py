@@ -17,7 +17,7 @@ from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNI
 from fsdp.comm.lane import ORDER_REMEDY, Lane
 from fsdp.comm.work import OutOfStep
 from tests.harness.agreeing import PATIENT, impatient, new_group
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 
 UNITS = ["the root unit", "unit 'a'", "unit 'b'"]
@@ -96,28 +96,34 @@ def test_history_predicts_recorded_followers() -> None:
     assert (history.passes, history.rounds, history.has_follower, history.entries) == (9, 4, False, [])
 
 
-def follow_the_history() -> list[list[str]]:
+@on_ranks(2)
+def test_only_the_first_step_agrees_on_each_event() -> None:
     lane, labels = lane_of_new_group(), []
     tree = Tree(lane)
     for _ in range(3):
         with record_collectives() as log:
             tree.step([0, 1, 2])
         labels.append([str(label) for label in log.labels() if str(label).startswith("agree")])
-    return labels
+    first, *later = labels
+    assert first[:3] == [f"agree to gather {name}" for name in UNITS]
+    assert (
+        later == [["agree to begin the backward", "agree on the backward"]] * 2
+        or later == [["agree on the backward"]] * 2
+    ), later
 
 
-def test_only_the_first_step_agrees_on_each_event() -> None:
-    for first, *later in run_ranks(2, follow_the_history):
-        assert first[:3] == [f"agree to gather {name}" for name in UNITS]
-        assert (
-            later == [["agree to begin the backward", "agree on the backward"]] * 2
-            or later == [["agree on the backward"]] * 2
-        ), later
-
-
+@pytest.mark.parametrize(
+    ("deviation", "fragments"),
+    [
+        ("another order", ["gather unit 'a'", "gather unit 'b'"]),
+        ("a unit less", ["reduce the root unit", END_WORDS]),
+        ("another pass", ["rank 1 runs the forward", "runs the backward"]),
+    ],
+)
+@on_ranks(2)
 @impatient
-def deviate(deviation: str) -> tuple[str, float]:
-    """Deviate on rank 1 in the forward or the backward after two steps."""
+def test_deviation_raises_on_every_rank_and_the_lane_recovers(deviation: str, fragments: list[str]) -> None:
+    """The error names both sides soon. After all ranks met, sums are right again."""
     tree, odd = Tree(lane_of_new_group()), dist.get_rank() == 1
     for _ in range(2):
         tree.step([0, 1, 2])
@@ -134,36 +140,20 @@ def deviate(deviation: str) -> tuple[str, float]:
     tree.recover()
     tree.step([0, 1, 2])
     assert tree.run([0, 1, 2]) == [3.0] * 3
-    return str(caught.value), seconds
+    error = str(caught.value)
+    assert seconds < PATIENT / 2 and all(word in error for word in fragments), error
 
 
-@pytest.mark.parametrize(
-    ("deviation", "fragments"),
-    [
-        ("another order", ["gather unit 'a'", "gather unit 'b'"]),
-        ("a unit less", ["reduce the root unit", END_WORDS]),
-        ("another pass", ["rank 1 runs the forward", "runs the backward"]),
-    ],
-)
-def test_deviation_raises_on_every_rank_and_the_lane_recovers(deviation: str, fragments: list[str]) -> None:
-    """The error names both sides soon. After all ranks met, sums are right again."""
-    for rank, (error, seconds) in enumerate(run_ranks(2, deviate, deviation)):
-        assert seconds < PATIENT / 2 and all(word in error for word in fragments), f"rank {rank}: {error}"
-
-
+@on_ranks(2)
 @impatient
-def differ_in_layout() -> str:
+def test_layouts_are_compared_before_the_first_event() -> None:
     layout = [f"{name}: {1 + dist.get_rank() * (name != UNITS[0])} elements" for name in UNITS]
     lane = lane_of_new_group()
     with pytest.raises(OutOfStep) as caught:
         Tree(lane, layout)
     assert Tree(lane).run([1]) == [3.0]
-    return str(caught.value)
-
-
-def test_layouts_are_compared_before_the_first_event() -> None:
-    for error in run_ranks(2, differ_in_layout):
-        assert "at unit 1 of the group: rank 0 has unit 'a': 1 elements; rank 1 has unit 'a': 2 elements" in error
+    error = str(caught.value)
+    assert "at unit 1 of the group: rank 0 has unit 'a': 1 elements; rank 1 has unit 'a': 2 elements" in error
 
 
 class BadBatchError(Exception):
@@ -207,22 +197,9 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int]) -> 
     assert run_ranks(3, fail_on_some_ranks, ranks, 2) == [(1, False)] * 3
 
 
+@on_ranks(2)
 @impatient
-def fail_again_and_again() -> list[int]:
-    lane, numbers = lane_of_new_group(), []
-    tree = Tree(lane)
-    for turn in range(4):
-        tree.step([0, 1, 2])
-        with pytest.raises(OutOfStep):
-            tree.run([0, 1, 2] if dist.get_rank() == turn % 2 else [0, 2, 1])
-        tree.recover()
-        numbers.append(lane.carrier.number)
-    dist.barrier()
-    return numbers
-
-
-@impatient
-def destroy_the_replacement() -> list[float]:
+def test_new_tree_works_after_the_replacement_group_was_destroyed() -> None:
     lane = lane_of_new_group()
     tree = Tree(lane)
     tree.step([0, 1, 2])
@@ -232,19 +209,27 @@ def destroy_the_replacement() -> list[float]:
     tree.step([0, 1, 2])
     dist.barrier()
     dist.destroy_process_group(lane.carrier.group)
-    return Tree(lane).run([0, 1, 2])
+    assert Tree(lane).run([0, 1, 2]) == [3.0] * 3
 
 
-def test_new_tree_works_after_the_replacement_group_was_destroyed() -> None:
-    assert run_ranks(2, destroy_the_replacement) == [[3.0] * 3] * 2
-
-
-def test_lane_recovers_repeatedly() -> None:
-    assert run_ranks(2, fail_again_and_again) == [[1, 2, 3, 4]] * 2
-
-
+@on_ranks(2)
 @impatient
-def begin_after_a_tree_that_ranks_ran_differently() -> tuple[list[float], int]:
+def test_lane_recovers_repeatedly() -> None:
+    lane, numbers = lane_of_new_group(), []
+    tree = Tree(lane)
+    for turn in range(4):
+        tree.step([0, 1, 2])
+        with pytest.raises(OutOfStep):
+            tree.run([0, 1, 2] if dist.get_rank() == turn % 2 else [0, 2, 1])
+        tree.recover()
+        numbers.append(lane.carrier.number)
+    dist.barrier()
+    assert numbers == [1, 2, 3, 4]
+
+
+@on_ranks(2)
+@impatient
+def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
     """Run one more pass on rank 0 only, then delete the tree on all ranks."""
     lane = lane_of_new_group()
     tree: Any = Tree(lane)
@@ -258,11 +243,7 @@ def begin_after_a_tree_that_ranks_ran_differently() -> tuple[list[float], int]:
     del tree
     other = Tree(lane)
     other.step([2, 1, 0])
-    return other.run([0, 1, 2]), lane.carrier.number
-
-
-def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
-    assert run_ranks(2, begin_after_a_tree_that_ranks_ran_differently) == [([3.0] * 3, 1)] * 2
+    assert (other.run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 1)
 
 
 def replace_functions() -> list[tuple[float, int]]:
@@ -290,11 +271,8 @@ def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
     assert run_ranks(2, replace_functions) == [[(2.0, called)] * 2 + [(2.0, 1)] * 2] * 2
 
 
+@on_ranks(3)
 @impatient
-def vote_apart() -> tuple[int | None, int | None]:
-    lane, rank = lane_of_new_group(), dist.get_rank()
-    return lane.ask("same", 7, largest=rank).result(), lane.ask("different", rank, largest=5).result()
-
-
 def test_votes_return_the_largest_value_of_equal_questions() -> None:
-    assert run_ranks(3, vote_apart) == [(2, None)] * 3
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    assert (lane.ask("same", 7, largest=rank).result(), lane.ask("different", rank, largest=5).result()) == (2, None)

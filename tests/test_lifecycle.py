@@ -245,7 +245,11 @@ def test_deletion_frees_all_memory_without_collection(history: str, use_orig_par
         assert run_ranks(1, memory_after_deletion, history, [NO_SHARD], use_orig_params) == [[]]
 
 
-def memory_after_a_backward_without_model(use_orig_params: bool) -> list[str]:
+@needs_meter
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_backward_after_the_model_was_deleted(use_orig_params: bool) -> None:
+    """Gradients arrive, and afterwards all memory is freed."""
     meter = Meter()
     problems = []
     for attempt in range(2):
@@ -263,14 +267,7 @@ def memory_after_a_backward_without_model(use_orig_params: bool) -> list[str]:
             remaining = excess(meter, base, patience=(0.02, 1.0)[attempt])
             if attempt == 1 and remaining > NOISE:
                 problems.append(f"{remaining:,} bytes are left")
-    return problems
-
-
-@needs_meter
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_backward_after_the_model_was_deleted(use_orig_params: bool) -> None:
-    """Gradients arrive, and afterwards all memory is freed."""
-    assert run_ranks(2, memory_after_a_backward_without_model, use_orig_params) == [[], []]
+    assert problems == []
 
 
 # -- long runs -----------------------------------------------------------------------------------------------------
@@ -286,10 +283,16 @@ def build_two(strategy: ShardingStrategy, use_orig_params: bool) -> FullySharded
     return wrap(net, strategy, use_orig_params, wrap_policy=lambda module, recurse, **_: recurse or module is net[0])
 
 
-def growth_of_a_long_run(
+LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
+
+
+@needs_meter
+@pytest.mark.parametrize(("strategy", "use_orig_params", "transport"), LONG_RUNS)
+@on_ranks(2)
+def test_memory_stays_flat_over_a_hundred_steps(
     strategy: ShardingStrategy, use_orig_params: bool, transport: str
-) -> tuple[list[int], int, bool]:
-    """Return growth at each tenth step, objects in reference cycles, and whether threads and files stayed equal."""
+) -> None:
+    """Detects a few hundred bytes per step, or one reference cycle."""
     os.environ["FSDP_COLLECTIVES"] = transport
     meter = Meter()
     model = build_two(strategy, use_orig_params)
@@ -319,44 +322,28 @@ def growth_of_a_long_run(
             one_step(step)
             if step % 10 == 9:
                 growth.append(excess(meter, base))
-        found = gc.collect()
-    return growth, found, resources() == before
-
-
-LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
+        cycles = gc.collect()
+    assert max(growth) < NOISE, growth
+    assert cycles == 0, f"{cycles} objects in reference cycles"
+    assert resources() == before, "file descriptors or threads"
 
 
 @needs_meter
-@pytest.mark.parametrize(("strategy", "use_orig_params", "transport"), LONG_RUNS)
-def test_memory_stays_flat_over_a_hundred_steps(
-    strategy: ShardingStrategy, use_orig_params: bool, transport: str
-) -> None:
-    """Detects a few hundred bytes per step, or one reference cycle."""
-    for growth, cycles, same_resources in run_ranks(2, growth_of_a_long_run, strategy, use_orig_params, transport):
-        assert max(growth) < NOISE, growth
-        assert cycles == 0, f"{cycles} objects in reference cycles"
-        assert same_resources, "file descriptors or threads"
-
-
-def growth_over_build_cycles() -> tuple[list[int], bool]:
-    """Return growth over the first 6 of 30 cycles of all modes, and whether threads and files stayed equal."""
+@on_ranks(2)
+def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
+    """The first 6 of 18 cycles meet each strategy and mode once; threads and open files stay equal, too."""
     meter = Meter()
     live = [meter.at_rest()]
     before = resources()
     with collector_off():
-        for cycle in range(30):
+        for cycle in range(18):
             model = build(STRATEGIES[cycle % 3], cycle % 2 > 0)
             train(model)
             del model
             live.append(live[-1] + excess(meter, live[-1]))
-    return [nbytes - min(live[1:7]) for nbytes in live[7:]], resources() == before
-
-
-@needs_meter
-def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
-    for growth, same_resources in run_ranks(2, growth_over_build_cycles):
-        assert max(growth) < NOISE, growth
-        assert same_resources, "file descriptors or threads"
+    growth = [nbytes - min(live[1:7]) for nbytes in live[7:]]
+    assert max(growth) < NOISE, growth
+    assert resources() == before, "file descriptors or threads"
 
 
 # -- tensors that outlive a forward --------------------------------------------------------------------------------
@@ -366,8 +353,11 @@ def hooks_of(tensor: Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
 
-def hooks_of_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int], bool]:
-    """Return the hooks and growth per forward, and whether the input's gradient equals the plain model's."""
+@needs_meter
+@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
+@on_ranks(2)
+def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The input of every forward receives the plain model's gradient."""
     case = ZOO["mlp"]
     model, plain = wrap(case, strategy, use_orig_params), case.build()
     x = case.make_batch(0, 2).inputs[0].requires_grad_()
@@ -389,16 +379,9 @@ def hooks_of_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -
                 base = meter.at_rest()
             elif step > 9:
                 growth.append(excess(meter, base))
-    return counted, growth, all(passed) and torch.equal(x.grad, y.grad)
-
-
-@needs_meter
-@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
-def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    for counted, growth, equal in run_ranks(2, hooks_of_a_reused_input, strategy, use_orig_params):
-        assert max(counted) <= 1, counted
-        assert max(growth) < NOISE, growth
-        assert equal
+    assert max(counted) <= 1, counted
+    assert max(growth) < NOISE, growth
+    assert all(passed) and torch.equal(x.grad, y.grad)
 
 
 class Weighted(nn.Module):
@@ -440,7 +423,11 @@ def penalise(model: nn.Module, batches: Data) -> Iterator[Any]:
     yield {}
 
 
-def hooks_of_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], list[int]]:
+@needs_meter
+@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
+@on_ranks(2)
+def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The parameter outlives the graphs that return it. Gradients equal the plain model's."""
     policy = ModuleWrapPolicy({Weighted})
     reference = Reference(build_penalised, penalise)
     model = wrap(build_penalised(), strategy, use_orig_params, wrap_policy=policy)
@@ -460,16 +447,8 @@ def hooks_of_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: b
                 base = meter.at_rest()
             elif step > 9:
                 growth.append(excess(meter, base))
-    return counted, growth
-
-
-@needs_meter
-@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
-def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The parameter outlives the graphs that return it. Gradients equal the plain model's."""
-    for counted, growth in run_ranks(2, hooks_of_a_returned_parameter, strategy, use_orig_params):
-        assert max(counted) == 0, counted
-        assert max(growth) < NOISE, growth
+    assert max(counted) == 0, counted
+    assert max(growth) < NOISE, growth
 
 
 # -- unfinished and nested passes ---------------------------------------------------------------------------------
@@ -749,8 +728,9 @@ def test_deepcopy_keeps_parameters_without_dimensions(use_orig_params: bool) -> 
     assert [param.shape for param in copied.parameters()] == shapes
 
 
-def error_of_pickling(use_orig_params: bool) -> str:
-    """Return the error message; check that the model still trains."""
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None:
     model = wrap(ZOO["mlp"], use_orig_params=use_orig_params)
     x = torch.ones(2, 7)
     model(x).sum().backward()
@@ -763,10 +743,5 @@ def error_of_pickling(use_orig_params: bool) -> str:
     for ours, theirs in zip(model.parameters(), expected.parameters()):
         assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
     assert_at_rest(model, "after the refusal")
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None:
-    for words in run_ranks(2, error_of_pickling, use_orig_params):
-        assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words
+    words = str(caught.value)
+    assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words

@@ -51,7 +51,7 @@ from tests.harness.agreeing import (
     train,
     train_and_raise,
 )
-from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 
 
 def first_and_later(turn: int = 0) -> list[Any]:
@@ -174,12 +174,11 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("reduce_unused", [False, True])
+@on_ranks(2)
 @impatient
-def errors_of_calls_by_one_rank(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
-    """Return errors where one rank makes a call and its peers run the next forward.
-
-    Once after steps without the call and once after steps in which all ranks made it.
-    """
+def test_call_by_one_rank_is_named_on_all_ranks(reduce_unused: bool) -> None:
+    """Peers run the next forward, once after steps without the call and once after steps in which all ranks made it."""
     found = []
     for name, (call, _) in CALLS.items():
         for habit in (False, True) if name in ("summon", "clip") else (False,):
@@ -197,21 +196,17 @@ def errors_of_calls_by_one_rank(reduce_unused: bool) -> list[tuple[str, str, flo
                     call(model)
                 train(model)
             found.append((name, "after it" if habit else "first", time.monotonic() - started, str(caught.value)))
-    return found
+    for name, when, seconds, error in found:
+        case = f"{name}, {when}: {error}"
+        assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, case
+        assert " runs the forward of the root unit" in error, case
 
 
 @pytest.mark.parametrize("reduce_unused", [False, True])
-def test_call_by_one_rank_is_named_on_all_ranks(reduce_unused: bool) -> None:
-    for rank, found in enumerate(run_ranks(2, errors_of_calls_by_one_rank, reduce_unused)):
-        for name, when, seconds, error in found:
-            case = f"rank {rank}, {name}, {when}: {error}"
-            assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, case
-            assert " runs the forward of the root unit" in error, case
-
-
+@on_ranks(2)
 @impatient
-def calls_after_equal_failures(reduce_unused: bool) -> list[str]:
-    """Fail alike on all ranks, make each kind of call, then check gradients of the next step."""
+def test_calls_work_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
+    """Each kind of call, the emergency save above all, and the gradients of the next step."""
     done = []
     for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
         for backward in (isinstance(error, KeyboardInterrupt) != reduce_unused,):
@@ -248,14 +243,7 @@ def calls_after_equal_failures(reduce_unused: bool) -> list[str]:
             with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
                 for (key, got), expected in zip(model.module.named_parameters(), plain.parameters()):
                     torch.testing.assert_close(got.grad, expected.grad, msg=key)
-    return done
-
-
-@pytest.mark.parametrize("reduce_unused", [False, True])
-def test_calls_work_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
-    """The emergency save above all."""
-    for done in run_ranks(2, calls_after_equal_failures, reduce_unused):
-        assert done == 2 * list(CALLS)
+    assert done == 2 * list(CALLS)
 
 
 @impatient
@@ -381,9 +369,10 @@ def test_rank_behind_the_backward_of_its_peers(strategy: ShardingStrategy, good:
     assert_out_of_step(outcomes, 0, "unit 'l1'", "unit 'l2'")
 
 
+@on_ranks(2)
 @impatient
-def sizes_of_records() -> tuple[list[tuple[int, int]], float, float]:
-    """Return sizes of the lane's history and of the store for orders that change at every step."""
+def test_records_of_changing_orders_are_bounded() -> None:
+    """The lane's history and the store's keys."""
     group = new_group()
     model = build(Chain((5,) * 6), group)
     model.check_is_root()
@@ -396,14 +385,9 @@ def sizes_of_records() -> tuple[list[tuple[int, int]], float, float]:
         model.module.order = order.tolist()
         train(model)
         kept.append((len(history._followers), store.num_keys()))
-    return kept, float(history._capacity), 0.0
-
-
-def test_records_of_changing_orders_are_bounded() -> None:
-    for kept, limit, _ in run_ranks(2, sizes_of_records):
-        records, keys = zip(*kept)
-        assert max(records) <= limit and records[-1] == limit, records
-        assert max(keys[40:]) <= max(keys[:40]) + 4, keys
+    records, keys = zip(*kept)
+    assert max(records) == records[-1] == history._capacity, records
+    assert max(keys[40:]) <= max(keys[:40]) + 4, keys
 
 
 def test_one_rank_trains_another_model() -> None:
@@ -482,26 +466,6 @@ BEFORE_ANOTHER = [
 ]
 
 
-@impatient
-def situations_that_spoil_another_model(transport: str) -> list[str]:
-    """Return the situations after which a new model on the same group trains to other bits than on a fresh group."""
-    os.environ["FSDP_COLLECTIVES"] = transport
-    found, expected = list[str](), three_steps(new_model(new_group()))
-    turns = {"auto": BEFORE_ANOTHER, "native": BEFORE_ANOTHER[::2], "direct": BEFORE_ANOTHER[1::2]}
-    for odd, synchronized in turns[transport]:
-        group = new_group(12.0)
-        model = new_model(group)
-        with contextlib.suppress(RuntimeError):
-            train(model)
-            train(model)
-            STEPS[odd if dist.get_rank() == ODD else "train"](model)
-        del model
-        model = new_model(group, sync_module_states=synchronized)
-        if not torch.equal(three_steps(model), expected):
-            found.append(odd)
-    return found
-
-
 def new_model(group: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     return build(Chain(UNEQUAL), group, **options)
@@ -516,9 +480,25 @@ def three_steps(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("transport", ["auto", "native", "direct"])
+@on_ranks(RANKS)
+@impatient
 def test_new_model_after_divergence_trains_to_the_same_bits(transport: str) -> None:
-    """Whether the ranks noticed the divergence or not."""
-    assert run_ranks(RANKS, situations_that_spoil_another_model, transport) == [[]] * RANKS
+    """Whether the ranks noticed the divergence or not. Situations alternate between transports."""
+    os.environ["FSDP_COLLECTIVES"] = transport
+    found, expected = list[str](), three_steps(new_model(new_group()))
+    turns = {"auto": BEFORE_ANOTHER[::2], "native": BEFORE_ANOTHER[1::2], "direct": BEFORE_ANOTHER[::3]}
+    for odd, synchronized in turns[transport]:
+        group = new_group(12.0)
+        model = new_model(group)
+        with contextlib.suppress(RuntimeError):
+            train(model)
+            train(model)
+            STEPS[odd if dist.get_rank() == ODD else "train"](model)
+        del model
+        model = new_model(group, sync_module_states=synchronized)
+        if not torch.equal(three_steps(model), expected):
+            found.append(odd)
+    assert found == []
 
 
 @impatient
