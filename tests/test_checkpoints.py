@@ -41,12 +41,12 @@ from fsdp.checkpoint import StateDictOptions, get_state_dict, load, save
 from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.disk import FaultyDisk, on_disk
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.test_state_dict import kind_of
-from tests.test_store import Faulty, on
 
 FSDP = FullyShardedDataParallel
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
@@ -559,7 +559,7 @@ def save_in_vain(root: Path, run: Run, failing: int, at: int) -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
     names, latest = listed(root)
     dist.barrier()
-    with on(Faulty(at, error) if dist.get_rank() == failing else Disk()), pytest.raises(OSError) as caught:
+    with on_disk(FaultyDisk(at, error) if dist.get_rank() == failing else Disk()), pytest.raises(OSError) as caught:
         save(root, *run)
     assert caught.value.errno == errno.ENOSPC
     assert f"rank {failing}: " in str(caught.value) or dist.get_world_size() == 1
@@ -578,7 +578,7 @@ def faults(folder: str, numbers: Sequence[int]) -> None:
         strategy, mode = WAYS[number]
         root, run, fresh = Path(folder) / str(number), build(1, strategy, mode), build(2, strategy, mode)
         train(*run, range(1))
-        with on(counting := Faulty()):
+        with on_disk(counting := FaultyDisk()):
             save(root, *run)
         operations = counting.count - 2 * (rank == 0)  # later saves find the directory
         old = whole(*run)

@@ -1,7 +1,7 @@
 """Gathers and reductions through memory that the ranks of one host share.
 
-The other ways are the referee: what moves through shared memory has the bits of the direct exchange. The rest is what
-memory adds: ranks that die, that part, that have no room, that fork, and what is left behind.
+The direct exchange is the reference: shared memory must give the same bits. The remaining tests concern the memory:
+ranks that die, diverge, run out of room or fork, and memory that is left behind.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_
 HEADERS = 64 * 4096  # bytes that a segment may hold at rest: a few pages for each group that was ever used
 
 
-_held_before = 0  # what a group that an earlier test has broken holds in this process
+_held_before = 0  # bytes still held by groups that an earlier test has broken in this process
 
 
-def share() -> None:
+def enable_shared_memory() -> None:
     global _held_before
     os.environ["FSDP_COLLECTIVES"] = "shared"
-    gc.collect()  # models of earlier tests, with memory
+    gc.collect()  # models of earlier tests, with their memory
     if shared_memory.segment() is not None:
-        _held_before = held_at_rest()
+        _held_before = held_nbytes_at_rest()
 
 
 def channel_of(group: Any) -> Channel:
@@ -74,16 +74,16 @@ def own_segment() -> Segment:
     return segment
 
 
-def held() -> int:
-    """Bytes behind the segment, beyond those before."""
+def held_nbytes() -> int:
+    """Return the bytes allocated in the segment, beyond those of earlier tests."""
     return own_segment().held_nbytes - _held_before
 
 
-def held_at_rest() -> int:
-    """As ``held``, once all ranks are at rest."""
+def held_nbytes_at_rest() -> int:
+    """Return `held_nbytes()` once all ranks are at rest."""
     dist.barrier()
     own_segment().trim()
-    return held()
+    return held_nbytes()
 
 
 class Unit(nn.Module):
@@ -121,9 +121,9 @@ CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @on_ranks("world_size")
-def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
-    """In every precision, with and without accumulation; and at rest nothing is held. By turns on 3 and 4 ranks."""
-    share()
+def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(world_size: int) -> None:
+    """Train in every precision, with and without accumulation; at rest no bytes are held. On 3 and 4 ranks by turns."""
+    enable_shared_memory()
     schedule = Schedule(steps=3, micro=2)
     ranks = dist.get_world_size()
     for name, strategy, use_orig_params, precision in {2: CASES, 3: CASES[1::2], 4: CASES[::4]}[ranks]:
@@ -132,7 +132,7 @@ def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
             os.environ["FSDP_COLLECTIVES"] = way
             group = new_group()
             options = {"strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
-            options["no_sync"] = [name != "lora", False]  # with accumulators, which are no memory of the segment
+            options["no_sync"] = [name != "lora", False]  # accumulators are not in the segment
             steps.append(run_fsdp(ZOO[name], adamw, schedule, process_group=group, **options))
         assert channel_of(group).collectives.number >= 6, "nothing went through shared memory"
         for number, (direct, shared) in enumerate(zip(*steps)):
@@ -140,13 +140,15 @@ def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
             assert_bit_equal({"loss": shared.loss}, {"loss": direct.loss}, what)
             assert_bit_equal(shared.grads, direct.grads, what)
             assert_bit_equal(shared.params, direct.params, what)
-    assert held_at_rest() <= HEADERS
+    assert held_nbytes_at_rest() <= HEADERS
 
 
 @on_ranks(2)
-def test_memory_is_not_used_again_before_all_have_read_it() -> None:
-    """A rank that waits late still reads what was posted for it."""
-    share()
+def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
+    """One rank waits for each collective only after issuing more, and still reads the data posted for it. Its peer
+    waits at once.
+    """
+    enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     under_way: list[tuple[Any, torch.Tensor, float]] = []
@@ -172,14 +174,15 @@ def test_memory_is_not_used_again_before_all_have_read_it() -> None:
             dist.barrier()
     while under_way:
         wait_for_oldest()
-    assert held_at_rest() <= HEADERS
+    assert held_nbytes_at_rest() <= HEADERS
 
 
 @impatient
 def write_before_all_have_read() -> None:
-    """Rank 1 reads late what rank 0 has gathered: rank 0 gathers a unit again after its shard has changed, and writes
-    into summoned parameters."""
-    share()
+    """Let rank 1 read late: rank 0 gathers a unit again after the shard has changed, and writes to summoned
+    parameters.
+    """
+    enable_shared_memory()
     model, rank = make_model(new_group()), dist.get_rank()
     step(model)
     before = full_parameters(model)
@@ -187,7 +190,7 @@ def write_before_all_have_read() -> None:
     own, unit = several[:2]
     handle, pool = unit.handles[0], unit.context.unsharder.pool
     gather = functools.partial(flat_param.gather, [handle], pool, unit.buffers.communicator)
-    for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
+    for _ in range(2):  # the first memory was allocated before the ranks knew that they share memory
         gather(Event("gather", 1))
         handle.wait()
         values = handle.full.clone()
@@ -212,7 +215,7 @@ def write_before_all_have_read() -> None:
 
     def late(gather: Any) -> Any:
         vectors = gather()
-        with contextlib.suppress(RuntimeError):  # it has to wait for this rank
+        with contextlib.suppress(RuntimeError):  # rank 0 has to wait for this rank
             if rank == 1:
                 store.wait(["written"], timedelta(seconds=0.5))
         return vectors
@@ -230,14 +233,16 @@ def write_before_all_have_read() -> None:
         assert torch.equal(after, before[name] * factor), name
 
 
-def test_what_is_written_reaches_no_rank_that_reads_late() -> None:
+def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     run_ranks(2, write_before_all_have_read)
 
 
 @on_ranks(2)
-def test_questions_are_answered_in_shared_memory() -> None:
-    """As by gloo: in order, whatever is asked before it is answered, with nothing issued; after a failure anew."""
-    share()
+def test_consensus_rounds_run_in_shared_memory() -> None:
+    """The rounds complete in order, whatever is requested before an answer, with no collective issued; after a failure
+    a new round works.
+    """
+    enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     communicator.gather([Gather(full, torch.ones(1))], Event("gather", 1)).wait()
@@ -249,7 +254,7 @@ def test_questions_are_answered_in_shared_memory() -> None:
     gathered = communicator.gather([Gather(full, torch.ones(1))], Event("gather", 2))
     if rank == 0:
         dist.barrier()
-    gathered.wait()  # whoever waits for that answers, too
+    gathered.wait()  # waiting for a gather answers rounds, too
     if rank == 1:
         dist.barrier()
     assert [vote.result() for vote in several] == list(range(1, 21))
@@ -273,14 +278,14 @@ def test_questions_are_answered_in_shared_memory() -> None:
 
 
 @on_ranks(2)
-def test_a_recorder_on_one_rank_alone_stops_nobody() -> None:
+def test_a_recorder_on_one_rank_does_not_block_the_remaining_ranks() -> None:
     """The transport is chosen once per pass, and stays shared memory unless all ranks record."""
-    share()
+    enable_shared_memory()
     model, rank = make_model(new_group()), dist.get_rank()
     for _ in range(3):
         with record_collectives() if rank == 0 else nullcontext() as log:
             step(model)
-            norm = model.clip_grad_norm_(1.0)  # its collectives go over the group, not through memory
+            norm = model.clip_grad_norm_(1.0)  # these collectives use the group, not shared memory
         assert norm.isfinite() and (rank or "gather the root unit" not in map(str, log.labels()))
         model.zero_grad()
 
@@ -288,8 +293,8 @@ def test_a_recorder_on_one_rank_alone_stops_nobody() -> None:
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
 
 
-def post_different_things() -> list[str]:
-    share()
+def post_different_collectives() -> list[str]:
+    enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     words = []
@@ -309,18 +314,18 @@ def post_different_things() -> list[str]:
     return words
 
 
-def test_ranks_out_of_step_are_named_at_once_and_go_on_after_they_have_met() -> None:
-    for rank, (unit, size) in enumerate(run_ranks(2, post_different_things)):
+def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
+    for rank, (unit, size) in enumerate(run_ranks(2, post_different_collectives)):
         assert f"rank {rank} is at 'gather another unit {rank}'" in unit
         assert f"rank {1 - rank} is at 'gather another unit {1 - rank}'" in unit
         assert "(16 bytes)" in size and "(20 bytes)" in size
 
 
 @impatient
-def fail_and_go_on() -> None:
-    """Each rank fails in the forward of another unit; after that the ranks train as if nothing had happened."""
+def fail_and_continue() -> None:
+    """Let each rank fail in the forward of a different unit; afterwards the ranks train as if no error had occurred."""
     found = []
-    share()
+    enable_shared_memory()
     for fails in (False, True):
         model = make_model(new_group())
         optimizer = adamw(model.parameters())
@@ -337,19 +342,19 @@ def fail_and_go_on() -> None:
             optimizer.zero_grad()
         found.append(full_parameters(model))
     assert_bit_equal(found[1], found[0])
-    assert held_at_rest() <= HEADERS
+    assert held_nbytes_at_rest() <= HEADERS
 
 
 def raise_value_error(*_: object) -> None:
     raise ValueError("not a number")
 
 
-def test_a_rank_that_fails_harms_nobody_afterwards() -> None:
-    run_ranks(2, fail_and_go_on)
+def test_ranks_train_correctly_after_a_failure() -> None:
+    run_ranks(2, fail_and_continue)
 
 
 def die_in_a_forward() -> tuple[str, float]:
-    share()
+    enable_shared_memory()
     model = make_model(new_group(20))
     step(model)
     if dist.get_rank() == 1:
@@ -372,14 +377,14 @@ def test_a_dead_rank_is_named_with_the_unit_that_waits_for_it() -> None:
 
 
 def die_between_two_gathers() -> tuple[str, float]:
-    share()
+    enable_shared_memory()
     group, rank = new_group(20), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     full, shard = torch.empty(6), torch.full((3,), float(rank))
     first = communicator.gather([Gather(full, shard)], Event("gather the first", 1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    first.wait()  # what the dead rank has posted is there
+    first.wait()  # the dead rank's post is complete
     assert full.tolist() == [0.0] * 3 + [1.0] * 3
     started = time.monotonic()
     with pytest.raises(RuntimeError) as error:
@@ -387,7 +392,7 @@ def die_between_two_gathers() -> tuple[str, float]:
     return str(error.value), time.monotonic() - started
 
 
-def test_a_dead_rank_is_seen_within_a_second_where_nobody_looks_around() -> None:
+def test_a_dead_rank_is_detected_within_a_second_in_a_plain_wait() -> None:
     words, died = run_fresh(2, die_between_two_gathers)
     assert died == Died(-signal.SIGKILL)
     assert "gather the second" in words[0] and "the process of rank 1 has ended" in words[0], words[0]
@@ -399,7 +404,7 @@ def test_a_dead_rank_is_seen_within_a_second_where_nobody_looks_around() -> None
 
 @impatient
 def run_out_of_memory() -> None:
-    share()
+    enable_shared_memory()
     group = new_group()
     model = make_model(group)
     step(model)
@@ -409,12 +414,12 @@ def run_out_of_memory() -> None:
     def full_system(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):  # its full buffers lie outside of the segment
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):  # full buffers are outside of the segment
         debugged = make_model(group)
         step(debugged)
     debugged.zero_grad()
     for tried in (model, debugged):
-        held_at_rest()  # nothing is left of the last step, so that the next one has to ask
+        held_nbytes_at_rest()  # release the memory of the last step, so that the next step must allocate
         no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
         with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:
             step(tried)
@@ -422,17 +427,17 @@ def run_out_of_memory() -> None:
         tried.zero_grad()
         step(tried)
         assert_bit_equal(full_parameters(tried), expected)
-    assert held_at_rest() <= HEADERS
+    assert held_nbytes_at_rest() <= HEADERS
 
 
-def test_no_room_is_an_error_and_not_a_crash() -> None:
+def test_a_full_segment_raises_an_error_and_does_not_crash() -> None:
     run_ranks(2, run_out_of_memory)
 
 
 @on_ranks(2)
-def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
+def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
     before = set(os.listdir("/dev/shm"))
-    share()
+    enable_shared_memory()
     model = make_model(new_group())
     step(model)
     segment, files = own_segment(), len(os.listdir("/proc/self/fd"))
@@ -444,9 +449,9 @@ def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
         model = make_model(new_group())
         step(model)
         del model
-    assert held_at_rest() <= HEADERS
-    assert len(os.listdir("/proc/self/fd")) <= files + 3 * 8  # the groups' own
-    for number in range(20):  # a group that was destroyed leaves its header, two pages, and nothing else
+    assert held_nbytes_at_rest() <= HEADERS
+    assert len(os.listdir("/proc/self/fd")) <= files + 3 * 8  # files of the groups
+    for number in range(20):  # a destroyed group leaves only its header, of two pages
         group = dist.new_group()
         full = torch.empty(2)
         communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
@@ -457,12 +462,12 @@ def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
             shared_memory.renew(group)
         assert Lane.of(group).ask("the same", number, largest=dist.get_rank()).result() == 1
         if number == 4:
-            held, files = held_at_rest(), len(os.listdir("/proc/self/fd"))
+            held_nbytes, files = held_nbytes_at_rest(), len(os.listdir("/proc/self/fd"))
         del communicator
         dist.barrier()
         dist.destroy_process_group(group)
         del group
-    assert held_at_rest() <= held + 15 * HEADER and len(os.listdir("/proc/self/fd")) <= files
+    assert held_nbytes_at_rest() <= held_nbytes + 15 * HEADER and len(os.listdir("/proc/self/fd")) <= files
     pieces = torch.full((2 * 10,), 3.0)
     communicator = Communicator(Groups.of(new_group(), replicate=False), streams_for(CPU))
     storage = segment.allocate(pieces.nbytes)
@@ -470,13 +475,13 @@ def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
     assert segment.lent_at(address) is not None
     out = torch.empty(10)
     communicator.reduce(out, pieces, Event("reduce", 1)).wait()
-    del storage  # what nobody holds any more comes back by itself
-    assert out.tolist() == [3.0] * 10 and held_at_rest() <= HEADERS and segment.lent_at(address) is None
+    del storage  # an unreferenced storage is released automatically
+    assert out.tolist() == [3.0] * 10 and held_nbytes_at_rest() <= HEADERS and segment.lent_at(address) is None
 
 
 def step_in_small_units() -> list[bool]:
-    """Of the last steps, whether memory was given back in one."""
-    share()
+    """Train a model with small units; return for each of the last steps whether memory was released during it."""
+    enable_shared_memory()
     units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
     found = []
@@ -490,15 +495,15 @@ def step_in_small_units() -> list[bool]:
 
 
 def test_small_units_keep_their_memory_during_a_step() -> None:
-    """A block is a page at least, which is more than the largest buffer of such units."""
+    """A block is at least one page, which is larger than the largest buffer of such units."""
     assert run_ranks(2, step_in_small_units) == [[False] * 3] * 2
 
 
 @on_ranks(2)
-def test_a_post_that_somebody_has_yet_to_read_is_not_written_over() -> None:
-    share()
+def test_an_unread_post_is_not_overwritten() -> None:
+    enable_shared_memory()
     posts = shared_memory.connect(group := new_group()).collectives  # type: ignore[union-attr]
-    posts.number += shared_memory._SLOTS  # as if this rank had posted so many
+    posts.number += shared_memory._SLOTS  # as if this rank had made that many posts
     late = pytest.raises(RuntimeError, match="gather: other ranks are too far behind")
     with mock.patch.object(shared_memory.channel_of(group), "timeout", 0.05), late:
         posts.next("gather")
@@ -506,7 +511,7 @@ def test_a_post_that_somebody_has_yet_to_read_is_not_written_over() -> None:
     assert posts.next("gather") == posts.number + 1
 
 
-def test_a_storage_is_lent_again() -> None:
+def test_a_released_storage_is_reused() -> None:
     segment = Segment()
     first = segment.allocate(100)
     address = first.data_ptr()
@@ -531,8 +536,8 @@ def test_a_storage_is_lent_again() -> None:
 
 
 @on_ranks(2)
-def test_a_fork_takes_no_part() -> None:
-    share()
+def test_a_forked_process_cannot_use_the_segment() -> None:
+    enable_shared_memory()
     group = new_group()
     model = make_model(group)
     step(model)
@@ -547,10 +552,11 @@ def test_a_fork_takes_no_part() -> None:
 
 
 @on_ranks(2)
-def test_a_fork_has_gradients_of_its_own() -> None:
-    """Whatever a forked process (a data loader's worker) does to gradients that accumulate, or to the whole model,
-    the ones of the process that it was forked from stay."""
-    share()
+def test_a_forked_process_has_separate_gradients() -> None:
+    """Changes to accumulated gradients or to the model in a forked process (a data loader's worker) do not affect the
+    parent.
+    """
+    enable_shared_memory()
 
     def drop() -> None:
         model.zero_grad()
@@ -589,16 +595,17 @@ def test_a_fork_has_gradients_of_its_own() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
-    """With as many buffers as there can be: two units are gathered, one gradient is written, one waits for its
-    reduction and for slower ranks. Then with accumulators, which users hold."""
-    share()
+    """The bound is that of the largest number of buffers: two units are gathered, one gradient is written, one waits
+    for its reduction and for slower ranks. With accumulators, which users hold, their size is added.
+    """
+    enable_shared_memory()
     torch.manual_seed(0)
     units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(8)]
     model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
     whole = 301 * 300 * 4
     found: list[int] = []
     for unit in units:
-        unit[0].register_full_backward_hook(lambda *_: found.append(held()))
+        unit[0].register_full_backward_hook(lambda *_: found.append(held_nbytes()))
     for _ in range(5):
         model(torch.ones(2, 300, requires_grad=True)).sum().backward()
         model.zero_grad()
@@ -607,22 +614,23 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     for dropped in (True, False):
         with model.no_sync():
             model(torch.ones(2, 300, requires_grad=True)).sum().backward()
-        accumulated = held_at_rest()
+        accumulated = held_nbytes_at_rest()
         assert 8 * whole <= accumulated < 8 * whole + HEADERS, accumulated / whole
         if dropped:
             model.zero_grad()
-            assert held() < HEADERS
+            assert held_nbytes() < HEADERS
     found.clear()
     model(torch.ones(2, 300, requires_grad=True)).sum().backward()
-    assert max(found) < 10 * whole + HEADERS, max(found) / whole  # what is reduced is not copied
-    assert held_at_rest() <= HEADERS
+    assert max(found) < 10 * whole + HEADERS, max(found) / whole  # reduction inputs are not copied
+    assert held_nbytes_at_rest() <= HEADERS
 
 
 @on_ranks(2)
-def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
-    """What a step used stays for the next one, which gives hardly any back and so asks for hardly any; without a next
-    one it goes as well."""
-    share()
+def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> None:
+    """The memory of a step is kept for the next step, so that steps hardly allocate or release; without a next step it
+    is released.
+    """
+    enable_shared_memory()
     units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(6)]
     model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
     whole = 301 * 300 * 4
@@ -631,34 +639,33 @@ def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
         model(torch.ones(2, 300)).sum().backward()
 
     step()
-    gradients = held_at_rest()  # which users hold
+    gradients = held_nbytes_at_rest()  # users hold the gradients
     with mock.patch.object(threads, "IDLE", 0.2):
         step()
         deadline = time.monotonic() + 60
-        while held() > gradients and time.monotonic() < deadline:
+        while held_nbytes() > gradients and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert held() == gradients, "nothing is given back by itself"
+        assert held_nbytes() == gradients, "nothing is given back by itself"
     with mock.patch.object(threads, "IDLE", 5.0):
-        for _ in range(3):  # a rank that is ahead may need more than one that is not
+        for _ in range(3):  # a rank that is ahead may need more than a slower one
             step()
-        assert whole < held() - gradients < 5 * whole + HEADERS
+        assert whole < held_nbytes() - gradients < 5 * whole + HEADERS
         dist.barrier()
         with mock.patch.object(Segment, "_give_back", autospec=True) as give_back:
             step()
         assert len(give_back.call_args_list) <= 2, "memory comes and goes"
-    assert held_at_rest() == gradients
+    assert held_nbytes_at_rest() == gradients
 
 
 @on_ranks(2)
-def test_what_nobody_waits_for_any_more_is_not_kept_for_readers() -> None:
-    """Each rank drops what it has posted before it sees that the others have posted it as well, as where a pass fails
-    and its model goes."""
-    share()
+def test_an_abandoned_post_is_released() -> None:
+    """Each rank drops a post before it sees the posts of its peers, as when a pass fails and the model is deleted."""
+    enable_shared_memory()
     group = new_group()
     rank, (nbytes, part) = dist.get_rank(), (1 << 20, 1 << 19)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
-    before = held_at_rest()
+    before = held_nbytes_at_rest()
     gathered = own_segment().allocate(nbytes)
     full = torch.empty(0).set_(gathered)  # type: ignore[call-overload]
     for turn in range(2):
@@ -667,36 +674,38 @@ def test_what_nobody_waits_for_any_more_is_not_kept_for_readers() -> None:
         dist.barrier()
     del full, gathered
     own_segment().trim()
-    assert held() >= before + nbytes, "a rank may not have read it yet"
+    assert held_nbytes() >= before + nbytes, "a rank may not have read it yet"
     dist.barrier()
     del pending
     dist.barrier()
     own_segment().trim()
-    assert held() == before
+    assert held_nbytes() == before
     total = torch.empty(4)
     communicator.gather([Gather(total, torch.full((2,), float(rank)))], Event("next", 3)).wait()
     assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
-    """What the collector finds there gives its memory back on the same thread, which must not wait for itself."""
+def test_a_segment_is_not_trimmed_during_a_call() -> None:
+    """The garbage collector may release memory on the thread that is inside the call; it must not wait for that
+    thread's lock.
+    """
     own = Segment()
     own.leave(own.take(1 << 20))
-    held = own.held_nbytes
+    held_nbytes = own.held_nbytes
     with own._lock:
         own.keep(0, 0)
         own.trim()
-    assert own.held_nbytes == held
+    assert own.held_nbytes == held_nbytes
     own.keep(0, 0)
-    assert own.held_nbytes < held
+    assert own.held_nbytes < held_nbytes
 
 
 @on_ranks(2)
-def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
-    share()
+def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None:
+    enable_shared_memory()
     group, piece, calls = new_group(), Mapping.piece, list[int]()
     model = make_model(group)
-    model.itself = [model]  # only the collector finds it
+    model.itself = [model]  # only the garbage collector can free the cycle
     step(model)
 
     def interrupted(self: Mapping, *where: Any) -> torch.Tensor:
@@ -705,7 +714,7 @@ def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
             gc.collect()
             assert reference() is None
         elif len(calls) == 1:
-            time.sleep(0.5)  # rank 0 has posted what this one has not read
+            time.sleep(0.5)  # rank 0 has posted, and this rank has not read
         return piece(self, *where)
 
     full = torch.empty(2 * 1000)
@@ -725,7 +734,7 @@ def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
-    share()
+    enable_shared_memory()
     group, piece, waits = new_group(), Mapping.piece, dist.get_rank() == 1
     store, told = group_store(group), list[bool]()
     torch.manual_seed(0)
@@ -734,7 +743,7 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
     step(model)
 
     def late(self: Mapping, *where: Any) -> torch.Tensor:
-        """Rank 1 reads what rank 0 has gathered once rank 0 has failed."""
+        """Let rank 1 read, after rank 0 has failed, the data that rank 0 has gathered."""
         until = time.monotonic() + 5
         while waits and not told and time.monotonic() < until and not store.check(["failed"]):
             time.sleep(0.01)
@@ -757,8 +766,8 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() -> None:
-    share()
+def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers() -> None:
+    enable_shared_memory()
     group, rank, tell = new_group(10), dist.get_rank(), shared_memory._exchange
     if rank == 1:
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -771,7 +780,7 @@ def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() 
 
         with mock.patch.object(shared_memory, "_exchange", interrupted), pytest.raises(KeyboardInterrupt):
             shared_memory.connect(group)
-            time.sleep(1)  # where the interrupt comes late
+            time.sleep(1)  # the interrupt arrives late here
         signal.signal(signal.SIGINT, usual)
     full = torch.empty(4)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
@@ -807,17 +816,18 @@ def refused(what: str) -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_memory_is_used_where_all_ranks_can() -> None:
-    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none; and who
-    has asked for it by name hears why not."""
+def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
+    """It requires one host, no debug checks of torch and no recorder of collectives, on all ranks; a request by name
+    reports the reason of a refusal.
+    """
     rank = dist.get_rank()
-    for what, why in REFUSALS.items():  # on one rank alone
+    for what, why in REFUSALS.items():  # the refusal is on one rank alone
         for way in (None, "shared"):
             os.environ.pop("FSDP_COLLECTIVES", None)
             if way is not None:
                 os.environ["FSDP_COLLECTIVES"] = way
             model = make_model(new_group())
-            apart = what == "the host"  # then no rank reads what each of the others says: there may be thousands
+            apart = what == "the host"  # then no rank reads the statements of all peers: there may be thousands
             told = mock.patch.object(shared_memory, "_exchange", side_effect=AssertionError) if apart else nullcontext()
             with told, refused(what) if rank == 1 else nullcontext():
                 if way is None:
@@ -842,7 +852,7 @@ def test_memory_is_used_where_all_ranks_can() -> None:
             assert moved > 7, recorded
     assert all(unit.shares_memory for unit in shard_info(model))
     assert isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)
-    with_streams = mock.Mock(asynchronous_work=False)  # whose events a block of the segment does not know
+    with_streams = mock.Mock(asynchronous_work=False)  # events of streams are not supported in a block of the segment
     assert not isinstance(pool_for(CPU, with_streams, group), SharedPool)
     with mock.patch.dict(os.environ, FSDP_COLLECTIVES="direct"):
         assert not isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)

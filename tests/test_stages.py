@@ -1,23 +1,25 @@
-"""The stage table: what is registered on the modules, and how many bytes exist, at each stage of a unit's life.
+"""The stage table: registered parameters and allocated bytes at each stage of a unit's life.
 
-The bytes are what the allocator says, compared with formulas over the numbers of elements of the plain model. With N
-ranks, a root of R bytes (its own parameters), n units of U bytes each and P = R + n * U, the sharded strategies hold
+The bytes reported by the allocator are compared with formulas over the numbers of elements of the plain model. With N
+ranks, a root of R bytes (parameters outside of units), n units of U bytes each and P = R + n * U, the sharded
+strategies hold
 
     built                   P/N                                    the shards
-    forward of a unit       P/N + R + gathered                     the root's full buffer, and units'
+    forward of a unit       P/N + R + gathered                     the full buffers of the root and of units
     between the passes      P/N + R + gathered
-    backward of a unit      P/N + gathered + reducing              the root's own backward is over by then
-    after the backward      P/N + P/N                              the shards and the gradients' shards, nothing else
+    backward of a unit      P/N + gathered + reducing              the root's backward is over by then
+    after the backward      P/N + P/N                              only the shards and the gradients' shards
     after one in no_sync    P/N + P                                the shards and the unsharded gradients
     without gradients       P/N                                    as soon as the forward is over
 
-`gathered` is U for each block of the gather pool: under FULL_SHARD the unit's own and that of the next one (none before
-there is a record), kept between the passes; under SHARD_GRAD_OP one for each unit that has run and the next one, and in
-backward one for each unit that is not over and up to two kept ones. Where d units are gathered ahead it is d instead of
-the next one, and 1 + d kept ones. `reducing` is the unit's own slots U, the reduced shards so far, and for the one
-reduction that is still under way what it reads (U, or R for the root's) and what a direct exchange receives
-((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per unit, which becomes its gradient.
-`Formulas` says the rest.
+`gathered` is U for each block of the gather pool. FULL_SHARD has one block for the unit and one for the next unit (none
+before an order is recorded), kept between the passes. SHARD_GRAD_OP has one for each unit that has run and one for the
+next; in backward one for each unit that is not over, and up to two kept ones. With a prefetch distance d there are d
+blocks instead of one for the next unit, and 1 + d kept ones.
+
+`reducing` is the unit's slots U, the reduced shards so far, and two buffers of the one reduction in flight: the input
+(U, or R for the root) and the receive buffer of a direct exchange ((N - 1) / N of the input). NO_SHARD holds P, and in
+backward one more vector per unit, which becomes the gradient. `Formulas` has the details.
 """
 
 from __future__ import annotations
@@ -58,12 +60,12 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 )
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 
-# torch notes its last 2000 native collectives, about 1 KiB each, which would count as ours. Set before any rank starts:
-# they inherit it.
+# torch records its last 2000 native collectives, about 1 KiB each, which the meter would count. Set before any rank
+# starts, because ranks inherit the environment.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 WIDTH, HIDDEN, UNITS = 511, 513, 4
-GATHERED = 2  # units at a time, with one gathered ahead
+GATHERED = 2  # units at a time, with one prefetched
 # Activations of one sample, the graph, hooks and tensor headers: below the smallest term of a formula, U / 3.
 NOISE = 384 * 1024
 needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
@@ -81,7 +83,7 @@ def observe(stage: str) -> None:
 
 
 @contextmanager
-def observed_by(observer: Observer) -> Iterator[None]:
+def observing(observer: Observer) -> Iterator[None]:
     global _observer
     _observer = observer
     try:
@@ -91,10 +93,10 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 class Quiet:
-    """Waits for what was issued natively, so that gloo's scratch memory on its own threads is not measured.
+    """Waits for natively issued collectives, so that gloo's scratch memory on other threads is not measured.
 
-    The package's own buffers stay as they are, since it does not learn of this. Direct exchanges need no scratch (and
-    may be waited for once only).
+    The package's buffers are unaffected, since the package does not learn of this wait. Direct exchanges need no
+    scratch memory (and can be waited for only once).
     """
 
     NAMES = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
@@ -125,14 +127,14 @@ class Quiet:
     def settle(self) -> None:
         for work in self._works:
             work.wait()
-        self._works.clear()  # they hold the tensors of their calls
+        self._works.clear()  # the works hold the tensors of their collectives
 
 
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
 class Filled(nn.Linear):
-    """Random numbers for as many elements take longer than a step."""
+    """A linear layer filled with a constant: random values for as many elements take longer than a step."""
 
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
@@ -158,12 +160,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Units of one size, and a root with parameters of its own."""
+    """Units of one size, and a root with further parameters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(index) for index in range(UNITS)))
-        self.head = Filled(WIDTH, 2300)  # larger than two units: the pool never keeps its block
+        self.head = Filled(WIDTH, 2300)  # larger than two units: the pool never keeps such a block
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x))
@@ -181,12 +183,12 @@ def build(strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1) 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees what is allocated, not what is mapped
+@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees allocated, not mapped, memory
 @mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def measure(
     strategy: ShardingStrategy, use_orig_params: bool, distance: int, expected: dict[str, int]
 ) -> dict[str, int]:
-    """Bytes beyond what was there before the model was built, by stage. Step 0 has no record of an earlier one."""
+    """Return the bytes beyond those before the model was built, by stage. Step 0 has no recorded order."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     meter, quiet = Meter(), Quiet()
     measured: dict[str, int] = {}
@@ -199,7 +201,7 @@ def measure(
         name = f"{step}: {stage}"
         measured[name] = meter.live() - base
         while measured[name] > expected[name] + NOISE and patience > 0:
-            patience -= 1  # a thread of the backend lets go of a finished call a moment after its end
+            patience -= 1  # a backend thread releases a finished collective a moment after its end
             time.sleep(0.005)
             measured[name] = meter.live() - base
 
@@ -218,8 +220,8 @@ def measure(
         del parameter
         note("cleared")
 
-    # The second model is measured: the first one fills the caches of everything that is called.
-    with quiet.watching(), observed_by(note):
+    # The second model is measured: the first one fills all caches.
+    with quiet.watching(), observing(note):
         for steps in (1, 2):
             gc.collect()
             base, patience, step = meter.at_rest(), 400 if steps > 1 else 0, "new"
@@ -245,7 +247,9 @@ def measure(
 
 @dataclass
 class Formulas:
-    """Bytes of the parts that a stage is made of; `ahead` units are gathered ahead, none before there is a record."""
+    """The terms of which the bytes of a stage consist; `ahead` units are prefetched, none before an order is
+    recorded.
+    """
 
     strategy: ShardingStrategy
     world_size: int
@@ -263,11 +267,11 @@ class Formulas:
 
     @property
     def kept_unsynced(self) -> int:
-        """What stays gathered from an unsynchronised backward to the next forward."""
+        """Return the bytes that stay gathered from an unsynchronized backward to the next forward."""
         return self.whole if self.strategy is SHARD_GRAD_OP else 0
 
     def gathered_in_forward(self, index: int, ahead: int, *, kept: bool = False) -> int:
-        """``kept``: the backward before was an unsynchronised one."""
+        """Return the gathered bytes; ``kept``: the previous backward was unsynchronized."""
         if self.strategy is NO_SHARD:
             return 0
         if kept and self.kept_unsynced:
@@ -277,11 +281,13 @@ class Formulas:
         return self.root + min(index + 1 + ahead, UNITS) * self.unit
 
     def gathered_between(self, ahead: int) -> int:
-        """Under FULL_SHARD the units' blocks are kept ones by now, used by nobody."""
+        """Return the gathered bytes in backward. Under FULL_SHARD the units' blocks are kept by the pool and unused."""
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int, *, unsynced: bool = False) -> int:
-        """The root stays to the end: its call spans those of all units, and what was checkpointed may read it again."""
+        """Return the root's bytes in backward: its call spans those of all units, and recomputation may read it
+        again.
+        """
         if self.strategy is NO_SHARD:
             return 0
         if unsynced and self.kept_unsynced:
@@ -291,18 +297,20 @@ class Formulas:
         return self.root + (UNITS - over + min(over, 1 + self.distance)) * self.unit
 
     def written(self, over: int) -> int:
-        """Gradients of the root, of the units that are over and of the one that runs, unsharded."""
+        """Return the bytes of the unsharded gradients of the root, of the finished units and of the running unit."""
         return self.root + (over + 1) * self.unit
 
     def reducing(self, over: int) -> int:
-        """The slots of this unit and of the reduction under way, what that receives, and the reduced shards."""
+        """Return the bytes of this unit's slots, of the reduction in flight and its receive buffer, and of reduced
+        shards.
+        """
         if self.strategy is NO_SHARD:
-            return self.written(over)  # reduced where they are
+            return self.written(over)  # reduced in place
         under_way = self.unit if over else self.root
         return self.unit + under_way + self.received(under_way) + (self.written(over) - self.unit) // self.world_size
 
     def reducing_accumulated(self, over: int) -> int:
-        """The same when what is reduced are accumulated gradients: each goes once it is not among the last two."""
+        """Return `reducing` for accumulated gradients: each is freed once it is not among the last two."""
         if self.strategy is NO_SHARD:
             return self.whole
         begun = [self.root] + over * [self.unit]
@@ -310,12 +318,12 @@ class Formulas:
         return self.whole - sum(over_and_gone) + self.received(sum(under_way)) + sum(begun) // self.world_size
 
     def received(self, nbytes: int) -> int:
-        """What a direct exchange of a vector of `nbytes` receives."""
+        """Return the receive buffer's bytes of a direct exchange of `nbytes`."""
         return nbytes * (self.world_size - 1) // self.world_size
 
 
 def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[str, int]:
-    """The formulas applied to the stages of `measure`."""
+    """Apply the formulas to the stages of `measure`."""
     with torch.device("meta"):
         net = Net()
     is_sharded = strategy is not NO_SHARD and world_size > 1
@@ -326,7 +334,7 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
     for step in ("step 0", "step 1", "unsynced", "unsynced again", "synced"):
         ahead = 0 if step == "step 0" else distance
         accumulated = f.whole if step in ("unsynced again", "synced") else 0
-        unsynced, kept = step.startswith("unsynced"), "sync" in step  # the last of each is measured
+        unsynced, kept = step.startswith("unsynced"), "sync" in step  # the last step of each kind is measured
         for index in range(UNITS):
             gathered = f.gathered_in_forward(index, ahead, kept=kept)
             expected[f"{step}: forward {index}"] = f.shards + gathered + accumulated
@@ -345,16 +353,16 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
         kept_after = f.kept_unsynced if unsynced else 0
         expected[f"{step}: after"] = f.shards + kept_after + (f.whole if unsynced else f.shards)
         expected[f"{step}: cleared"] = f.shards + kept_after
-    f.strategy = FULL_SHARD if is_sharded else NO_SHARD  # nothing is kept for a backward that will not come
+    f.strategy = FULL_SHARD if is_sharded else NO_SHARD  # without grad, no memory is kept for a backward
     for index in range(UNITS):
         expected[f"evaluated: forward {index}"] = f.shards + f.gathered_in_forward(index, distance)
     expected["evaluated: after"] = f.shards
     return expected
 
 
-# On one rank all strategies are one; three ranks have other numbers and nothing else.
+# On one rank all strategies are equal; three ranks only differ in the numbers.
 MEASURED = [(2, strategy, mode) for strategy in STRATEGIES for mode in (False, True)]
-MEASURED += [(3, strategy, place % 2 == 1) for place, strategy in enumerate(STRATEGIES)] + [(1, STRATEGIES[0], False)]
+MEASURED += [(3, strategy, index % 2 == 1) for index, strategy in enumerate(STRATEGIES)] + [(1, STRATEGIES[0], False)]
 
 
 @needs_meter
@@ -362,7 +370,7 @@ MEASURED += [(3, strategy, place % 2 == 1) for place, strategy in enumerate(STRA
 def test_bytes_at_each_stage(
     world_size: int, strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1
 ) -> None:
-    """At rest: the shards and the gradients' shards, and nothing else."""
+    """The allocated bytes differ from the formulas by less than NOISE."""
     expected = expect(strategy, world_size, distance)
     for measured in run_ranks(world_size, measure, strategy, use_orig_params, distance, expected):
         wrong = [
@@ -375,11 +383,11 @@ def test_bytes_at_each_stage(
 
 @needs_meter
 @pytest.mark.parametrize(("strategy", "distance"), [(FULL_SHARD, 0), (FULL_SHARD, 2), (SHARD_GRAD_OP, 2)])
-def test_bytes_where_other_units_are_gathered_ahead(strategy: ShardingStrategy, distance: int) -> None:
+def test_bytes_at_each_stage_with_other_prefetch_distances(strategy: ShardingStrategy, distance: int) -> None:
     test_bytes_at_each_stage(2, strategy, distance == 2, distance)
 
 
-# -- what is registered --------------------------------------------------------------------------------------------
+# -- registered parameters --------------------------------------------------------------------------------------------
 
 PARAMETERS = ["first.weight", "first.bias", "second.weight", "second.bias", "scale"]
 
@@ -395,7 +403,7 @@ class Small(Block):
 
 
 class Registration:
-    """Two small units under a root, what they were before wrapping, and what has to be on their modules."""
+    """Two small units under a root, their parameters before wrapping, and checks of the parameters on their modules."""
 
     def __init__(self, strategy: ShardingStrategy, use_orig_params: bool) -> None:
         net = nn.Sequential(Small(0), Small(1), nn.Linear(5, 3))
@@ -421,7 +429,7 @@ class Registration:
         return getattr(self.modules[path], attribute)
 
     def check(self, stage: str, running: set[str]) -> None:
-        """The units that run show leaves, the others what stands for their parameters while they are sharded."""
+        """Check that running units show leaves, and sharded units show their placeholders."""
         self.seen.append(stage)
         self.check_flat_parameters()
         self.check_names(running)
@@ -434,10 +442,10 @@ class Registration:
             elif self.is_sharded:
                 self.check_placeholder(name, what)
             else:
-                self.check_leaf(name, what)  # nothing is ever taken away
+                self.check_leaf(name, what)  # a placeholder is never removed
 
     def check_flat_parameters(self) -> None:
-        """Their data is the shard, at the same place, at every stage."""
+        """Check that the optimizer's parameters have the shard as data, at the same address at every stage."""
         for unit, flat in self.flat.items():
             numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
             assert flat.data_ptr() == self.pointers[unit] and isinstance(flat, FlatParameter)
@@ -446,8 +454,9 @@ class Registration:
                 assert flat.shape == (-(-numel // self.world_size) if self.is_sharded else numel,)
 
     def check_names(self, running: set[str]) -> None:
-        """Names of `named_parameters()` are the same at every stage, and so are the objects, which optimizers go by,
-        outside of the units that run."""
+        """Check that the names of `named_parameters()` never change, nor the objects (which optimizers refer to),
+        except for units that run.
+        """
         found = dict(self.model.named_parameters())
         top = "_fsdp_wrapped_module."
         if self.use_orig_params:
@@ -459,7 +468,7 @@ class Registration:
             assert set(found) == {infix + "_flat_param" for infix in infixes.values()}
             for unit, infix in infixes.items():
                 flat = found[infix + "_flat_param"]
-                if unit in running:  # all of it
+                if unit in running:  # all elements
                     numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
                     assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
                     assert flat.shape == (numel,) and flat.requires_grad and flat.grad is None
@@ -473,7 +482,7 @@ class Registration:
         assert leaf.shape == self.values[name].shape and torch.equal(leaf, self.values[name]), what
         its = [self.registered(other) for other in self.originals if self.unit_of(other) == self.unit_of(name)]
         if self.unit_of(name) == "" or any(each.nbytes > arrivals.SMALL for each in its):
-            # of an inner unit that has none but small ones, gradients stay there until the backward has passed it
+            # An inner unit with only small parameters keeps its gradients there until the backward has passed it.
             assert leaf.grad is None, f"{what}: what has arrived is in the slots and nowhere else"
 
     def check_original(self, name: str, what: str) -> None:
@@ -490,7 +499,9 @@ class Registration:
             assert torch.equal(original, self.values[name]), what
 
     def shard_start(self, name: str) -> int:
-        """Where this rank's part of the parameter begins, by the alignment of 16 bytes and the chunk rule alone."""
+        """Return the offset of this rank's part of the parameter, from the alignment of 16 bytes and the chunk rule
+        alone.
+        """
         offset = end = wanted = 0
         for other, value in self.values.items():
             if self.unit_of(other) == self.unit_of(name):
@@ -545,19 +556,19 @@ def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> lis
 
     def inside(stage: str) -> None:
         _, index = stage.split()
-        running = {index, ""}  # the root's is under way as well
+        running = {index, ""}  # the root's forward is running as well
         check_gradients(r, None)
         r.check(stage, running)
 
     for _ in range(2):
-        with observed_by(inside):
+        with observing(inside):
             loss = model(torch.ones(2, 5)).sum()
             r.check("between", set())  # even where the strategy keeps the memory
             loss.backward()
         r.check("after backward", set())
         check_gradients(r, "reduced")
         model.zero_grad()
-    with model.no_sync(), observed_by(inside):
+    with model.no_sync(), observing(inside):
         model(torch.ones(2, 5)).sum().backward()
     r.check("after backward in no_sync", set())
     check_gradients(r, "unsharded")
@@ -570,7 +581,9 @@ def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> lis
 
 
 def check_gradients(r: Registration, kind: str | None) -> None:
-    """`.grad` of what users hold: None, the reduced shard, or with `no_sync` unsharded in the true shape."""
+    """Check `.grad` of the visible parameters: None, the reduced shard, or with `no_sync` unsharded in the true
+    shape.
+    """
     if not r.use_orig_params:
         for unit, flat in r.flat.items():
             numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)
@@ -590,7 +603,9 @@ def check_gradients(r: Registration, kind: str | None) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
-def test_what_is_registered(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_parameters_registered_on_the_modules_at_each_stage(
+    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     passes = ["forward 0", "forward 1", "between", "backward 1", "backward 0"]
     synced, unsynced = [*passes, "after backward"], [p for p in passes if p != "between"]
     end = ["after backward in no_sync", "forward 0", "forward 1"]
@@ -619,10 +634,10 @@ class Adapted(Block):
 
 
 class Stack(nn.Module):
-    """Units behind a trained layer of the root, so that frozen ones have gradients to pass on.
+    """Units behind a trained layer of the root, so that frozen units have gradients to pass on.
 
-    With `shared`, that layer's output is an input of every unit, as an encoder's output is of every decoder block: its
-    gradient is complete only after the last of them.
+    With `shared`, that layer's output is an input of every unit, as an encoder's output is of every decoder block. Its
+    gradient is then complete only after the last of them.
     """
 
     def __init__(self, kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> None:
@@ -657,7 +672,7 @@ class Stack(nn.Module):
 
 @dataclass
 class Peak:
-    """The most units with memory at a time, and the most bytes, over every gather issued and every observation."""
+    """The largest number of units with memory at a time, and of bytes, over all gathers and observations."""
 
     units: int
     nbytes: int
@@ -669,7 +684,9 @@ class Peak:
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
 @mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> list[Peak]:
-    """One for each of two steps, of which the first has no record. Looks at each gather by direct exchange."""
+    """Return a `Peak` for each of two steps, of which the first has no recorded order. Observes each direct
+    exchange.
+    """
     os.environ["FSDP_COLLECTIVES"] = "direct"
     meter = Meter()
     peaks: list[Peak] = []
@@ -692,8 +709,8 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
 
     dist.batch_isend_irecv = noting
     try:
-        with observed_by(note):
-            for steps in (1, 2):  # the second model is measured, with the caches filled
+        with observing(note):
+            for steps in (1, 2):  # the second model is measured, with filled caches
                 fulls.clear()
                 peaks.clear()
                 gc.collect()
@@ -701,7 +718,7 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
                 stack = Stack(kind, shared, checkpointing, reentrant, use_orig_params)
                 model = wrap(stack, FULL_SHARD, use_orig_params)
                 for unit in (m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m is not model):
-                    fulls.append(handles_of(unit)[-1].full)  # the frozen ones come after the trained ones
+                    fulls.append(handles_of(unit)[-1].full)  # the frozen buckets come after the trained ones
                 frozen = [p for p in model.parameters() if not p.requires_grad]
                 for _ in range(steps):
                     peaks.append(Peak(0, 0, 0, 0, 0))
@@ -719,22 +736,22 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
 WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "segment") for how in (True, False)]
 
 
-# By turns each way has the one kind with an input of its own, and the other one with one that all units share.
+# Per form of checkpointing, one kind has separate inputs and the second kind an input that all units share, by turns.
 SHARING = [
-    (kind, *way, kind != "frozen" and (number + place) % 2 == 0)
-    for place, kind in enumerate(["frozen", "adapted", "trained"])
+    (kind, *way, kind != "frozen" and (number + index) % 2 == 0)
+    for index, kind in enumerate(["frozen", "adapted", "trained"])
     for number, way in enumerate(WAYS)
-    if kind != "adapted" or number % 2  # units of which a part is frozen are between the two others
+    if kind != "adapted" or number % 2  # partly frozen units are between the other two kinds
 ]
 
 
 @needs_meter
 @pytest.mark.parametrize(("kind", "checkpointing", "reentrant", "shared"), SHARING)
 def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool) -> None:
-    """At most two units beside the root, frozen and checkpointed ones too, and where all share an
-    input: a unit is over when it has passed on its part of a gradient, not when the others have added theirs.
+    """At most two units beside the root have memory, with frozen and checkpointed units, and with an input that all
+    units share. A unit ends when its part of that gradient is passed on, not when the sum is complete.
 
-    Where all large parameters are frozen there are no large gradients: then the bytes say it as well as the count.
+    Where all large parameters are frozen there are no large gradients: then the bytes show it as well as the count.
     """
     with torch.device("meta"):
         block: nn.Module = Adapted(0) if kind == "adapted" else Block(0)

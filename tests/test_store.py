@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import random
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,6 @@ from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import (
     StateDictOptions,
     async_save,
-    files,
     get_optimizer_state_dict,
     get_state_dict,
     load,
@@ -37,6 +35,7 @@ from fsdp.checkpoint import (
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.disk import FaultyDisk, Killed, on_disk
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
@@ -91,15 +90,6 @@ def full_state(model: nn.Module) -> dict[str, Any]:
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-@contextlib.contextmanager
-def on_disk(disk: Disk) -> Iterator[None]:
-    before, files.disk = files.disk, disk
-    try:
-        yield
-    finally:
-        files.disk = before
 
 
 # -- from any number of ranks to any other -----------------------------------------------------------------------------
@@ -283,98 +273,6 @@ def test_loading_an_optimizer_that_never_stepped_adds_no_state(tmp_path: Path) -
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-class Killed(BaseException):
-    """The simulated end of the process."""
-
-
-class Faulty(Disk):
-    """A disk that fails at operation number `at`, counted from 0: with `error` once, or without it for good, as at a
-    power loss.
-
-    A write fails halfway. Data that were not synced are half there; names in directories that were not synced are as
-    before, or lost.
-    """
-
-    def __init__(self, at: int = -1, error: OSError | None = None) -> None:
-        self.at, self.error, self.count = at, error, 0
-        self.unsynced: dict[BinaryIO, Path] = {}
-        self.names: list[tuple[Path, Any]] = []  # the directory, and the function that makes the rename durable
-
-    def _step(self) -> None:
-        number, self.count = self.count, self.count + 1
-        if number == self.at and self.error is not None:
-            raise self.error
-        if self.error is None and 0 <= self.at <= number:
-            raise Killed
-
-    def lose_power(self, names: str) -> None:
-        for stream, path in self.unsynced.items():
-            stream.close()
-            if path.exists():
-                os.truncate(path, path.stat().st_size // 2)
-        undone = [undo for _, undo in self.names]
-        if names == "a rename lost":  # file systems may keep later operations
-            undone = [undo for undo in undone if undo.__name__ == "rename_back"][:1]
-        for undo in reversed(undone) if names != "names kept" else ():
-            undo()
-
-    def make_directory(self, path: Path) -> None:
-        self._step()
-        super().make_directory(path)
-        self.names.append((path.parent, lambda: shutil.rmtree(path)))
-
-    def create(self, path: Path) -> BinaryIO:
-        self._step()
-        stream = super().create(path)
-        self.unsynced[stream] = path
-        self.names.append((path.parent, path.unlink))
-        return stream
-
-    def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
-        if self.count == self.at:
-            super().write(stream, data[: len(data) // 2], offset)
-        self._step()
-        super().write(stream, data, offset)
-
-    def sync(self, stream: BinaryIO) -> None:
-        self._step()
-        super().sync(stream)
-        del self.unsynced[stream]
-
-    def sync_directory(self, path: Path) -> None:
-        self._step()
-        super().sync_directory(path)
-        self.names = [(directory, undo) for directory, undo in self.names if directory != path]
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._step()
-        replaced = new.read_bytes() if new.is_file() else None
-        super().rename(old, new)
-        self.names = [(new / d.relative_to(old) if d.is_relative_to(old) else d, undo) for d, undo in self.names]
-
-        def rename_back() -> None:
-            os.replace(new, old)
-            if replaced is not None:
-                new.write_bytes(replaced)
-
-        self.names.append((new.parent, rename_back))
-        for stream, path in self.unsynced.items():
-            if path.is_relative_to(old):
-                self.unsynced[stream] = new / path.relative_to(old)
-
-    def remove(self, path: Path) -> None:
-        self._step()
-        super().remove(path)
-
-    def remove_file(self, path: Path) -> None:
-        self._step()
-        super().remove_file(path)
-
-    def remove_empty(self, path: Path) -> None:
-        self._step()
-        super().remove_empty(path)
-
-
 def small(value: float) -> nn.Module:
     module = nn.Linear(2, 3, bias=False)
     nn.init.constant_(module.weight, value)
@@ -395,7 +293,7 @@ def value_of(root: Path) -> tuple[float, Any] | None:
 def operations(root: Path) -> int:
     """Return the number of operations of a save that removes an older checkpoint."""
     save(root, small(1.0), extra=1)
-    with on_disk(disk := Faulty()):
+    with on_disk(disk := FaultyDisk()):
         save(root, small(2.0), extra=2, keep=1)
     return disk.count
 
@@ -409,7 +307,7 @@ def test_a_power_loss_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Pa
         root = tmp_path / str(at) / "deep" / "down"
         if not fresh:
             save(root, small(1.0), extra=1)
-        disk = Faulty(at)
+        disk = FaultyDisk(at)
         with on_disk(disk), contextlib.suppress(Killed):
             save(root, small(2.0), extra=2, keep=1)
         disk.lose_power(names)
@@ -428,7 +326,7 @@ def test_an_error_at_any_operation_keeps_the_old_checkpoint(tmp_path: Path) -> N
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-        with on_disk(Faulty(at, full)), warnings.catch_warnings(record=True) as warned:
+        with on_disk(FaultyDisk(at, full)), warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 save(root, small(2.0), extra=2, keep=1)
@@ -466,7 +364,7 @@ class Interrupting(Disk):
 def test_a_failed_save_raises_even_if_latest_is_damaged(tmp_path: Path) -> None:
     save(tmp_path, small(1.0))
     (tmp_path / "latest").write_bytes(b"\xff" * 20)
-    with on_disk(Faulty(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
+    with on_disk(FaultyDisk(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
         save(tmp_path, small(2.0))
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000001", "latest"]
 
@@ -506,7 +404,7 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in full_state(model).items()}
     for number, kind in ((errno.ENOSPC, OSError), (errno.EROFS, OSError), (errno.EACCES, PermissionError)):
         for failing, at in [(0, 0), (0, 1), (0, 5), (0, 9), (1, 0), (1, 1), (1, 4)]:
-            disk = Faulty(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
+            disk = FaultyDisk(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
             with on_disk(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
                 save(root, model, extra={"step": 2})
             dist.barrier()

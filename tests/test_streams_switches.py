@@ -1,4 +1,4 @@
-"""The successor's switches under the tracer of streams: see ``test_streams.py``."""
+"""FSDP2's switches under the tracer of streams: see ``test_streams.py``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NEARBY = (
 )
 
 
-def trace_nearby() -> tuple[list[str], list[str]]:
-    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part fails on purpose
+def trace_reshard_ranks() -> tuple[list[str], list[str]]:
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part of the program fails on purpose
     with trace_streams(check=False) as tracer:
         precision = MixedPrecision(torch.bfloat16, torch.float32)
         training = Training(tracer, Tower((7, 13, 5, 7)), reshard_after_forward=2, mixed_precision=precision)
@@ -33,7 +33,7 @@ def trace_nearby() -> tuple[list[str], list[str]]:
     return tracer.races, tracer.host_synchronisations
 
 
-def test_a_hook_runs_on_the_stream_of_the_user() -> None:
+def test_an_all_reduce_hook_runs_on_the_given_stream() -> None:
     """`set_all_reduce_hook(stream=...)`: the stream follows the reduction, and `.grad` follows the stream."""
     for races, waits, used in run_ranks(2, trace_hook):
         assert not races, "\n".join(races)
@@ -57,7 +57,7 @@ def trace_hook() -> tuple[list[str], list[str], set[str]]:
     return tracer.races, tracer.host_synchronisations, used
 
 
-def test_units_that_stay_sharded_over_some_ranks() -> None:
-    for races, waits in run_ranks(4, trace_nearby):
+def test_no_race_when_units_reshard_over_some_ranks() -> None:
+    for races, waits in run_ranks(4, trace_reshard_ranks):
         assert not races, "\n".join(races)
         assert not waits, "\n".join(waits)

@@ -1,4 +1,4 @@
-"""The successor's switches: what is gathered, kept and reduced as each is set, with the numbers of a plain model."""
+"""FSDP2's switches: gathers, kept units and reductions for each setting, with the values of a plain model."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def build(**options: Any) -> Any:
 
 
 def batch(step: int) -> Tensor:
-    """The same on every rank."""
+    """Return a batch, equal on every rank."""
     return torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
 
 
-class Beside:
+class Comparison:
     """A wrapped model and a plain one, which train alike."""
 
     def __init__(self, **options: Any) -> None:
@@ -85,7 +85,7 @@ class Beside:
 
 @contextmanager
 def gathers() -> Iterator[list[str]]:
-    """What was gathered, in order: "root", "embed", "0" ..."""
+    """Return the gathered units, in order: "root", "embed", "0" ..."""
     names: list[str] = []
     with record_collectives() as recorded:
         yield names
@@ -99,7 +99,7 @@ def reductions(labels: list[str | None]) -> list[str]:
 
 
 @on_ranks(2)
-def test_reshard_after_forward_as_an_argument() -> None:
+def test_reshard_after_forward_argument_sets_the_gathers_of_a_step() -> None:
     for options, forward, backward in (
         ({}, 5, 4),
         ({"reshard_after_forward": True}, 5, 5),
@@ -107,21 +107,21 @@ def test_reshard_after_forward_as_an_argument() -> None:
         ({"sharding_strategy": GRAD_OP}, 5, 0),
         ({"sharding_strategy": GRAD_OP, "reshard_after_forward": False}, 5, 0),
     ):
-        beside = Beside(**options)
+        comparison = Comparison(**options)
         for step in range(3):
             with gathers() as first:
-                loss = beside.model(batch(step)).square().mean()
+                loss = comparison.model(batch(step)).square().mean()
             with gathers() as second:
                 loss.backward()
-            beside.plain(batch(step)).square().mean().backward()
+            comparison.plain(batch(step)).square().mean().backward()
             assert (len(first), len(second)) == (forward, backward), f"{options}: {first}, {second}"
-            beside.step()
+            comparison.step()
 
 
 @on_ranks(2)
-def test_reshard_after_forward_as_a_switch() -> None:
-    beside = Beside()
-    model = beside.model
+def test_set_reshard_after_forward_changes_the_gathers_of_a_step() -> None:
+    comparison = Comparison()
+    model = comparison.model
     for step, (given, recurse, forward, backward) in enumerate(
         [(False, True, 5, 0), (True, True, 5, 5), (None, True, 5, 4), (True, False, 5, 5), (None, False, 5, 4)]
     ):
@@ -130,18 +130,18 @@ def test_reshard_after_forward_as_a_switch() -> None:
             loss = model(batch(step)).square().mean()
         with gathers() as second:
             loss.backward()
-        beside.plain(batch(step)).square().mean().backward()
+        comparison.plain(batch(step)).square().mean().backward()
         assert (len(first), len(second)) == (forward, backward), f"{given}, {recurse}: {first}, {second}"
-        beside.step()
-    loss = model(batch(9)).square().mean()  # between a forward and its backward: what was gathered stays
+        comparison.step()
+    loss = model(batch(9)).square().mean()  # between a forward and the backward: gathered units stay gathered
     model.set_reshard_after_forward(False)
     with gathers() as found:
         loss.backward()
     assert len(found) == 4
 
 
-class _Past(torch.optim.Optimizer):
-    """Writes through ``.data``, as optimizers did that are old."""
+class WritingThroughData(torch.optim.Optimizer):
+    """An optimizer that writes through ``.data``, as old optimizers did."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
@@ -153,90 +153,92 @@ class _Past(torch.optim.Optimizer):
 
 
 @on_ranks(2)
-def test_what_is_kept_after_backward_is_gathered_again_once_it_was_written() -> None:
-    beside = Beside()
-    beside.model.set_reshard_after_backward(False)
-    beside.model.set_reshard_after_forward(False)
+def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> None:
+    comparison = Comparison()
+    comparison.model.set_reshard_after_backward(False)
+    comparison.model.set_reshard_after_forward(False)
     for step in range(3):
         with gathers() as first:
-            beside.backward(3 * step)
+            comparison.backward(3 * step)
         with gathers() as then:
-            beside.backward(3 * step + 1)
-            beside.backward(3 * step + 2)
+            comparison.backward(3 * step + 1)
+            comparison.backward(3 * step + 2)
         assert len(first) == 5 and then == [], (first, then)
-        beside.step()
-    beside.backward(18)
-    _Past(beside.model.parameters()).step()
-    _Past(beside.plain.parameters()).step()
-    beside.model.zero_grad()
-    beside.plain.zero_grad()
-    beside.backward(20)
-    beside.step()
-    beside.model.set_reshard_after_backward(True)
-    beside.backward(21)
-    assert not any(unit.buffers.is_gathered for unit in (w._fsdp_unit for w in beside.model.fsdp_modules(beside.model)))
-    beside.step()
-    beside.model.set_reshard_after_backward(False)
-    beside.backward(22)
-    for wrapper in beside.model.fsdp_modules(beside.model):
+        comparison.step()
+    comparison.backward(18)
+    WritingThroughData(comparison.model.parameters()).step()
+    WritingThroughData(comparison.plain.parameters()).step()
+    comparison.model.zero_grad()
+    comparison.plain.zero_grad()
+    comparison.backward(20)
+    comparison.step()
+    comparison.model.set_reshard_after_backward(True)
+    comparison.backward(21)
+    assert not any(
+        unit.buffers.is_gathered for unit in (w._fsdp_unit for w in comparison.model.fsdp_modules(comparison.model))
+    )
+    comparison.step()
+    comparison.model.set_reshard_after_backward(False)
+    comparison.backward(22)
+    for wrapper in comparison.model.fsdp_modules(comparison.model):
         assert wrapper._fsdp_unit.buffers.is_gathered
         wrapper.reshard()
         assert not wrapper._fsdp_unit.buffers.is_gathered
         wrapper.reshard()
-    beside.step()
+    comparison.step()
 
 
 @on_ranks(2)
-def test_gathered_and_resharded_by_hand() -> None:
-    beside = Beside()
-    beside.backward(0)
-    beside.step()
+def test_unshard_and_reshard_by_hand() -> None:
+    comparison = Comparison()
+    comparison.backward(0)
+    comparison.step()
     for step, asynchronous in enumerate((False, True), 1):
-        layer = beside.model.layers[1]
+        layer = comparison.model.layers[1]
         with gathers() as early:
             handle = layer.unshard(async_op=asynchronous)
             assert (handle is None) is not asynchronous
             if handle is not None:
                 handle.wait()
         with gathers() as late:
-            beside.backward(step)
+            comparison.backward(step)
         assert len(early) == 1 and len(late) == 8, (early, late)
-        beside.step()
+        comparison.step()
     layer.unshard()
     layer.reshard()
     assert not layer._fsdp_unit.buffers.is_gathered
     with (
-        beside.model.summon_full_params(beside.model),
+        comparison.model.summon_full_params(comparison.model),
         pytest.raises(RuntimeError, match="is in SUMMONED: call"),
     ):
-        beside.model.reshard()
+        comparison.model.reshard()
 
 
 @on_ranks(2)
-def test_a_unit_that_its_backward_does_not_need() -> None:
-    beside = Beside()
-    beside.model.embed.set_unshard_in_backward(False)
+def test_set_unshard_in_backward_omits_the_gather() -> None:
+    comparison = Comparison()
+    comparison.model.embed.set_unshard_in_backward(False)
     for step in range(3):
         with gathers() as found:
-            beside.backward(step)
+            comparison.backward(step)
         assert len(found) == 8 and found.count("embed") == 1, found
-        beside.step()
-    beside.model.layers[0].set_unshard_in_backward(False)
-    loss = beside.model(batch(0)).sum()
+        comparison.step()
+    comparison.model.layers[0].set_unshard_in_backward(False)
+    loss = comparison.model(batch(0)).sum()
     with pytest.raises(RuntimeError, match="at version 1073741824"):
         loss.backward()
 
 
 @on_ranks(2)
-def test_lists_of_what_to_prefetch() -> None:
-    beside = Beside()
-    model = beside.model
+def test_explicit_prefetch_lists_set_the_order_of_gathers() -> None:
+    comparison = Comparison()
+    model = comparison.model
     layers = model.layers
     model.set_modules_to_forward_prefetch([model.embed, layers[1]])
-    model.set_reshard_after_forward(True, recurse=False)  # so that it looks for what comes next at its end
+    model.set_reshard_after_forward(True, recurse=False)  # so that the root prefetches the next unit at the end
     layers[1].set_modules_to_forward_prefetch([layers[2]])
     layers[2].set_modules_to_backward_prefetch([layers[0], layers[1]])
-    for model in (beside.model, copy.deepcopy(beside.model)):  # what a copy has listed are its own
+    for model in (comparison.model, copy.deepcopy(comparison.model)):  # a copy has separate prefetch lists
         for _ in range(2):
             with gathers() as forward:
                 loss = model(batch(0)).square().mean()
@@ -245,99 +247,99 @@ def test_lists_of_what_to_prefetch() -> None:
             order = ["root", "embed", "1", "0", "2"]
             assert (forward, backward) == (order, ["root", "2", "0", "1", "embed"])
             model.zero_grad()
-    beside.model.layers[2].set_modules_to_backward_prefetch([])
-    beside.backward(1)
-    beside.model.zero_grad()
-    beside.plain.zero_grad()
-    beside.backward(1)
-    beside.step()
+    comparison.model.layers[2].set_modules_to_backward_prefetch([])
+    comparison.backward(1)
+    comparison.model.zero_grad()
+    comparison.plain.zero_grad()
+    comparison.backward(1)
+    comparison.step()
     with pytest.raises(TypeError, match="got Linear"):
-        beside.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+        comparison.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="can prefetch other units, each once"):
-        beside.model.set_modules_to_forward_prefetch([beside.model])
+        comparison.model.set_modules_to_forward_prefetch([comparison.model])
 
 
 @on_ranks(2)
-def test_gradients_of_single_units_accumulate() -> None:
-    beside = Beside()
-    layer = beside.model.layers[0]
+def test_gradient_sync_can_be_switched_for_single_units() -> None:
+    comparison = Comparison()
+    layer = comparison.model.layers[0]
     layer.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
-        beside.backward(0)
+        comparison.backward(0)
     reduced = reductions(recorded.labels())
     assert len(reduced) == 4 and not any("layers.0" in label for label in reduced), reduced
     assert layer.linear.weight.grad.shape == (6, 6)
     layer.set_requires_gradient_sync(True)
-    beside.backward(1)
-    beside.step()
-    beside.model.set_requires_gradient_sync(False)
+    comparison.backward(1)
+    comparison.step()
+    comparison.model.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
-        beside.backward(2)
+        comparison.backward(2)
     assert not reductions(recorded.labels())
-    beside.model.set_requires_gradient_sync(True)
-    beside.backward(3)
-    beside.step()
+    comparison.model.set_requires_gradient_sync(True)
+    comparison.backward(3)
+    comparison.step()
 
 
 @on_ranks(2)
-def test_backwards_that_end_together() -> None:
-    beside = Beside()
+def test_several_backwards_reduce_together_at_the_last_one() -> None:
+    comparison = Comparison()
     for first in (0, 10):
-        beside.model.set_is_last_backward(False)
-        beside.backward(first)
-        beside.backward(first + 1)
+        comparison.model.set_is_last_backward(False)
+        comparison.backward(first)
+        comparison.backward(first + 1)
         with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
-            beside.model.clip_grad_norm_(1.0)
+            comparison.model.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
-            fsdp.full_grad(next(beside.model.parameters()))
-        beside.model.set_is_last_backward(True)
-        beside.backward(first + 2)
-        beside.step()
+            fsdp.full_grad(next(comparison.model.parameters()))
+        comparison.model.set_is_last_backward(True)
+        comparison.backward(first + 2)
+        comparison.step()
     with pytest.raises(RuntimeError, match="on the root"):
-        beside.model.layers[0].set_is_last_backward(False)
+        comparison.model.layers[0].set_is_last_backward(False)
 
 
 @on_ranks(2)
-def test_how_many_gradients_wait_for_their_reduction() -> None:
-    beside = Beside()
+def test_the_number_of_pending_reductions_is_configurable() -> None:
+    comparison = Comparison()
     for number in (1, 3):
-        beside.model.set_reduce_scatter_max_input_buffers(number)
-        assert beside.model._fsdp_unit.context.reductions.max_buffers == number
-        beside.backward(number)
-        beside.step()
+        comparison.model.set_reduce_scatter_max_input_buffers(number)
+        assert comparison.model._fsdp_unit.context.reductions.max_buffers == number
+        comparison.backward(number)
+        comparison.step()
     for wrong in (0, -1, True, 1.5):
         with pytest.raises(ValueError, match="positive number of buffers"):
-            beside.model.set_reduce_scatter_max_input_buffers(wrong)
+            comparison.model.set_reduce_scatter_max_input_buffers(wrong)
 
 
 @on_ranks(2)
-def test_a_budget_of_what_stays_gathered() -> None:
-    """Gathers and bytes by the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
-    nbytes = 4 * (6 * 6 + 6)  # of each layer; the embedding has 4 * 60 and runs first
+def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
+    """Gathers and bytes follow the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
+    nbytes = 4 * (6 * 6 + 6)  # bytes of each layer; the embedding has 4 * 60 and runs first
     for kept in (0, 1, 2, 3):
-        beside = Beside(keep_gathered_nbytes=kept * nbytes + 4)
+        comparison = Comparison(keep_gathered_nbytes=kept * nbytes + 4)
         for step in range(3):
             with gathers() as forward:
-                loss = beside.model(batch(step)).square().mean()
-            units = [wrapper._fsdp_unit for wrapper in beside.model.fsdp_modules(beside.model)]
+                loss = comparison.model(batch(step)).square().mean()
+            units = [wrapper._fsdp_unit for wrapper in comparison.model.fsdp_modules(comparison.model)]
             there = sum(unit.buffers.nbytes for unit in units if unit.buffers.is_gathered) - units[0].buffers.nbytes
             with gathers() as backward:
                 loss.backward()
             stay = kept if step else 0  # the first forward has no recorded order to choose from
             assert (len(forward), len(backward), there) == (5, 4 - stay, stay * nbytes)
-            beside.plain(batch(step)).square().mean().backward()
-            beside.step()
+            comparison.plain(batch(step)).square().mean().backward()
+            comparison.step()
         found = []
-        with beside.model.no_sync():  # what is kept from backward to forward is what comes first there
+        with comparison.model.no_sync():  # units kept from backward to forward are the first ones of the forward
             for step in (3, 4, 5):
                 with gathers() as several:
-                    beside.backward(step)
+                    comparison.backward(step)
                 found.append(several)
                 there = sum(unit.buffers.nbytes for unit in units[1:] if unit.buffers.is_gathered)
                 assert there == (0, nbytes, 240, nbytes + 240)[kept], f"{there} of {kept * nbytes + 4} bytes"
-        beside.backward(6)
-        beside.step()
-        if kept == 3:  # the embedding, and one layer: 240 and 168 of 508 bytes; then three layers
+        comparison.backward(6)
+        comparison.step()
+        if kept == 3:  # the embedding and one layer: 240 and 168 of 508 bytes; then three layers
             assert found == [["root", "embed", "0", "1", "2", "embed"], *[["1", "2", "embed"]] * 2], found
         if kept == 1:  # a layer alone, as the embedding is larger
             assert found[0] == ["root", "embed", "0", "1", "2", "1", "0", "embed"], found
@@ -351,7 +353,7 @@ def per_rank(step: int, rank: int) -> Tensor:
 
 
 def summed(steps: range, divisor: float) -> dict[str, Tensor]:
-    """The gradients of a plain model over the batches of all ranks, rank by rank and step by step."""
+    """Return the gradients of a plain model over the batches of all ranks, rank by rank and step by step."""
     torch.manual_seed(4)
     plain = Net()
     total = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
@@ -362,7 +364,7 @@ def summed(steps: range, divisor: float) -> dict[str, Tensor]:
 
 
 def close(found: dict[str, Tensor], wanted: dict[str, Tensor], terms: int) -> None:
-    """To the rounding of sums of so many float32 numbers in another order."""
+    """Compare up to the rounding of a sum of `terms` float32 numbers in another order."""
     for name, value in wanted.items():
         bound = terms * torch.finfo(torch.float32).eps * value.abs().max()
         assert (found[name] - value).abs().max() <= bound, name
@@ -387,13 +389,13 @@ def test_sums_of_gradients_are_divided_by_any_number() -> None:
             close(full_gradients(model), summed(range(step, step + 1), factor or 4), 4)
             model.zero_grad()
         model.set_gradient_divide_factor(2)
-        copied = copy.deepcopy(model)  # divides as the original does
+        copied = copy.deepcopy(model)  # the copy divides as the original does
         copied(per_rank(0, rank)).square().mean().backward()
         close(full_gradients(copied), summed(range(1), 2), 4)
 
 
 @on_ranks(1)
-def test_one_rank_divides_as_well() -> None:
+def test_gradients_are_divided_on_one_rank() -> None:
     model = build(sharding_strategy=NO_SHARD)
     model.set_gradient_divide_factor(4.0)
     seen: list[int] = []
@@ -421,7 +423,7 @@ def test_one_rank_divides_as_well() -> None:
 
 
 @on_ranks(4)
-def test_gradients_are_reduced_over_replicas_when_they_are_wanted() -> None:
+def test_gradients_are_reduced_over_replicas_only_when_requested() -> None:
     rank = dist.get_rank()
     for strategy, shard in [(HYBRID, 2), (HYBRID_2, 2), (HYBRID, 1)]:
         model = _on_four(strategy, shard)
@@ -440,17 +442,17 @@ def test_gradients_are_reduced_over_replicas_when_they_are_wanted() -> None:
             with record_collectives() as recorded:
                 model(per_rank(first + 2, rank)).square().mean().backward()
             over_replicas = reductions(recorded.labels("all_reduce"))
-            assert len(over_replicas) == 5  # one per unit: the first two backwards cost none between replicas
+            assert len(over_replicas) == 5  # one per unit: the first two backwards use no collective between replicas
             sent = [r.nbytes for r in recorded.records if r.op == "all_reduce" and "reduce " in str(r.label)]
             shards = [4 * sum(b.layout.padded_numel for b in u.buckets) // shard for u in fsdp.shard_info(model)]
-            assert sorted(sent) == sorted(shards), (sent, shards)  # of what three backwards have summed up, once
+            assert sorted(sent) == sorted(shards), (sent, shards)  # the sum of three backwards, reduced once
             close(full_gradients(model), summed(range(first, first + 3), 4), 12)
             model.zero_grad()
 
 
 @on_ranks(4)
-def test_a_hook_has_the_reduced_gradients() -> None:
-    """What it gets is reduced over all groups, and what it makes of that is the gradient."""
+def test_an_all_reduce_hook_receives_the_reduced_gradients() -> None:
+    """The gradient passed to the hook is reduced over all groups, and the hook's result becomes the gradient."""
     rank = dist.get_rank()
     for strategy, shard in [(FULL, 0), (HYBRID, 2), (NO_SHARD, 0)]:
         model = _on_four(strategy, shard)
@@ -464,7 +466,7 @@ def test_a_hook_has_the_reduced_gradients() -> None:
 
 
 @on_ranks(2)
-def test_a_stream_for_the_hook_is_refused_on_cpu() -> None:
+def test_a_stream_for_the_all_reduce_hook_is_refused_on_cpu() -> None:
     """CPU has no streams."""
     model = build()
     with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
@@ -474,16 +476,16 @@ def test_a_stream_for_the_hook_is_refused_on_cpu() -> None:
 
 @on_ranks(2)
 def test_sums_in_the_collectives_give_the_same_gradients() -> None:
-    """`set_force_sum_reduction_for_comms()`; a second group for reductions is refused by name."""
-    beside = Beside()
-    for module in FullyShardedDataParallel.fsdp_modules(beside.model):
+    """`set_force_sum_reduction_for_comms()` changes no value; a separate process group for reductions is refused."""
+    comparison = Comparison()
+    for module in FullyShardedDataParallel.fsdp_modules(comparison.model):
         module.set_force_sum_reduction_for_comms(True)
-    beside.backward(0)
-    assert all(unit.buffers.communicator.sums_only for unit in units_of(beside.model))
-    beside.step()
-    beside.model.set_separate_reduce_scatter_group(False)
+    comparison.backward(0)
+    assert all(unit.buffers.communicator.sums_only for unit in units_of(comparison.model))
+    comparison.step()
+    comparison.model.set_separate_reduce_scatter_group(False)
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\)"):
-        beside.model.set_separate_reduce_scatter_group()
+        comparison.model.set_separate_reduce_scatter_group()
 
 
 SWITCHES: dict[str, Callable[[Any], None]] = {
@@ -499,7 +501,7 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 
 
 @on_ranks(2)
-def test_what_switches_refuse() -> None:
+def test_switches_validate_arguments_and_call_order() -> None:
     model = build()
     for name, wrong in SWITCHES.items():
         with pytest.raises(TypeError, match=f"{name} must be a bool"):

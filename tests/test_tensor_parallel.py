@@ -45,7 +45,7 @@ WIDTH, HIDDEN, LENGTH = 6, 10, 4
 
 
 class Block(nn.Module):
-    """Of a transformer: heads stand for attention. What tensor parallelism leaves alone is beside what it cuts."""
+    """A transformer block without softmax. Some parameters are not split by tensor parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class _Cut:
-    """Along the sequence, for what is parallel in that."""
+class SequenceParallelStyle:
+    """Splits activations along the sequence dimension for the sequence-parallel modules."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -87,11 +87,11 @@ class _Cut:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return DTensor.from_local(x, self.mesh, [Replicate()])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Cut:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelStyle:
         return self
 
 
-def grid() -> DeviceMesh:
+def make_mesh() -> DeviceMesh:
     number = next(numbers)
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{number}", f"tp{number}"))
 
@@ -109,7 +109,7 @@ def parallel(net: Net, tp: DeviceMesh) -> Net:
     }
     for block in net.blocks:
         parallelize_module(block, tp, plan)
-        block.sequence.append(_Cut(tp))
+        block.sequence.append(SequenceParallelStyle(tp))
     return net
 
 
@@ -127,8 +127,8 @@ def loss_of(model: nn.Module, step: int, replica: int) -> torch.Tensor:
     return model(x).float().square().mean()
 
 
-def by_hand(net: Net, dp: DeviceMesh, steps: int, micro: int = 1) -> list[torch.Tensor]:
-    """Trains the tensor-parallel model with gradients averaged over `dp` by hand; the losses."""
+def train_by_hand(net: Net, dp: DeviceMesh, steps: int, micro: int = 1) -> list[torch.Tensor]:
+    """Train the tensor-parallel model with gradients averaged over `dp` by hand, and return the losses."""
     params = [param for param in net.parameters() if param.requires_grad]
     optimizer, losses = sgd_of_halves(params), []
     for step in range(steps):
@@ -156,7 +156,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(model: FSDP, replica: int, steps: int, micro: int = 1) -> list[torch.Tensor]:
-    """The losses; the last gradients stay."""
+    """Train and return the losses; the last gradients stay."""
     optimizer, losses = sgd_of_halves([p for p in model.parameters() if p.requires_grad]), []
     for step in range(steps):
         for part in range(micro):
@@ -178,7 +178,7 @@ def summoned(model: FSDP) -> dict[str, torch.Tensor]:
         return {clean_name(name): whole(param).clone() for name, param in model.named_parameters()}
 
 
-def same(found: Any, expected: Any, what: str) -> None:
+def assert_same(found: Any, expected: Any, what: str) -> None:
     assert len(found) == len(expected), what
     pairs = (
         [(name, found[name], expected[name]) for name in expected]
@@ -190,8 +190,8 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 
 @on_ranks(4)
-def test_it_trains_as_the_tensor_parallel_model_does_bit_for_bit() -> None:
-    mesh = grid()
+def test_training_equals_the_tensor_parallel_model_bit_for_bit() -> None:
+    mesh = make_mesh()
     dp, tp = dp_tp(mesh)
     replica = dp.get_local_rank()
     strategies: list[dict[str, Any]] = [
@@ -203,20 +203,20 @@ def test_it_trains_as_the_tensor_parallel_model_does_bit_for_bit() -> None:
     by_turns = [*zip(itertools.cycle((False, True)), strategies)]
     for steps, micro, ways in ((5, 1, both), (3, 2, both), (2, 1, by_turns)):
         net = parallel(Net(), tp)
-        losses = by_hand(net, dp, steps, micro)
+        losses = train_by_hand(net, dp, steps, micro)
         expected = {name: whole(param) for name, param in net.named_parameters()}
         for uop, options in ways:
             what = f"use_orig_params={uop}, {options}, {micro} backwards a step"
             model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, **options)
-            same(trained(model, replica, steps, micro), losses, what)
-            same(summoned(model), expected, what)
+            assert_same(trained(model, replica, steps, micro), losses, what)
+            assert_same(summoned(model), expected, what)
 
 
 # -- what else is done with parameters ---------------------------------------------------------------------------------
 
 
 def leaves_are_dtensors(model: FSDP, dtype: torch.dtype) -> list[Any]:
-    """Notes at each forward how the parameters of a block look to it."""
+    """Check at each forward that the parameters of a block are DTensors of `dtype`."""
     seen: list[Any] = []
 
     def look(module: Any, args: Any) -> None:
@@ -238,7 +238,7 @@ def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
     low, high, replica = torch.bfloat16, torch.float64, dp.get_local_rank()
     expected = loss_of(parallel(Net(dtype=low), tp), 0, replica)
     net = parallel(Net(dtype=high), tp)
-    losses = by_hand(net, dp, 2)
+    losses = train_by_hand(net, dp, 2)
     for uop in (False, True):
         model = wrapped(
             parallel(Net(), tp), dp, use_orig_params=uop, mixed_precision=MixedPrecision(low, torch.float32)
@@ -255,13 +255,15 @@ def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
         model.zero_grad()
         model.double()
         seen.clear()
-        same(trained(model, replica, 2), losses, "in double precision")
+        assert_same(trained(model, replica, 2), losses, "in double precision")
         assert seen == looks * 2
-        same(summoned(model), {name: whole(param) for name, param in net.named_parameters()}, "in double precision")
+        assert_same(
+            summoned(model), {name: whole(param) for name, param in net.named_parameters()}, "in double precision"
+        )
 
 
 def check_ignored(dp: DeviceMesh, tp: DeviceMesh, norm: float) -> None:
-    """Gradients of ignored parameters are the user's to average, and count in the norm."""
+    """Gradients of ignored parameters are averaged by the user, and count in the norm."""
     replica = dp.get_local_rank()
     for uop in (False, True):
         net = parallel(Net(), tp)
@@ -278,13 +280,13 @@ def check_ignored(dp: DeviceMesh, tp: DeviceMesh, norm: float) -> None:
 
 
 class Odd(nn.Module):
-    """Parts of different sizes, of which one is empty."""
+    """A layer whose parts differ in size; one of them is empty."""
 
     def __init__(self, tp: DeviceMesh) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tp = [tp]
-        self.scales = nn.Parameter(torch.rand(12))  # each rank of tensor parallelism shares it in another way
+        self.scales = nn.Parameter(torch.rand(12))  # each rank of tensor parallelism shards it differently
         self.weight = nn.Parameter(distribute_tensor(torch.randn(5, 3), tp, [Shard(0)]))
         self.single = nn.Parameter(distribute_tensor(torch.randn(1, 5), tp, [Shard(0)]))
         self.plain = nn.Parameter(torch.randn(3))
@@ -308,7 +310,7 @@ def check_odd(dp: DeviceMesh, tp: DeviceMesh) -> None:
             dist.all_reduce(grad, group=dp.get_group())
             total += float((grad / 2).double().square().sum())
         assert float(model.clip_grad_norm_(1.0)) == pytest.approx(math.sqrt(total), rel=1e-6)
-        same(summoned(model), {name: whole(param) for name, param in plain.named_parameters()}, "odd sizes")
+        assert_same(summoned(model), {name: whole(param) for name, param in plain.named_parameters()}, "odd sizes")
 
 
 def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
@@ -336,23 +338,23 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
 
 @on_ranks(4)
 def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
-    mesh = grid()
+    mesh = make_mesh()
     dp, tp = dp_tp(mesh)
     replica, everyone = dp.get_local_rank(), dist.group.WORLD
     net = parallel(Net(), tp)
-    by_hand(net, dp, 1)
+    train_by_hand(net, dp, 1)
     grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
     values = {name: whole(param) for name, param in net.named_parameters()}
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for uop in (False, True):
-        # sync_module_states gives all replicas what the first has
+        # sync_module_states gives all replicas the values of the first
         model = wrapped(parallel(Net(seed=replica), tp), dp, use_orig_params=uop, sync_module_states=True)
         expected, seen = leaves_are_dtensors(model, torch.float32)
         twin = copy.deepcopy(model)
         trained(model, replica, 1)
         assert seen == expected
-        same(summoned(model), values, "synchronised")
+        assert_same(summoned(model), values, "synchronised")
         # the norm counts each part once, and is the same on all ranks
         for order, is_norm in ((2, norm), (math.inf, largest)):
             found = model.clip_grad_norm_(1e-3, order)
@@ -361,8 +363,8 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
             dist.all_gather(several, found, group=everyone)
             assert all(torch.equal(one, found) for one in several)
             trained(model := copy.deepcopy(twin), replica, 1)
-            same(summoned(model), values, "a copy")
-        # whole values and gradients of the parts that users hold
+            assert_same(summoned(model), values, "a copy")
+        # full values and gradients of sharded parameters
         assert num_params(model) == sum(param.numel() for param in Net().parameters())
         if uop:
             for name, param in model.named_parameters():
@@ -380,7 +382,7 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
             doubled = {clean_name(name): full_grad(param) for name, param in model.named_parameters()}
             assert torch.equal(doubled["blocks.0.up.weight"], 2 * grads["blocks.0.up.weight"])
             assert torch.equal(doubled["blocks.0.up.bias"], torch.ones(HIDDEN))
-        # what is written to summoned parameters, or put in their place, stays
+        # values written to summoned parameters, and replacements of them, stay
         with FSDP.summon_full_params(model), torch.no_grad():
             model.blocks[1].down.weight.mul_(2)
             model.blocks[1].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
@@ -394,14 +396,14 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
         model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
         loss_of(model, 0, replica).backward()
         assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
-        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are there
+        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are gathered
             model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
             trained(model, replica, 1)
-            same(summoned(model), values, "checked leaves")
+            assert_same(summoned(model), values, "checked leaves")
         with torch.device("meta"):
             net = parallel(Net(), tp)
         model = wrapped(net, dp, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
-        same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
+        assert_same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
     check_precision(dp, tp)
     check_ignored(dp, tp, norm)
     check_odd(dp, tp)
@@ -436,8 +438,8 @@ def optim_state(library: Any, model: Any, optimizer: Any, kind: str) -> dict[str
             return library.optim_state_dict(model, optimizer)
 
 
-def like(found: Any, expected: Any, what: str) -> None:
-    """Equal in all that a tensor of a state dict is."""
+def assert_like(found: Any, expected: Any, what: str) -> None:
+    """Check that two tensors of state dicts agree in type, placement, dtype and values."""
     assert type(found) is type(expected), f"{what}: {type(found)} instead of {type(expected)}"
     if isinstance(expected, DTensor):
         assert found.placements == expected.placements, f"{what}: {found.placements}, {expected.placements}"
@@ -463,31 +465,31 @@ def trained_with(model: Any, replica: int, steps: int = 2) -> torch.optim.Optimi
 def check_files(
     path: Path, model: FSDP, optimizer: Any, values: Any, of_all: Any, dp: DeviceMesh, tp: DeviceMesh
 ) -> None:
-    """Checkpoints from 2 x 2 ranks into 2 x 2 and 4 ranks, plain models, and back."""
+    """Load checkpoints from 2 x 2 ranks into 2 x 2 and 4 ranks and into plain models, and back."""
     checkpoint.async_save(path / "first", model, optimizer).result()
     found = checkpoint.load_plain(path / "first", progress=False)
-    same(found.model, values, "load_plain")
+    assert_same(found.model, values, "load_plain")
     assert found.optimizer is not None
     for name, key in of_all:
-        like(found.optimizer["state"][name][key], of_all[name, key], f"load_plain: {key} of {name}")
+        assert_like(found.optimizer["state"][name][key], of_all[name, key], f"load_plain: {key} of {name}")
     replica = dp.get_local_rank()
     flat = FSDP(Net(1).requires_grad_(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     of_flat = trained_with(flat, replica, steps=1)
     checkpoint.load(path / "first", flat, of_flat, progress=False)
-    same(summoned(flat), values, "loaded by four ranks")
+    assert_same(summoned(flat), values, "loaded by four ranks")
     checkpoint.save(path / "second", flat, of_flat, progress=False)
     uop = not model.blocks[0]._fsdp_unit.policy.tree.use_orig_params
     back = wrapped(parallel(Net(2).requires_grad_(), tp), dp, use_orig_params=uop)
     of_back = trained_with(back, replica, steps=1)
     checkpoint.load(path / "second", back, of_back, progress=False)
-    same(summoned(back), values, "loaded from four ranks")
+    assert_same(summoned(back), values, "loaded from four ranks")
     again = optim_state(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
     for name, key in of_all:
-        like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
+        assert_like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
 
 
 def check_first(model: FSDP, optimizer: Any, other: FSDP, fresh: Any, values: Any, of_all: Any) -> None:
-    """What rank 0 alone has been given comes to all."""
+    """Load a state that only rank 0 has into all ranks."""
     configs = api.FullStateDictConfig(rank0_only=True), api.FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
         given, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
@@ -495,10 +497,10 @@ def check_first(model: FSDP, optimizer: Any, other: FSDP, fresh: Any, values: An
     with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, *configs):
         other.load_state_dict(given if dist.get_rank() == 0 else {})
         fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))
-    same(summoned(other), values, "loaded from rank 0")
+    assert_same(summoned(other), values, "loaded from rank 0")
     again = optim_state(FSDP, other, fresh, "FULL_STATE_DICT")["state"]
     for name, key in of_all:
-        like(again[name][key], of_all[name, key], f"loaded from rank 0, {key} of {name}")
+        assert_like(again[name][key], of_all[name, key], f"loaded from rank 0, {key} of {name}")
 
 
 def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
@@ -507,12 +509,12 @@ def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
     alike: Any = {"sharding_strategy": ShardingStrategy.NO_SHARD}
     for uop, options in itertools.product((False, True), ({}, alike)):
         model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop, **options) for _ in range(2))
-        like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
+        assert_like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
         files = path / f"{uop}, {len(options)}"
         checkpoint.save(files, model, progress=False)
-        same(checkpoint.load_plain(files, progress=False).model, values, "odd sizes, load_plain")
+        assert_same(checkpoint.load_plain(files, progress=False).model, values, "odd sizes, load_plain")
         sharded = state_of(FSDP, model, "SHARDED_STATE_DICT")
-        same({name: whole(value) for name, value in sharded.items()}, values, "odd sizes, sharded")
+        assert_same({name: whole(value) for name, value in sharded.items()}, values, "odd sizes, sharded")
         for of_files in (True, False):
             with FSDP.summon_full_params(noise), torch.no_grad():
                 for param in noise.parameters():
@@ -521,12 +523,12 @@ def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
                 checkpoint.load(files, noise, progress=False)
             else:
                 load_state(FSDP, noise, "SHARDED_STATE_DICT", sharded)
-            same(summoned(noise), values, "odd sizes, loaded")
+            assert_same(summoned(noise), values, "odd sizes, loaded")
 
 
 @on_ranks(4)
-def test_state_is_what_torch_has_and_goes_to_any_number_of_ranks(tmp_path: Path) -> None:
-    mesh = grid()
+def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) -> None:
+    mesh = make_mesh()
     dp, tp = dp_tp(mesh)
     replica = dp.get_local_rank()
     theirs = TorchFSDP(
@@ -548,23 +550,23 @@ def test_state_is_what_torch_has_and_goes_to_any_number_of_ranks(tmp_path: Path)
         optimizer = trained_with(model, replica)
         full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
         assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
-        for name in full:  # torch's full ones are DTensors of tensor parallelism
-            like(full[name], values[name], f"full {name}")
-            like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
+        for name in full:  # torch's full values are DTensors of tensor parallelism
+            assert_like(full[name], values[name], f"full {name}")
+            assert_like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
         alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
         assert set(alone) == (set(full) if replica == 0 else set())
         for name in alone:
-            like(alone[name], values[name], f"rank0_only {name}")
+            assert_like(alone[name], values[name], f"rank0_only {name}")
         with FSDP.summon_full_params(model):
             for name, value in state_of(FSDP, model, kinds[1]).items():
-                like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
-        # and back, whoever made it
+                assert_like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
+        # Each library loads the state of the two.
         plain = {name: value.clone() for name, value in values.items()}
         givens = [(kinds[0], full), (kinds[0], plain), (kinds[1], sharded), (kinds[0], expected[kinds[0]])]
         for kind, given in givens[uop::2]:
             noise = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=uop)
             load_state(FSDP, noise, kind, given)
-            same(summoned(noise), values, f"loaded from {kind}")
+            assert_same(summoned(noise), values, f"loaded from {kind}")
         load_state(TorchFSDP, theirs, kinds[1], sharded)
         # optimizer state
         for kind in kinds:
@@ -572,14 +574,14 @@ def test_state_is_what_torch_has_and_goes_to_any_number_of_ranks(tmp_path: Path)
             assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)
             for name, key in of_all:
                 value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
-                like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
+                assert_like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
             other = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=not uop)
             fresh = trained_with(other, replica, steps=1)
             with FSDP.state_dict_type(other, StateDictType[kind]):
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
             again = optim_state(FSDP, other, fresh, kinds[0])["state"]
             for name, key in of_all:
-                like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
+                assert_like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
         check_first(model, optimizer, other, fresh, values, of_all)
         check_files(tmp_path / str(uop), model, optimizer, values, of_all, dp, tp)
     check_odd_state(tmp_path / "odd", dp, tp)

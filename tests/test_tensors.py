@@ -1,4 +1,4 @@
-"""Whole parameters and gradients from the parts that users hold."""
+"""Full parameters and gradients of sharded parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_whole_parameters_and_gradients() -> None:
+def test_full_tensor_returns_full_parameters_and_gradients() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in ({"sharding_strategy": FULL}, {"sharding_strategy": NO_SHARD}, {"mixed_precision": precision}):
         model, plain = build(**options), plain_net()
@@ -56,7 +56,7 @@ def test_whole_parameters_and_gradients() -> None:
 
 
 @on_ranks(2)
-def test_whole_flat_parameters() -> None:
+def test_full_tensor_splits_flat_parameters() -> None:
     model, plain = build(use_orig_params=False, sharding_strategy=GRAD_OP), plain_net()
     train(model)
     train(plain)
@@ -73,8 +73,8 @@ def test_whole_flat_parameters() -> None:
 
 
 @on_ranks(2)
-def test_groups_by_dimension() -> None:
-    """An optimizer whose groups are made by dimensions decays what it decays for the plain model."""
+def test_an_optimizer_grouped_by_dimensions_trains_as_the_plain_one() -> None:
+    """Weight decay applies to the same parameters as for the plain model."""
     plain: Any = plain_net()
     several = [[p for p in plain.parameters() if p.dim() >= 2], [p for p in plain.parameters() if p.dim() < 2]]
     theirs = torch.optim.AdamW(
@@ -93,8 +93,7 @@ def test_groups_by_dimension() -> None:
 
 
 @on_ranks(2)
-def test_parameters_of_no_unit() -> None:
-    """What no unit has is what it is."""
+def test_parameters_outside_of_units_are_returned_unchanged() -> None:
     ignored = nn.Linear(3, 2)
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 3), ignored), ignored_modules=[ignored])
     assert fsdp.global_shape(ignored.weight) == (2, 3) and fsdp.full_grad(ignored.weight) is None
@@ -105,11 +104,12 @@ def test_parameters_of_no_unit() -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:
+def test_a_parameter_with_the_id_of_a_deleted_one_is_not_confused_with_it() -> None:
     model = build()
     first, second = model.module.head.parameters()
     assert fsdp.global_shape(first) == (2, 6)
-    tensors._locations[id(second)] = tensors._locations[id(first)]  # as where one is deleted, and another gets its id
+    # as if a parameter is deleted and a new one gets that id
+    tensors._locations[id(second)] = tensors._locations[id(first)]
     assert fsdp.global_shape(second) == (2,)
     other = torch.zeros(1)
     tensors._locations[id(other)] = tensors._locations[id(first)]

@@ -1,7 +1,7 @@
-"""Ranks may be threads of one process: torch's threaded group, whose works take no timeout.
+"""Ranks as threads of one process: torch's threaded group, whose works take no timeout.
 
-The same numbers as from processes, and nothing that a rank keeps is another's: models, optimizers, labels of
-collectives, checkpoints. The jobs are small; what they check in depth, other tests do with processes.
+Values equal those from processes, and the ranks share no state: models, optimizers, labels of collectives, checkpoints.
+The jobs are small; tests with processes cover the details.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CASES = ["mlp", "segment-reentrant"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_parity(case: str) -> None:
-    """Gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
+def test_threads_train_as_the_plain_model(case: str) -> None:
+    """Compare gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
     schedule, names = Schedule(2, micro=2), [name for name, _ in ZOO[case].build().named_parameters()]
     unused = [name for name in names if name.startswith(ZOO[case].unused or "//")]
     plain = run_plain(ZOO[case], adamw, 2, schedule, zero_grads=unused)
@@ -48,8 +48,8 @@ def test_parity(case: str) -> None:
                 assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, optimizer state")
 
 
-def test_clipping_and_checkpoints(tmp_path: Path) -> None:
-    """One norm for all ranks, the plain model's; state dicts of all kinds, and a save, into another model."""
+def test_threads_clip_save_and_load_as_processes(tmp_path: Path) -> None:
+    """All ranks return the plain model's norm; state dicts of all kinds and a checkpoint load into a second model."""
     case = ZOO["mlp"]
     plain = case.build()
     for rank in range(2):
@@ -83,7 +83,7 @@ def test_clipping_and_checkpoints(tmp_path: Path) -> None:
 
 
 class WithoutTimeout(dist.Work):
-    """Work of a group that is written in Python, over once ``over`` is; it may fail then."""
+    """Work of a process group written in Python, which completes (or fails) once ``over`` is set."""
 
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class WithoutTimeout(dist.Work):
         return True
 
 
-class Impatient:
+class CompletingWatch:
     """A watch of slow ranks that completes the work in flight."""
 
     timeout, epoch = 30.0, 0
@@ -120,11 +120,11 @@ class Impatient:
         raise AssertionError("the host waits")
 
 
-def test_works_without_a_timeout_are_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting thread compares the ranks meanwhile, and gets the result of the one wait."""
+def test_work_without_a_timeout_is_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting thread compares the ranks meanwhile, and gets the result of the single wait."""
     monkeypatch.setattr(threads, "PATIENCE", timedelta(seconds=0.01))
     work = WithoutTimeout()
-    watch = Impatient(work, OutOfStep("gone"))
+    watch = CompletingWatch(work, OutOfStep("gone"))
     blocking = Work([work], watch, "gather", on_host=True)
     for _ in range(2):
         with pytest.raises(OutOfStep, match="gone"):
@@ -134,11 +134,11 @@ def test_works_without_a_timeout_are_waited_for_in_a_thread(monkeypatch: pytest.
     assert work.waits == 1 and blocking.poll()
     failing = WithoutTimeout(RuntimeError("closed"))
     with pytest.raises(RuntimeError, match=r"gather: closed\. True False"):
-        Work([failing], Impatient(failing), "gather", on_host=True).wait()
+        Work([failing], CompletingWatch(failing), "gather", on_host=True).wait()
 
 
 class Late(dist.Work):
-    """Work that ends just after the first wait for it was given up."""
+    """Work that completes just after the first wait timed out."""
 
     waits = 0
 
@@ -152,14 +152,14 @@ class Late(dist.Work):
         return self.waits > 0
 
 
-def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
+def test_work_that_ends_just_after_a_timeout_has_not_failed() -> None:
     work = Late()
-    Work([work], Impatient(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
+    Work([work], CompletingWatch(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
     assert work.waits == 2
 
 
 def stop_all(before: set[threading.Thread]) -> list[str]:
-    """As test suites do with the daemons that a test has left."""
+    """Stop the daemon threads that a test left, as test suites do."""
     left = sorted(set(threading.enumerate()) - before, key=lambda thread: thread.name)
     for thread in left:
         assert thread.daemon
@@ -169,7 +169,7 @@ def stop_all(before: set[threading.Thread]) -> list[str]:
 
 
 @on_ranks(2)
-def test_threads_that_were_stopped_are_started_again() -> None:
+def test_stopped_threads_are_restarted() -> None:
     before = {thread for thread in threading.enumerate() if not thread.name.startswith("fsdp")}
     torch.manual_seed(0)
     model = wrap(nn.Linear(1500, 1500), use_orig_params=True, wrap_policy=None)  # large enough for recycled memory
@@ -183,18 +183,18 @@ def test_threads_that_were_stopped_are_started_again() -> None:
             assert set(stop_all(before)) <= {
                 "fsdp wait",
                 "fsdp collectives",
-            }  # the second of earlier tests in the process
+            }  # earlier tests in this process may have started a second thread
             assert stop_all(before) == []
     assert len(set(states)) == 4
 
 
-def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the action that is under way; work that comes later gets another thread."""
+def test_a_waiting_thread_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread finishes the current action; later work gets another thread."""
     monkeypatch.setattr(threads, "IDLE", 0.01)
     before, meet, given_back = set(threading.enumerate()), threading.Event(), threading.Event()
     result = threads.in_thread(lambda: meet.wait(30))
     busy = set(threading.enumerate()) - before
-    assert len(busy) <= 1  # an idle one was there
+    assert len(busy) <= 1  # an idle thread is there
     threading.Timer(0.1, meet.set).start()
     if busy:
         busy.pop().stop()  # type: ignore[attr-defined]
@@ -214,8 +214,8 @@ def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyP
         when_idle.asked()
 
 
-def test_a_label_is_what_its_own_thread_communicates_for() -> None:
-    """Passes of other ranks in the same process do not change the label of this rank."""
+def test_labels_of_collectives_are_separate_per_thread() -> None:
+    """Passes of peers in the same process do not change the label of this rank."""
     meet = threading.Barrier(2, timeout=30)
 
     def label() -> tuple[str | None, str | None]:
@@ -231,7 +231,7 @@ def test_a_label_is_what_its_own_thread_communicates_for() -> None:
 # -- the harness -------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_failing_rank_is_shown_and_ends_the_others() -> None:
+def test_the_first_failing_thread_is_shown_and_ends_its_peers() -> None:
     def fail() -> None:
         if dist.get_rank() == 1:
             raise KeyError("the reason")
@@ -243,7 +243,7 @@ def test_the_first_failing_rank_is_shown_and_ends_the_others() -> None:
     assert run_threads(3, dist.get_rank) == [0, 1, 2]
 
 
-def test_ranks_that_wait_for_ever_are_shown_and_ended() -> None:
+def test_threads_that_never_return_are_shown_and_ended() -> None:
     def wait_alone() -> None:
         if dist.get_rank() == 0:
             dist.barrier()

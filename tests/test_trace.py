@@ -1,4 +1,4 @@
-"""`fsdp.trace`: it records the collectives and waits of a step, and nothing outside of its context."""
+"""`fsdp.trace` records the collectives and waits of a step, and no events outside of the context."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _saved(t: fsdp.Trace) -> None:
     assert any("nested units" in word for word in words) and json.loads(t.to_json())[0]["unit"] == ""
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
-    for row in rows:  # of one row nothing overlaps but what lies in something else
+    for row in rows:  # events of one row overlap only if they are nested
         own = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
         ends: list[float] = []
         for start, negative in own:
@@ -69,7 +69,7 @@ def _saved(t: fsdp.Trace) -> None:
 
 
 @on_ranks(2)
-def test_a_step_is_recorded_as_it_was() -> None:
+def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
     policy = ModuleWrapPolicy({Layer})
     model = FullyShardedDataParallel(_build(), auto_wrap_policy=policy)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_a_step_is_recorded_as_it_was() -> None:
     assert [event.unit for event in counted["reduce"]] == ["", *reversed(LAYERS)]
     waits = [event for event in t.events if event.phase == "wait"]
     assert {event.of for event in waits} == {"gather", "reduce"}
-    for wait in waits:  # each is within what it waits for
+    for wait in waits:  # each wait lies within the collective that it waits for
         inside = [e for e in t.events if (e.unit, e.phase) == (wait.unit, wait.of) and e.start <= wait.start <= e.end]
         assert inside and wait.end <= inside[-1].end
     spent = sum(event.end - event.start for event in waits if event.unit == "1" and event.of == "gather")
@@ -103,7 +103,7 @@ def test_a_step_is_recorded_as_it_was() -> None:
     ]
     known = len(t.events)
     _step(model)
-    assert recorder() is None and len(t.events) == known  # it is over
+    assert recorder() is None and len(t.events) == known  # the trace has ended
     _saved(t)
     with fsdp.trace(model), pytest.raises(RuntimeError, match="a step is being traced already"), fsdp.trace(model):
         pass
@@ -125,8 +125,8 @@ def test_an_all_reduce_of_replicas_has_the_planned_bytes() -> None:
     assert sum(event.nbytes for event in t.events if event.phase == "reduce") == planned.reduced_nbytes > 0
 
 
-def test_exposed_parts_of_collectives_on_an_accelerator() -> None:
-    """There the host does not wait: a collective is exposed while no unit computes."""
+def test_collectives_of_an_accelerator_are_exposed_while_no_unit_computes() -> None:
+    """On an accelerator the host does not wait for collectives."""
     compute = [Event("a", "forward", 1.0, 2.0), Event("b", "forward", 1.5, 3.0)]
     gathers = [Event("a", "gather", 0.0, 1.0), Event("b", "gather", 0.5, 1.5), Event("c", "gather", 2.5, 4.0)]
     waits = [(event.unit, event.start, event.end, event.of) for event in _exposed([*compute, *gathers])]

@@ -1,5 +1,5 @@
-"""Sharding on one dimension of a mesh and tensor parallelism on another, as users build it: ``parallelize_module`` on a
-transformer, with sequence parallelism of its norms, beside torch's DDP and the same tensor parallelism.
+"""Sharding on one dimension of a mesh and tensor parallelism on another: ``parallelize_module`` on a transformer with
+sequence parallelism of the norms, compared with torch's DDP and the same tensor parallelism.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
 
 
 def parallel(net: Transformer, tp: DeviceMesh) -> Transformer:
-    cut, everywhere = Shard(1), Replicate()  # along the sequence, which is what embedding, norms and residuals have
+    cut, everywhere = Shard(1), Replicate()  # along the sequence, as for embedding, norms and residuals
     gathers = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(everywhere,))
     of_net = {
         "embed": RowwiseParallel(input_layouts=everywhere, output_layouts=cut),
@@ -123,9 +123,10 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class World(NamedTuple):
-    """A mesh of these ranks, whose last dimension is tensor parallelism's: the ranks of the others, which rank of them
-    this is, and what a wrapper is told of them."""
+class Layout(NamedTuple):
+    """A mesh of these ranks, whose last dimension is that of tensor parallelism; with this rank's data-parallel group,
+    the rank in it, and the wrapper's arguments.
+    """
 
     data: Any
     index: int
@@ -133,7 +134,7 @@ class World(NamedTuple):
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, *shape: int) -> World:
+    def of(cls, *shape: int) -> Layout:
         number = next(numbers)
         names = tuple(f"{name}{number}" for name in ("replicate", "shard", "tp")[-len(shape) :])
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -147,16 +148,16 @@ class World(NamedTuple):
 
 
 class Local(nn.Module):
-    """What DDP can train of a tensor-parallel model: the local tensors, around which its parameters are made."""
+    """The local tensors of a tensor-parallel model, in a form that DDP can train."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.params: dict[str, Any] = dict(net.named_parameters())
-        self.held = nn.ParameterList(local_of(param.detach()).clone() for param in self.params.values())
+        self.local_parts = nn.ParameterList(local_of(param.detach()).clone() for param in self.params.values())
         self.net = [net]
 
     def around(self, values: Iterable[Tensor]) -> dict[str, Any]:
-        """The parameters, or what there is one of for each, as ``DTensor`` s."""
+        """Return the parameters, or given tensors for each of them, as ``DTensor`` s."""
         found: dict[str, Any] = {}
         for value, (name, param) in zip(values, self.params.items()):
             found[name] = value
@@ -166,11 +167,11 @@ class Local(nn.Module):
         return found
 
     def forward(self, *args: Any) -> Any:
-        return torch.func.functional_call(self.net[0], self.around(self.held), args)
+        return torch.func.functional_call(self.net[0], self.around(self.local_parts), args)
 
 
-def train(model: nn.Module, world: World, steps: int, optimizer: Any = None) -> list[Tensor]:
-    """The losses."""
+def train(model: nn.Module, world: Layout, steps: int, optimizer: Any = None) -> list[Tensor]:
+    """Train and return the losses."""
     optimizer, losses = optimizer or sgd_of_halves(model.parameters()), []
     for step in range(steps):
         random = torch.Generator().manual_seed(step * world.data.size() + world.index)
@@ -183,64 +184,66 @@ def train(model: nn.Module, world: World, steps: int, optimizer: Any = None) -> 
     return losses
 
 
-def held(model: FSDP) -> dict[str, Tensor]:
-    """This rank's parts of tensor parallelism."""
+def local_parts(model: FSDP) -> dict[str, Tensor]:
+    """Return this rank's tensor-parallel parts of all parameters."""
     with FSDP.summon_full_params(model):
         params: dict[str, Any] = {clean_name(name): param for name, param in model.named_parameters()}
         return {name: local_of(param.detach()).clone() for name, param in params.items()}
 
 
-def by_ddp(world: World, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def by_ddp(world: Layout, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     local = Local(parallel(Transformer(), world.tp))
     losses = train(DistributedDataParallel(local, process_group=world.data), world, steps)
-    return losses, dict(zip(local.params, (param.detach() for param in local.held)))
+    return losses, dict(zip(local.params, (param.detach() for param in local.local_parts)))
 
 
-def sharded(net: nn.Module, world: World, kinds: set[type[nn.Module]], **options: Any) -> FSDP:
+def sharded(net: nn.Module, world: Layout, kinds: set[type[nn.Module]], **options: Any) -> FSDP:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*the group has one rank")
         return FSDP(net, auto_wrap_policy=ModuleWrapPolicy(kinds), **world.options, **options)
 
 
 def compare(
-    world: World, steps: int, expected: Any, uop: bool, *, recomputes: bool = False, compiles: bool = False
+    world: Layout, steps: int, expected: Any, uop: bool, *, recomputes: bool = False, compiles: bool = False
 ) -> None:
-    """Train, and find the losses and values that DDP has."""
+    """Train, and compare losses and values with DDP's."""
     what = f"{world.options}, use_orig_params={uop}, recomputes={recomputes}, compiles={compiles}"
     net = parallel(Transformer(recomputes=recomputes), world.tp)
     if compiles:
         net.blocks[0].inner.compile(backend="aot_eager", fullgraph=True)
     model = sharded(net, world, {Block}, use_orig_params=uop)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks
+        # a question of torch's compiler
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         losses = train(model, world, steps)
-    check = assert_bit_equal if world.data.size() < 3 else assert_equivalent  # DDP adds more in another order
+    # DDP adds more than two terms in a different order
+    check = assert_bit_equal if world.data.size() < 3 else assert_equivalent
     by_step = [{str(step): loss for step, loss in enumerate(its)} for its in (losses, expected[0])]
     check(*by_step, what)
-    check(held(model), expected[1], what)
+    check(local_parts(model), expected[1], what)
 
 
 @on_ranks(4)
-def test_it_trains_as_ddp_does_with_the_same_tensor_parallelism() -> None:
-    world = World.of(2, 2)
+def test_training_equals_ddp_with_the_same_tensor_parallelism() -> None:
+    world = Layout.of(2, 2)
     expected = by_ddp(world, 5)
     compare(world, 5, expected, False)
     compare(world, 5, expected, True, recomputes=True)
-    of_two = by_ddp(world, 2)  # the same whether they are replicas, or parts, or both
+    of_two = by_ddp(world, 2)  # the same with replicas, with shards, and with both
     for recomputes, uop, *shape in (
         (False, True, 4, 1),
         (True, False, 1, 4),
         (True, False, 2, 1, 2),
         (False, True, 1, 2, 2),
     ):
-        world = World.of(*shape)
+        world = Layout.of(*shape)
         compare(world, 2, of_two if world.data.size() == 2 else by_ddp(world, 2), uop, recomputes=recomputes)
 
 
 @on_ranks(2)
-def test_compiled_layers_of_tensor_parallelism_train_as_others() -> None:
+def test_compiled_layers_of_tensor_parallelism_train_as_uncompiled_ones() -> None:
     with mock.patch.dict(os.environ, FSDP_FORCE_SHARDED="1"):
-        world = World.of(1, 2)  # as few ranks as there can be: the compiler takes seconds on each
+        world = Layout.of(1, 2)  # as few ranks as possible, since the compiler takes seconds on each
         compare(world, 2, by_ddp(world, 2), True, compiles=True)
 
 
@@ -255,8 +258,8 @@ FORMS: list[tuple[Any, ...]] = [
 ]
 
 
-class Narrow(nn.Module):
-    """Of one layer the second rank of tensor parallelism has nothing."""
+class NarrowLayers(nn.Module):
+    """A model in which the second rank of tensor parallelism has no elements of one layer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -269,25 +272,26 @@ class Narrow(nn.Module):
         return x.repeat(1, 1, 4) * self.single(x)
 
 
-def narrow(world: World, seed: int = 0) -> Narrow:
+def make_narrow(world: Layout, seed: int = 0) -> NarrowLayers:
     plan = {
-        "up": ColwiseParallel(use_local_output=False),  # local tensors of different sizes tell nothing of the whole
+        # local tensors of different sizes do not determine the global shape
+        "up": ColwiseParallel(use_local_output=False),
         "down": RowwiseParallel(),
         "single": ColwiseParallel(output_layouts=Replicate()),
     }
-    return parallelize_module(Narrow(seed), world.tp, plan)
+    return parallelize_module(NarrowLayers(seed), world.tp, plan)
 
 
 def check_forms(
     path: Path,
-    world: World,
+    world: Layout,
     uop: bool,
     forms: list[tuple[Any, ...]],
     values: dict[str, Tensor],
     momenta: dict[str, Tensor],
 ) -> None:
     def made(seed: int, uop: bool) -> tuple[FSDP, Any]:
-        model = sharded(narrow(world, seed), world, {nn.Linear}, use_orig_params=uop)
+        model = sharded(make_narrow(world, seed), world, {nn.Linear}, use_orig_params=uop)
         return model, sgd_of_halves(model.parameters())
 
     what = f"{world.options}, use_orig_params={uop}"
@@ -297,7 +301,7 @@ def check_forms(
     for kind, *configs in forms:
         with FSDP.state_dict_type(model, kind, *configs):
             state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-        model, optimizer = made(1, uop)  # which is what the next form saves
+        model, optimizer = made(1, uop)  # the next form saves this model
         with FSDP.state_dict_type(model, kind, *configs):
             model.load_state_dict(state)
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
@@ -317,15 +321,15 @@ def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: st
 
 
 @on_ranks(4)
-def test_a_rank_without_a_part_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
+def test_a_rank_without_elements_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
     root = str(tmp_path)
     for shape, modes in (((2, 2), {False: FORMS, True: FORMS[::2]}), ((1, 2, 2), {True: FORMS[1::2]})):
-        world = World.of(*shape)
-        local = Local(narrow(world))
+        world = Layout.of(*shape)
+        local = Local(make_narrow(world))
         optimizer = sgd_of_halves(local.parameters())
         train(DistributedDataParallel(local, process_group=world.data), world, 2, optimizer)
-        values = {name: whole(value) for name, value in local.around(local.held).items()}
-        moments = [optimizer.state[param]["momentum_buffer"] for param in local.held]
+        values = {name: whole(value) for name, value in local.around(local.local_parts).items()}
+        moments = [optimizer.state[param]["momentum_buffer"] for param in local.local_parts]
         momenta = {name: whole(value) for name, value in local.around(moments).items()}
         for uop, forms in modes.items():
             check_forms(Path(root, f"{shape}{uop}"), world, uop, forms, values, momenta)
@@ -333,7 +337,7 @@ def test_a_rank_without_a_part_of_a_parameter_saves_and_loads(tmp_path: Path) ->
 
 @on_ranks(8)
 def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
-    """DTensor keeps one spec for equal meshes: that of the model has the mesh of the first use."""
+    """DTensor caches one spec for equal meshes, so the model's spec refers to the mesh of the first use."""
     other = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["tp"]
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
@@ -351,9 +355,11 @@ def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_paralle
     }
 
 
-def apart(world: World, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:
-    """Wrap the embedding, which tensor parallelism leaves alone, its own way; and the model if ``whole``."""
-    net = narrow(world, seed)
+def wrap_apart(world: Layout, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:
+    """Wrap the embedding, which tensor parallelism does not split, with separate options; and the model if
+    ``whole``.
+    """
+    net = make_narrow(world, seed)
     net.embed = FSDP(net.embed, **embed)
     if whole:
         return FSDP(net, **world.options)
@@ -363,20 +369,20 @@ def apart(world: World, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.
 
 
 @on_ranks(4)
-def test_a_unit_beside_tensor_parallelism_is_saved_once_however_it_is_sharded(tmp_path: Path) -> None:
+def test_a_unit_outside_tensor_parallelism_is_saved_once(tmp_path: Path) -> None:
     root = str(tmp_path)
-    world = World.of(2, 2)
+    world = Layout.of(2, 2)
     ways: dict[str, dict[str, Any]] = {
         "over the ranks of data parallelism": world.options,
         "sharded over all ranks": {},
         "replicated over all ranks": {"sharding_strategy": ShardingStrategy.NO_SHARD},
     }
-    values = {name: whole(param) for name, param in narrow(world).named_parameters()}
+    values = {name: whole(param) for name, param in make_narrow(world).named_parameters()}
     for (way, embed), one_root in itertools.product(ways.items(), (True, False)):
         path = Path(root, f"{way}, {one_root}")
-        checkpoint.save(path, apart(world, 0, embed, whole=one_root), progress=False)
+        checkpoint.save(path, wrap_apart(world, 0, embed, whole=one_root), progress=False)
         assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, path.name)
-        model = apart(world, 1, embed, whole=one_root)
+        model = wrap_apart(world, 1, embed, whole=one_root)
         checkpoint.load(path, model, progress=False)
         checkpoint.save(path, model, progress=False)
         assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{path.name}, loaded")

@@ -1,4 +1,4 @@
-"""Ranks that run out of batches before others: `fsdp.join` trains as DDP's `join` does."""
+"""Ranks with different numbers of batches: `fsdp.join` trains as DDP's `join` does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def trained(model: nn.Module, own: Any) -> list[bool]:
-    """By an ordinary loop, twice over the batches; says which were the rank's own."""
+    """Train in an ordinary loop, twice over the batches; return which steps used this rank's batches."""
     optimizer, active = optimizer_of(model), []
     for _ in range(2):
         for batch in own:
@@ -64,8 +64,8 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @on_ranks(2)
-def test_trains_as_ddps_join() -> None:
-    """Also where a rank's optimizer steps on what the others bring to its shard, with momentum and weight decay."""
+def test_join_trains_as_ddp_join() -> None:
+    """An optimizer with momentum and weight decay also steps on a rank that only receives gradients from its peers."""
     counts = [2, 4]
     rank, most = dist.get_rank(), max(counts)
     own = batches(rank, counts[rank])
@@ -80,13 +80,13 @@ def test_trains_as_ddps_join() -> None:
         ddp = DistributedDataParallel(theirs)
         with ddp.join(divide_by_initial_world_size=by_all):
             optimizer = optimizer_of(theirs)
-            for step in range(2 * counts[rank]):  # its second loop has no place in a context
+            for step in range(2 * counts[rank]):  # a `join` context has no second loop
                 loss_of(ddp, own[step % counts[rank]]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
         for options in kinds if by_all else kinds[1:2]:
             ours = build(**options)
-            once = own + own  # as DDP's ranks, of which one goes on to its second round by itself
+            once = own + own  # as DDP's ranks, of which one starts the second round alone
             told = fsdp.join(ours, once, divide_by_initial_world_size=by_all)
             optimizer, seen = optimizer_of(ours), []
             for batch in told:
@@ -98,8 +98,8 @@ def test_trains_as_ddps_join() -> None:
             assert_close(full_parameters(ours), dict(theirs.named_parameters()))
 
 
-class Epochs:
-    """Another number of batches in each epoch, for each rank; one reads them once."""
+class VaryingEpochs:
+    """A loader with a different number of batches in each epoch and on each rank; `join` iterates it once per epoch."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = iter(counts)
@@ -109,11 +109,11 @@ class Epochs:
 
 
 def _accumulation() -> None:
-    """Two batches a step, the norm clipped; a rank with none in an epoch, and in the end on both."""
+    """Two batches per step, with a clipped norm; one rank has no batch in one epoch, and both have none at the end."""
     rank, counts = dist.get_rank(), [[3, 4, 0], [4, 1, 0]]
     model, plain = build(), plain_net()
     optimizers = [optimizer_of(model), optimizer_of(plain)]
-    loader = Epochs(counts[rank])
+    loader = VaryingEpochs(counts[rank])
     for epoch in range(3):
         steps = 0
         for index, batch in enumerate(fsdp.join(model, loader)):
@@ -138,7 +138,7 @@ def _accumulation() -> None:
 
 
 def _no_batch_at_all() -> None:
-    """The first stand-in is another rank's; a stand-in that gives no finite gradient harms nobody."""
+    """The first stand-in batch comes from a peer; a stand-in with a non-finite gradient has no effect."""
     rank = dist.get_rank()
     model = build(use_orig_params=True)
     own = [{"x": batch} for batch in batches(1, 2)] if rank else []
@@ -153,7 +153,7 @@ def _no_batch_at_all() -> None:
     plain = plain_net()
     sum(loss_of(plain, batch) for batch in batches(1, 2)).backward()  # type: ignore[union-attr]
     assert_close({n: fsdp.full_grad(p) for n, p in _named(model)}, {n: p.grad for n, p in plain.named_parameters()})  # type: ignore[misc]
-    model(batches(0, 1)[0]).sum().backward()  # outside of the loop everything counts again
+    model(batches(0, 1)[0]).sum().backward()  # outside of the loop every batch counts again
     assert all(unit.gradients.weight == 1 for unit in fsdp.runtime.unit.units_of(model))
 
 
@@ -163,7 +163,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _buffers() -> None:
-    """Those that a stand-in changes are as before; one that a forward replaces, too."""
+    """Buffers changed or replaced by the forward of a stand-in batch are restored."""
     rank = dist.get_rank()
 
     class Counting(nn.Module):
@@ -218,7 +218,7 @@ def _limits() -> None:
 
 @impatient
 def _save_after_uneven_loops(path: str) -> tuple[str, float]:
-    """Train on one batch more on rank 1, and save when the loop is over; return the error and the seconds until it."""
+    """Train on one batch more on rank 1, and save after the loop; return the error and the seconds until then."""
     rank = dist.get_rank()
     group = new_group()
     model = build(process_group=group)
@@ -234,7 +234,7 @@ def _save_after_uneven_loops(path: str) -> tuple[str, float]:
 
 
 def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """One rank saves while another one trains on: both sides are named at once, and `fsdp.join` as the remedy."""
+    """One rank saves while a second one trains: the error names both, and `fsdp.join` as the remedy."""
     for error, seconds in run_ranks(2, _save_after_uneven_loops, str(tmp_path)):
         assert seconds < PATIENT / 2, error
         assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
@@ -243,15 +243,15 @@ def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_pa
 
 
 @on_ranks(2)
-def test_accumulation_clipping_and_ranks_without_a_batch() -> None:
+def test_join_with_accumulation_clipping_buffers_and_ranks_without_a_batch() -> None:
     jobs = [_accumulation, _no_batch_at_all, _buffers, _limits]
     for job in jobs:
         job()
 
 
 @on_ranks(4)
-def test_replicas() -> None:
-    """The only rank that has batches at first shares no group with another one."""
+def test_join_with_replica_groups() -> None:
+    """The only rank with batches at first shares no group with some rank."""
     rank, counts = dist.get_rank(), [0, 0, 1, 2]
     groups = [[dist.new_group(ranks) for ranks in several] for several in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
     model = build(

@@ -1,6 +1,6 @@
-"""Older versions of torch, as far as names tell them apart: today's with the new names gone and the old ones there.
+"""Names of older versions of torch: today's torch with new names removed and old ones added.
 
-`bash scripts/test_versions.sh 2.6.0` runs everything with the real ones.
+`bash scripts/test_versions.sh 2.6.0` runs everything with an old version itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def _make_torch_older() -> list[str]:
-    """Returns what was taken away."""
+    """Replace new names of torch by old ones, and return the removed ones."""
     import builtins
     from types import SimpleNamespace
     from typing import Any
@@ -38,7 +38,7 @@ def _make_torch_older() -> list[str]:
             raise TypeError("incompatible function arguments")
         several((tensor,), (version,))
 
-    with contextlib.suppress(TypeError):  # it is so old
+    with contextlib.suppress(TypeError):  # a version that is this old
         several((), ())
         torch._C._autograd._unsafe_set_version_counter = one
     for name in ("all_gather_single", "reduce_scatter_single"):
@@ -77,7 +77,7 @@ def main() -> None:
 
     assert (versions.ALL_GATHER, versions.REDUCE_SCATTER) == ("all_gather_into_tensor", "reduce_scatter_tensor")
     assert not versions.STORAGES_SWAP and versions.set_versions is versions._set_each_version
-    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)  # the old names, today
+    warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning)  # the old names are deprecated today
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def layers() -> nn.Module:
@@ -111,7 +111,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def test_the_names_of_older_versions() -> None:
+def test_the_package_works_with_the_names_of_older_torch_versions() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "FSDP_FORCE_SHARDED": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", "-m", "tests.test_versions"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
