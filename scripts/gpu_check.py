@@ -17,7 +17,11 @@ every sharding strategy, both values of ``use_orig_params``, with and without ac
 * host (one process with NCCL): a step neither trips the synchronisation debug mode nor waits for work that was queued
   before it.
 
-Then it runs the situations of ``gpu_situations.py``, those that break their group in processes of their own.
+Then it runs the situations of ``gpu_situations.py``, those that break their group in processes of their own. ``--only``
+chooses some of them, for example for a tool that looks on:
+
+    compute-sanitizer --tool memcheck --target-processes all python scripts/gpu_check.py --only offload means
+
 ``scripts/test_device.sh`` runs the checks that need no CUDA on a device in host memory.
 
 Prints one line per check. Exits with 1 if one failed, and with 0 if none did or if there is no accelerator, which it
@@ -26,6 +30,7 @@ prints. Without one ``--device cpu`` runs the parity checks, without delays, and
 
 import argparse
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -36,7 +41,6 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -355,7 +359,19 @@ def check(name: str, call: Callable[..., str], *args: Any, words: Any) -> bool:
     return first is None
 
 
-@dataclass(frozen=True)
+def check_survivor(title: str, situation: Situation, device: torch.device, passed: Any) -> None:
+    """Run a situation that kills the last rank, and print the line of rank 0; the ranks have no group afterwards."""
+    try:
+        remark, fine = situation.run(device), True
+    except Exception as error:  # reported below, and in the exit status
+        remark, fine = f"{type(error).__name__}: {error}", False
+    if dist.get_rank() == 0:
+        print(f"{'ok    ' if fine else 'FAILED'}  {title}, {situation.run.__name__}: {remark}", flush=True)
+        passed.put(fine)
+    os._exit(0)  # a normal exit would wait for the rank that is gone
+
+
+@dataclasses.dataclass(frozen=True)
 class Setting:
     """``world_size`` processes on ``device`` that communicate through ``backend``; with ``spread`` on one each.
 
@@ -371,6 +387,11 @@ class Setting:
 
     def on(self, rank: int) -> torch.device:
         return torch.device(self.device.type, rank) if self.spread else self.device
+
+    def reduced_to(self, names: list[str]) -> "Setting":
+        """Return this setting with the situations of these names only."""
+        here = TOGETHER if self.only is None else self.only
+        return dataclasses.replace(self, only=tuple(one for one in here if one.run.__name__ in names))
 
 
 def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -> None:
@@ -390,11 +411,14 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
     words = dist.new_group(backend="gloo")  # for results: a check may break the other group
     title = f"{backend} x {setting.world_size}" + "".join(f", {value}" for _, value in setting.environment)
     situations = fitting(TOGETHER if setting.only is None else setting.only, device, backend, setting.world_size)
+    if any(situation.kills for situation in situations):
+        check_survivor(title, situations[0], device, passed)
+        return
     results = [check(f"{title}, {s.run.__name__.replace('_', ' ')}", s.run, device, words=words) for s in situations]
     if setting.only is None:
         results += run_parity(setting, device, steps, words)
         if device.type == "cpu":  # where they break nothing
-            last = fitting(ALONE, device, backend, setting.world_size)
+            last = [s for s in fitting(ALONE, device, backend, setting.world_size) if not s.kills]
             results += [check(f"{title}, {s.run.__name__}", s.run, device, words=words) for s in last]
     if rank == 0:
         passed.put(all(results))
@@ -440,7 +464,8 @@ def settings_for(device: torch.device) -> list[Setting]:
     backend = dist.get_default_backend_for_device(device)
     settings = [Setting(backend, 1, device), Setting("gloo", 2, device)]
     if device.type == "cpu":
-        return [*settings, *_means(device, 3)]
+        deadly = [s for s in fitting(ALONE, device, "gloo", 2) if s.kills]
+        return [*settings, *(Setting("gloo", 2, device, only=(s,)) for s in deadly), *_means(device, 3)]
     count = torch.accelerator.device_count()
     groups = [(backend, 1, False), ("gloo", 2, False)]
     if count > 1:
@@ -472,6 +497,7 @@ def main() -> None:
     parser.add_argument("--device", help="device to check on (default: the accelerator)")
     parser.add_argument("--steps", type=int, default=12, help="steps of each parity check (default: 12)")
     parser.add_argument("--brief", action="store_true", help="only the two settings that every machine has")
+    parser.add_argument("--only", nargs="+", metavar="SITUATION", help="only these situations, in each setting")
     options = parser.parse_args()
     if options.device is None and not torch.accelerator.is_available():
         print("gpu_check.py: there is no accelerator here, nothing is checked")
@@ -482,12 +508,21 @@ def main() -> None:
     os.environ["FSDP_FORCE_SHARDED"] = "1"
     passed = torch.multiprocessing.get_context("spawn").SimpleQueue()
     failures = 0
-    for setting in settings_for(device)[: 2 if options.brief else None]:
+    settings = settings_for(device)[: 2 if options.brief else None]
+    if options.only:
+        settings = [chosen for setting in settings if (chosen := setting.reduced_to(options.only)).only]
+    for setting in settings:
         os.environ.update(setting.environment)
         with tempfile.TemporaryDirectory() as directory:
             args = (setting, options.steps, f"{directory}/rendezvous", passed)
-            torch.multiprocessing.spawn(run_rank, args, nprocs=setting.world_size)
-        failures += not passed.get()
+            ranks = torch.multiprocessing.spawn(run_rank, args, nprocs=setting.world_size, join=False)
+            if any(situation.kills for situation in setting.only or ()):
+                for process in ranks.processes:  # a join of all would end the remaining ones with the first
+                    process.join()
+            else:
+                while not ranks.join():
+                    pass
+        failures += passed.empty() or not passed.get()
         for name, _ in setting.environment:
             del os.environ[name]
     print("gpu_check.py: some checks failed" if failures else "gpu_check.py: all checks passed")

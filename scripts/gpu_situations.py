@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from fsdp import CPUOffload, MixedPrecision, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
@@ -31,6 +32,9 @@ from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 1024
 LONG = 1_000_000_000  # device cycles: about half a second
+LARGE = 5120  # the width of units of 105 MB
+SPEED = ((512, 1), (512, 8), (512, 64), (LARGE, 1), (LARGE, 8))  # width and number of the units of ``speed``
+SLOWER = 1.1  # times FSDP2's host time that ``speed`` accepts
 
 
 class Block(nn.Module):
@@ -103,6 +107,7 @@ def skipping(device: torch.device) -> str:
 def means(device: torch.device) -> str:
     """Compare bf16 means of gradients at numbers of ranks whose inverse is no bf16 number."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    torch.manual_seed(1)
     model = FSDP(nn.Linear(1, 6000, bias=False), device_id=device, mixed_precision=precision, use_orig_params=True)
     values = torch.linspace(1, 8, 6000, device=device).to(torch.bfloat16)
     (model(torch.ones(1, 1, device=device)) * values).sum().backward()
@@ -135,6 +140,40 @@ def profiler(device: torch.device) -> str:
     with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
         train(model, device, 2, 64)
     return f"{len(profile.events())} events"
+
+
+def killed(device: torch.device) -> str:
+    """Kill the last rank in the middle of training: the remaining ranks get an error within seconds."""
+    model = tower(device, width=64)
+    train(model, device, 3, 64)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for _ in range(4):
+            train(model, device, 1, 64).item()
+    except RuntimeError as error:
+        took = time.monotonic() - started
+        expect("has ended" in str(error), f"the error does not name the end of a process: {error}")
+        expect(took < 20, f"it took {took:.0f} s to say: {error}")
+        return f"said after {took:.1f} s"
+    raise AssertionError("nobody noticed that a process was killed")
+
+
+def no_interface(device: torch.device) -> str:
+    """Train where gloo finds no network interface: it works, or an error within 10 s names the variable."""
+    started = time.monotonic()
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonsense"
+    try:
+        train(tower(device, width=64), device, 3, 64).item()
+    except RuntimeError as error:
+        took = time.monotonic() - started
+        expect("GLOO_SOCKET_IFNAME" in str(error), f"the error does not name the variable: {error}")
+        expect(took < 10, f"it took {took:.0f} s to say: {error}")
+        return f"an error in words after {took:.1f} s"
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return "trains without gloo"
 
 
 # -- on an accelerator -------------------------------------------------------------------------------------------------
@@ -395,6 +434,67 @@ def overlap(device: torch.device) -> str:
     return f"{min(beside / total, 1):.0%} of {total / 1e3:.1f} ms of communication have compute beside them"
 
 
+def gap(device: torch.device) -> str:
+    """Measure how long the device is idle between an offloaded forward and the first kernel of the backward."""
+    model = tower(device, width=4096, cpu_offload=CPUOffload(offload_params=True))
+    x, gaps = torch.ones(512, 4096, device=device), []
+    for _ in range(6):
+        left, begun = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        loss = model(x).square().mean()
+        loss.register_hook(lambda grad, begun=begun: begun.record())  # before the first kernel
+        left.record()
+        loss.backward()
+        torch.cuda.synchronize(device)
+        gaps.append(left.elapsed_time(begun) * 1e3)
+    found = sorted(gaps[1:])[2]
+    expect(found < 100, f"the device is idle for {found:.0f} us between forward and backward")
+    return f"idle for {found:.0f} us"
+
+
+class Layer(nn.Sequential):
+    """A unit of ``speed``."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(nn.Linear(width, 2 * width, dtype=torch.bfloat16, device=device), nn.GLU())
+
+
+def speed(device: torch.device) -> str:
+    """Compare the host time and the time of a step in bf16 with FSDP2's, and reserved with allocated memory."""
+    mesh, words = dist.init_device_mesh(device.type, (dist.get_world_size(),)), []
+    for width, count in SPEED:
+        model: nn.Module = nn.Sequential(*(Layer(width, device) for _ in range(count)))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        ours = _step_time(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device), device, width)
+        stats, what = torch.cuda.memory_stats(device), f"{count} units of width {width}"
+        if width >= LARGE:  # small allocations share pages of 2 MB
+            held = stats.get("reserved_bytes.all.peak", 0) / max(stats.get("allocated_bytes.all.peak", 0), 1)
+            expect(held < 1.05, f"{what}: {held:.2f} times the peak of allocated memory is reserved")
+        model = nn.Sequential(*(Layer(width, device) for _ in range(count)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        theirs = _step_time(model, device, width)
+        words.append(f"{what} {ours[0]:.2f} ({theirs[0]:.2f}) of {ours[1]:.1f} ({theirs[1]:.1f})")
+        expect(
+            ours[0] <= SLOWER * theirs[0], f"{what}: the host takes {ours[0]:.2f} ms, and with FSDP2 {theirs[0]:.2f}"
+        )
+    return f"ms of the host in a step, with FSDP2 in brackets: {'; '.join(words)}"
+
+
+def _step_time(model: nn.Module, device: torch.device, width: int) -> tuple[float, float]:
+    """Return the medians of the host's time and of the whole time of a forward and backward, in milliseconds."""
+    x, host, whole = torch.ones(256, width, device=device, dtype=torch.bfloat16), [], []
+    for _ in range(8):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        model(x).square().mean().backward()
+        host.append(time.perf_counter() - began)
+        torch.cuda.synchronize(device)
+        whole.append(time.perf_counter() - began)
+        model.zero_grad()
+    return sorted(host[3:])[2] * 1e3, sorted(whole[3:])[2] * 1e3
+
+
 def allocator(device: torch.device) -> str:
     """Count retries (none) and reserved memory, which does not grow after the second step."""
     model, reserved = tower(device), []
@@ -463,6 +563,7 @@ class Situation(NamedTuple):
     on: str = "accelerator"  # or "any" device, "nccl" for groups whose collectives it serves
     ranks: int = 1  # at least
     devices: int = 1  # at least
+    kills: bool = False  # the last rank
 
 
 TOGETHER = (
@@ -479,11 +580,15 @@ TOGETHER = (
     Situation(background_save, "nccl"),
     Situation(blocked_by_a_save, "nccl"),
     Situation(overlap, "nccl", ranks=2),
+    Situation(gap, "nccl"),
+    Situation(speed, "nccl"),
     Situation(allocator),
     Situation(other_device, devices=2),
 )
 ALONE = (  # situations after which the process or its group cannot be used
     Situation(skipping, "any", ranks=2),
+    Situation(killed, "any", ranks=2, kills=True),
+    Situation(no_interface, "nccl"),
     Situation(capture, "nccl"),
     Situation(sanitized),
 )

@@ -34,6 +34,8 @@ SITUATIONS = (
     "forms_of_state",
     "allocator",
     "other_device",
+    "no_interface",
+    "speed",
 )
 
 
@@ -55,6 +57,8 @@ class Cuda(types.SimpleNamespace):
             memory=types.SimpleNamespace(),
             memory_reserved=lambda device: torch.accelerator.memory_reserved(device.index),
             memory_stats=lambda device: {"num_alloc_retries": 0},
+            empty_cache=lambda: None,
+            reset_peak_memory_stats=lambda device: None,
             max_memory_allocated=lambda device: torch.accelerator.max_memory_allocated(device.index),
         )
 
@@ -73,7 +77,9 @@ def script(name: str) -> Any:
 
 
 def run_situation(name: str, device: torch.device) -> str:
-    return str(getattr(script("gpu_situations"), name)(device))
+    situations = script("gpu_situations")
+    situations.SPEED, situations.SLOWER = ((16, 1), (16, 4)), 1e9  # this device computes on the CPU
+    return str(getattr(situations, name)(device))
 
 
 def run_check(kind: str, strategy: str, uop: bool, feature: str, device: torch.device) -> str:
