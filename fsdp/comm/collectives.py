@@ -257,7 +257,7 @@ def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], *, divi
     """Write the sum of ``pieces``, added in their order and divided by ``divisor`` in the end, into ``out``.
 
     16-bit pieces are summed in float32 and rounded once at the end. A backend's own reduction in 16 bits rounds at each
-    of N - 1 additions, so the error may reach (N - 1) / 2 units in the last place of the largest partial sum.
+    of N - 1 additions, so the error may reach (N - 1) / 2 units in the last place of the largest sum.
     """
     part = _IN_CACHE * torch.get_num_threads()
     if out.numel() > part:

@@ -26,8 +26,8 @@ class Report(NamedTuple):
     words: str  # for the pass
     is_call: bool
     begun: int  # a hash of the pass and of all events of the one before
-    failure: Sequence[Any] | None  # the number, the position and a description of the pass that failed
-    announces: int | None  # the position for which the rank waits until all ranks announce the same event
+    failure: Sequence[Any] | None  # the pass that failed: number, position and description
+    announces: int | None  # the rank waits until all ranks announce the event at this position
     recent: list[Entry]
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The passes and events of one lane in the order in which this rank has come to them.
+"""The passes and events of one lane in the order of this rank.
 
 Ranks that follow the same history need not talk. The history therefore predicts the next event of a pass, and the next
 pass; only a deviation from the prediction has to be announced (:mod:`fsdp.comm.lane`). The prediction is a function of
@@ -142,7 +142,7 @@ class History:
 
     @property
     def has_follower(self) -> bool:
-        """Whether an event is known to come next."""
+        """Whether the next event is known."""
         return self.so_far in self._followers
 
     def note(self, number: int) -> None:

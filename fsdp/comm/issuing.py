@@ -336,7 +336,7 @@ class Issuer:
     def _note_closed(self, error: Exception) -> str:
         """Note that gloo has closed the connections, as it does for good when a collective timed out.
 
-        Returns words for the error message; nothing if ``error`` does not mean that.
+        Returns words for the error message, or "" if ``error`` has a different cause.
         """
         says_so = isinstance(error, TimedOut) or any(words in str(error).lower() for words in _CLOSED)
         if not says_so or self.carrier.backend(torch.device("cpu")) != "gloo":
@@ -356,7 +356,7 @@ class Issuer:
     # -- waiting; see :class:`fsdp.comm.work.Watch` --------------------------------------------------------------------
 
     def slow(self) -> None:
-        """Compare nothing: the ranks may be anywhere."""
+        """Skip the comparison: the ranks may be anywhere."""
 
     def report_wait(self, seconds: float, label: str) -> None:
         """Report a long wait."""

@@ -1,26 +1,26 @@
 """One lane per process group: every collective of the group is checked, numbered, started and waited for here.
 
-The collectives of a group have one order, whichever trees use it. Two things have to be equal on all ranks.
+The collectives of a group have one order, shared by all trees that use it. Two things have to be equal on all ranks.
 
 *The layout* of each tree is compared once, when the ranks meet before the first use of the tree: sizes, dtypes,
 strategies, and the order of units.
 
 *The order* is checked at every event. While a rank follows its :class:`~fsdp.comm.history.History`, which all ranks
-share, it sends nothing. In the first step, where the history is empty, the ranks compare each event by a small
+share, it costs no message. In the first step, where the history is empty, the ranks compare each event by a small
 all-reduce. A rank that deviates from the history announces the event through the group's store, and continues once all
 ranks have announced the same. At the end of a backward the ranks compare a hash of the pass, so that a wrong sum never
-reaches the optimizer's step; at the end of a forward nothing is sent. A pass begins in a lane with the first collective
-there. Other calls that communicate (``state_dict()``, ``clip_grad_norm_()``, ...) begin and end like passes, and are
+reaches the optimizer's step; the end of a forward costs no message. A pass begins in a lane with the first collective
+there. Further calls that communicate (``state_dict()``, ``clip_grad_norm_()``, ...) begin and end like passes, and are
 announced unless they belong to every step.
 
 A rank that waits longer than :data:`fsdp.comm.threads.PATIENCE` posts a :class:`~fsdp.comm.diagnosis.Report` on the
-group's store and reads the reports of others. The first rank that finds a difference writes it there, and all raise it.
+group's store and reads those of its peers. The first rank that finds a difference writes it there, and all raise it.
 
-*After a failure* the progress of the other ranks is unknown. All ranks meet at the store before the next pass or call,
+*After a failure* the progress of the peers is unknown. All ranks meet at the store before the next pass or call,
 and forget the history. If all ranks failed at the same event, the group stays in use. Otherwise some ranks have issued
-collectives that others have not, and a new group over the same ranks carries the lane from there on.
+collectives that its peers have not, and a new group over the same ranks carries the lane from there on.
 
-A lane knows nothing of units: it gets passes, events, labels and callables.
+A lane is independent of units: it gets passes, events, labels and callables.
 """
 
 from __future__ import annotations
@@ -102,18 +102,18 @@ class Lane(Issuer):
         self._history = History()
         # the latest pass: the pass in words, its number, and the remedy for ranks that deviate
         self._pass, self._kind, self._remedy = Pass(""), -1, ORDER_REMEDY
-        self._neighbours: Sequence[Lane] = ()  # the other lanes of the tree whose pass is under way
+        self._neighbours: Sequence[Lane] = ()  # of the tree whose pass is under way: the remaining lanes
         self._questions: deque[Question] = deque()  # in flight
-        self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # that have joined, and are alive
-        self._joins = False  # whether a tree has joined, and no pass has begun since
-        self._together = True  # whether no rank has begun a pass since all of them were asked
-        self._announces: int | None = None  # the position that this rank waits for the others to announce
-        self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # pass and position of the latest announcements
-        self._accused = False  # whether this rank was told that the ranks are out of sync
+        self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, and have joined
+        self._joins = False  # a tree has joined: no pass has begun since
+        self._together = True  # no rank has begun a pass since all were asked;
+        self._announces: int | None = None  # this rank waits until its peers announce this position;
+        self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest: pass and position
+        self._accused = False  # a peer has reported that the ranks are out of sync;
         self._meetings = 0  # of all ranks after a failure
         self._at_meeting = 0  # ``issued`` at the latest meeting
-        self._board = Board(group, None)  # of the passes, once the ranks have agreed on a layout; silent before
-        self._calls: Calls | None = None  # of the passes, from then on
+        self._board = Board(group, None)  # of the passes, once the ranks agree on a layout; silent before
+        self._calls: Calls | None = None  # of the passes; from then on
         self._settled: list[int] = []  # progress when all ranks were last known to have issued the same
 
     @staticmethod
@@ -157,7 +157,7 @@ class Lane(Issuer):
         return number
 
     def begin(self, doing: str) -> None:
-        """Meet all ranks before something in the group begins; ``doing`` follows "is about to begin" in errors.
+        """Meet all ranks before a first use of the group; ``doing`` follows "is about to begin" in errors.
 
         Afterwards all ranks have issued the same collectives, on a new carrier if need be.
 
@@ -191,12 +191,12 @@ class Lane(Issuer):
     def enter(self, what: Pass, number: int, *, neighbours: Sequence[Lane], remedy: str, asks: bool = True) -> None:
         """Begin a pass or a call here, with the first collective of it.
 
-        An unexpected pass is announced, and so are most calls: a rank that is alone with one sends nothing, and the
+        An unexpected pass is announced, and so are most calls: a rank that is alone with one sends no data, and the
         ranks that wait for it find out.
 
         Args:
             number: identifies the pass on all ranks.
-            neighbours: the other lanes of the tree.
+            neighbours: the remaining lanes of the tree.
             remedy: for errors.
             asks: whether the events of the pass have to be the same on all ranks.
         """
@@ -220,10 +220,10 @@ class Lane(Issuer):
             self._ask_later(self._history.begun, f"agree to begin the {what.words}")
 
     def agree(self, event: Event) -> None:
-        """Return once the ranks agree on ``event``, which comes next; nothing is sent if it follows the history.
+        """Return once the ranks agree on ``event``, the next one; no message is sent if it follows the history.
 
         Raises:
-            OutOfStep: another rank is about to do something else.
+            OutOfStep: a peer is about to issue a different event.
         """
         if self._questions or not self._history.follow(event.label, event.number):
             self._check_event(event)
@@ -321,7 +321,7 @@ class Lane(Issuer):
             look_around()
             reports = self._exchange_reports()
             alone = [f"rank {rank} failed in the {said.failure[2]}" for rank, said in reports.items() if said.failure]
-            if alone and not self._board.has_met(key):  # wherever it failed: it has not come here
+            if alone and not self._board.has_met(key):  # it failed before it arrived here
                 here = f"{alone[0]}, and rank {self._rank} {reports[self._rank].where}"
                 raise self._out_of_step(self._in_words(here, {}))
 
@@ -340,7 +340,7 @@ class Lane(Issuer):
         return self.ask(f"agree to {label}", digest, largest=proposal).result()
 
     def note(self, label: str) -> None:
-        """Show the next event to the other ranks, where events may differ between ranks."""
+        """Show the next event to the peers, where events may differ between ranks."""
         self._history.report(label, 0)
 
     def advance(self) -> None:
@@ -366,7 +366,7 @@ class Lane(Issuer):
     def fail(self, what: Pass) -> None:
         """Report that ``what`` failed on this rank. All ranks have to meet before the next pass or call.
 
-        ``what`` may not have come to this lane.
+        ``what`` may not have reached this lane.
         """
         self._questions.clear()
         self.hold_messages()
@@ -382,17 +382,17 @@ class Lane(Issuer):
                 history.rounds += not what.is_backward
         self.under_way = None
         self.end_pass()
-        if not self._accused:  # else the others have the reason
+        if not self._accused:  # else the peers have the reason
             self._board.post("report", self._report())
 
     def fail_unbegun(self) -> None:
-        """Report that the other ranks failed in a pass which this rank was told of, and has not begun."""
+        """Report that the peers failed in a pass which they reported, and which this rank has not begun."""
         self._accused = True
         self.fail(Pass("call before"))
 
     @property
     def diverged(self) -> bool:
-        """Whether this rank was told, in a call beside the training, that other ranks are in a pass of this lane."""
+        """Whether peers reported, in a call beside the training, that they are in a pass of this lane."""
         return self._calls is not None and self._calls.accused
 
     def post_state(self) -> None:
@@ -464,13 +464,13 @@ class Lane(Issuer):
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def _meet(self, key: str, why: str, sign: str = "count", patience: float = math.inf) -> None:
-        """Wait until all ranks have come to ``key`` on the board, and compare the ranks meanwhile."""
+        """Wait until all ranks have arrived at ``key`` on the board, and compare the ranks meanwhile."""
         self._board.meet(key, self._looking(key, why, patience), sign)
 
     def _looking(self, key: str, why: str, patience: float = math.inf) -> Callable[[], None]:
         """Return a function for a rank to call while it waits at ``key``.
 
-        Other ranks that know of a failure, and have not come after ``patience`` seconds, may have ended their training.
+        Peers that have seen a failure, and are missing after ``patience`` seconds, may have ended their training.
         """
         waited = Waited()
 
@@ -491,7 +491,7 @@ class Lane(Issuer):
         """Report this rank's progress during a long wait.
 
         Raises:
-            OutOfStep: another rank has reported something else, or has ended.
+            OutOfStep: a peer has reported a different position, or has ended.
         """
         if self._calls is None:
             self.arrivals.slow()
@@ -512,7 +512,7 @@ class Lane(Issuer):
             )
 
     def _raise_if_left(self, has_met: Callable[[], bool] | None = None) -> None:
-        """Raise if other ranks wait for this one at the first use of another tree."""
+        """Raise if peers wait for this rank at the first use of another tree."""
         found = self.arrivals.gone_on(self._progress(), has_met)
         if found is not None:
             here = f"{found}, and rank {self._rank} {self._report().where}"
@@ -538,7 +538,7 @@ class Lane(Issuer):
     def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
         """Post this rank's report, and return the reports of ranks that have met as often, by rank.
 
-        ``patience``: wait so long for all of them; None: read those of a few ranks, others at each call.
+        ``patience``: wait so long for all of them; None: read those of a few ranks, by turns.
         """
         own = self._report()
         self._board.post("report", own)
@@ -577,12 +577,12 @@ class Lane(Issuer):
         return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self._remedy}{more}"
 
     def _out_of_step(self, message: str) -> OutOfStep:
-        """Write the difference for the other ranks, and return the error for this rank."""
+        """Write the difference for the peers, and return the error for this rank."""
         self._board.write(f"broken/{self._meetings}", message)
         return self._accuse(message)
 
     def _accuse(self, message: str, why: str = "") -> OutOfStep:
-        """Return the error for this rank; the ranks of the tree's other lanes, which it leaves alone, get ``why``."""
+        """Return the error for this rank; the ranks of the tree's remaining lanes, which it leaves, get ``why``."""
         self._accused = True
         if self._calls is not None:
             self._calls.learn()

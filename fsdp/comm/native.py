@@ -31,7 +31,7 @@ def are_replaced() -> bool:
     return [getattr(dist, name) for name in _REPLACEABLE] != _ORIGINALS
 
 
-# The method of a group behind each function, and the class of its options. Older versions of torch have other methods.
+# The method of a group behind each function, and the class of its options. Older versions of torch differ.
 _METHODS: dict[str, tuple[str, Any]] = {}
 if hasattr(dist.ProcessGroup, ALL_GATHER):
     _METHODS[ALL_GATHER] = ALL_GATHER, distributed_c10d.AllgatherOptions

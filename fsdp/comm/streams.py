@@ -6,9 +6,9 @@ event, and the owner waits for that event *on the stream* before it reuses the b
 ``record_stream`` of the allocator, the same bytes are used at every step, and the host never blocks.
 
 There are four streams: the compute stream (the current stream of the user's code), one for gathers, one for
-reductions, and one for the means over replicas of hybrid sharding, which go between machines and would delay the next
-reduction. On CPU there are none: a collective is an asynchronous ``Work``, started before the compute that hides it and
-waited for at first use.
+reductions, and one for the means over replicas of hybrid sharding. These means go between machines, and would delay the
+next reduction. On CPU there are none: a collective is an asynchronous ``Work``, started before the compute that hides
+it and waited for at first use.
 
 Autograd runs a hook on the stream on which its node was made, and the node of a leaf may be older than the training.
 The engine therefore handles gradients on the stream of the forward, ``joined`` with that of the hook.

@@ -277,7 +277,7 @@ class Work:
         """Continue a wait that took longer than :data:`fsdp.comm.threads.PATIENCE`, or has failed."""
         started, reported = time.monotonic() - threads.PATIENCE.total_seconds(), False
         while True:
-            completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait tells
+            completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait raises
             if not completed:
                 watch.slow()
                 reported = reported or self.report_if_long(time.monotonic() - started, watch)
