@@ -1,4 +1,4 @@
-"""Configuration of the whole run: how ranks treat warnings, and the end of the rank processes."""
+"""Configuration of the whole run: environment and warnings of ranks, garbage collection, end of the rank processes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.harness import pool, worker
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Modules without device_id go to an accelerator if there is one, and the suite is about CPU (scripts/gpu_check.py
-    # is not). The ranks inherit this.
+    # Modules without device_id move to an accelerator if there is one, but the suite tests on CPU (scripts/gpu_check.py
+    # on a GPU). The ranks inherit this.
     os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ZE_AFFINITY_MASK="")
     os.fsync = os.fstat  # type: ignore[assignment]  # see `worker.main`
     pool.set_warning_filters(config.getini("filterwarnings"))
     worker.seed_the_cpu_only()
-    torch.set_num_threads(1)  # the ranks need the other cores, and results must not depend on their number
-    gc.disable()  # while tests are imported: nothing of them goes
+    torch.set_num_threads(1)  # the ranks need the remaining cores, and results must not depend on their number
+    gc.disable()  # imported modules are never freed, so collections during imports only cost time
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # no collection looks at modules again, those that tests ask for least of all
+    gc.freeze()  # no later collection scans the imported modules
     gc.enable()
 
 

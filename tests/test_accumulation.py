@@ -1,7 +1,7 @@
-"""Gradients accumulate over synchronised and unsynchronised passes in every order, to the sum that plain models have.
+"""Accumulation: synchronised and unsynchronised passes in every order give the sum of the plain models' gradients.
 
-Bit-equal: a pass adds one gradient per parameter to what there is, locally or after the reduction, and the reference
-adds the same numbers in the same order. Sums over 3 ranks have that order in the direct exchange only.
+Bit-equal: a pass adds one gradient per parameter to the accumulated one, locally or after the reduction, and the
+reference adds the same numbers in the same order. Sums over 3 ranks have that order in the direct exchange only.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness import passes
 from tests.harness.lockstep import Data, assert_at_rest
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import BlockWithUnused, MlpBlock
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
-from tests.harness.pool import run_ranks
+from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, Mode, clear
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import _in_memory_order, full_parameters, wrap
 
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]  # strategy and use_orig_params
-WIDTH = 7
 SYNC, NO_SYNC = "sync", "no_sync"
-Mode = tuple[ShardingStrategy, bool]
 
 
 class Model(nn.Module):
@@ -76,7 +74,7 @@ def loss_of(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
 
 
 def describe(mode: Mode) -> str:
-    return f"{mode[0].name}, use_orig_params={mode[1]}, {dist.get_world_size()} ranks"
+    return f"{passes.describe(mode)}, {dist.get_world_size()} ranks"
 
 
 # -- the reference -----------------------------------------------------------------------------------------------
@@ -84,11 +82,11 @@ def describe(mode: Mode) -> str:
 Grads = dict[str, Tensor | None]
 
 
-def pass_gradients(passes: int, model: Callable[[], nn.Module] = Model, **options: Any) -> list[list[Grads]]:
-    """By pass and rank, what one backward of the plain model on that rank's input gives."""
+def pass_gradients(count: int, model: Callable[[], nn.Module] = Model, **options: Any) -> list[list[Grads]]:
+    """Return the gradients of one backward of the plain model, by pass and by rank whose input it gets."""
     plain = build(model)
     result = []
-    for index in range(passes):
+    for index in range(count):
         per_rank = []
         for rank in range(dist.get_world_size()):
             plain.zero_grad()
@@ -100,9 +98,9 @@ def pass_gradients(passes: int, model: Callable[[], nn.Module] = Model, **option
 
 @dataclass
 class Ledger:
-    """What `.grad` has to be: per parameter the sum of reduced means and, per rank, a local sum not yet reduced.
+    """Expected `.grad`: per parameter the sum of reduced means and, per rank, a local sum not yet reduced.
 
-    `units` are the parameter names of each unit: in a used one, what has no gradient gets zeros.
+    `units` are the parameter names of each unit: in a used unit, parameters without a gradient get zeros.
     """
 
     units: list[list[str]]
@@ -165,8 +163,8 @@ def _plain_parameters() -> list[tuple[str, nn.Parameter]]:
     return list(named_parameters(build()).items())
 
 
-def assert_visible(model: nn.Module, ledger: Ledger, what: str, ulps: float = 0) -> None:
-    """Every `.grad` is what the ledger says: in full shapes where there is a local sum, else this rank's part."""
+def assert_visible(model: nn.Module, ledger: Ledger, label: str, ulps: float = 0) -> None:
+    """Check that every `.grad` is the ledger's: in full shape where there is a local sum, else this rank's part."""
     actual: Grads = {}
     expected: Grads = {}
     summed: Grads = {}
@@ -201,37 +199,37 @@ def assert_visible(model: nn.Module, ledger: Ledger, what: str, ulps: float = 0)
                     part = _in_memory_order(value, record)[piece.start : piece.end]
                     expected[name] = part if piece.numel else None
     if ulps:
-        assert_close_ulp(actual, expected, ulps, what, summed=summed)
+        assert_close_ulp(actual, expected, ulps, label, summed=summed)
     else:
-        assert_bit_equal(actual, expected, what)
+        assert_bit_equal(actual, expected, label)
 
 
 class Trainer:
     """A wrapped model and the ledger, kept in step."""
 
     def __init__(
-        self, mode: Mode, grads: list[list[Grads]], what: str = "", model: Callable[[], nn.Module] = Model
+        self, mode: Mode, grads: list[list[Grads]], label: str = "", model: Callable[[], nn.Module] = Model
     ) -> None:
         self.model = wrapped(mode, model)
         self.params = list(self.model.parameters())  # as an optimizer holds them
         units = [[u.full_name(r) for b in u.buckets for r in b.layout.params] for u in fsdp.shard_info(self.model)]
         self.ledger = Ledger(units)
-        self.grads, self.mode, self.what = grads, mode, f"{what}, {describe(mode)}"
+        self.grads, self.mode, self.label = grads, mode, f"{label}, {describe(mode)}"
         self.done: list[str] = []
         self.ulps = 0.0
 
-    def restart(self, what: str) -> None:
+    def restart(self, label: str) -> None:
         self.clear()
-        self.what, self.done = f"{what}, {describe(self.mode)}", []
+        self.label, self.done = f"{label}, {describe(self.mode)}", []
 
     def check(self, event: str) -> None:
         self.done.append(event)
-        what = f"{self.what}, after {', '.join(self.done)}"
-        assert_visible(self.model, self.ledger, what, self.ulps)
-        assert_at_rest(self.model, what)
+        label = f"{self.label}, after {', '.join(self.done)}"
+        assert_visible(self.model, self.ledger, label, self.ulps)
+        assert_at_rest(self.model, label)
 
     def run(self, index: int, kind: str, *, between: Callable[[], None] | None = None) -> None:
-        """One forward and backward on input `index`, with `between` called between the two."""
+        """Run one forward and backward on input `index`, with `between` called between the two."""
         with self.model.no_sync() if kind == NO_SYNC else nullcontext():
             loss = loss_of(self.model, Data(dist.get_rank(), 0).tensor(index, 3, WIDTH))
             if between is not None:
@@ -241,8 +239,7 @@ class Trainer:
         self.check(kind)
 
     def clear(self) -> None:
-        for param in self.params:
-            param.grad = None
+        clear(self.model)
         self.ledger.drop(list(self.ledger.reduced))
 
     def zero(self) -> None:
@@ -250,7 +247,7 @@ class Trainer:
         self.ledger.scale(0.0)
 
     def drop_some(self) -> None:
-        """`.grad = None` on single parameters; with flat parameters on that of one unit."""
+        """Set `.grad = None` on single parameters; with flat parameters on that of one unit."""
         self.drop(["blocks.0.linear.weight", "blocks.0.scale", "embed.bias"], "blocks.0")
 
     def drop(self, names: list[str], flat_unit: str) -> None:
@@ -273,20 +270,22 @@ ACTIONS: dict[str, Callable[[Trainer], None] | None] = {
 
 
 def _takes_turn(number: int, mode: Mode) -> bool:
-    """Of cases that are numbered, each strategy has one half with original parameters and one with flat ones."""
+    """Choose half of the numbered cases for original parameters, and the remaining half for flat ones."""
     return number.bit_count() % 2 == mode[1]
 
 
-def _orders(modes: Sequence[Mode], turns: Sequence[int]) -> None:
-    if dist.get_world_size() > 2:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) -> None:
+    """Gradients sum up alone, and with gradients zeroed, cleared, or dropped for some parameters in between."""
+    if world_size > 2:
         os.environ["FSDP_COLLECTIVES"] = "direct"
+    modes = MODES if world_size == 2 else [(FULL, True), (NONE if world_size == 1 else FULL, False)]
     grads = pass_gradients(4)
     names = list(ACTIONS)
     for mode in modes:
         trainer = Trainer(mode, grads)
-        if mode[0] is NONE and dist.get_world_size() > 2:
-            trainer.ulps = 8  # the all-reduce has an order of its own
-        for turn in turns:
+        for turn in (0, 1) if world_size < 3 else (1,):
             for number, kinds in enumerate(itertools.product((SYNC, NO_SYNC), repeat=3 + turn)):
                 if not _takes_turn(number, mode):
                     continue
@@ -305,17 +304,12 @@ def _orders(modes: Sequence[Mode], turns: Sequence[int]) -> None:
                         trainer.run(index, kind, between=lambda: action(trainer))  # noqa: B023
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) -> None:
-    """Alone, and with gradients zeroed, cleared, or dropped for some in between."""
-    modes = MODES if world_size == 2 else [(FULL, True), (NONE if world_size == 1 else FULL, False)]
-    run_ranks(world_size, _orders, modes, (0, 1) if world_size < 3 else (1,))
-
-
 # -- what the context manager covers -----------------------------------------------------------------------------
 
 
-def _read_at_backward() -> None:
+@on_ranks(2)
+def test_no_sync_applies_to_backwards_that_run_inside() -> None:
+    """A backward reduces unless it runs inside `no_sync()`, wherever its forward ran."""
     grads = pass_gradients(3)
     for mode in MODES:
         trainer = Trainer(mode, grads)
@@ -363,72 +357,62 @@ def _read_at_backward() -> None:
         trainer.run(0, SYNC)
 
 
-def test_whether_to_synchronise_is_read_when_the_backward_runs() -> None:
-    run_ranks(2, _read_at_backward)
-
-
-def _errors() -> None:
-    for mode in MODES:
-        model = wrapped(mode)
-        with model.no_sync():  # before anything ran: the instance becomes the root
-            pass
-        with pytest.raises(RuntimeError, match="should only be called on the root"), model.blocks[0].no_sync():
-            pass
-        caught: list[str] = []
-
-        def enter(*args: Any) -> None:
-            try:
-                with model.no_sync():  # noqa: B023
-                    raise AssertionError("entered")
-            except ValueError as error:
-                caught.append(str(error))  # noqa: B023
-
-        def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            enter()
-            output.register_hook(enter)
-
-        handle = _unwrapped(model).embed.register_forward_hook(watch)
-        loss_of(model, torch.randn(3, WIDTH)).backward()
-        handle.remove()
-        assert len(caught) == 2 and all("expected to be in states" in text for text in caught), caught
-        assert all(unit.gradients.synchronize for _, unit, _ in units_in(model))
-
-
 def _unwrapped(model: nn.Module) -> Any:
     return model.module if isinstance(model, FullyShardedDataParallel) else model
 
 
-def test_no_sync_is_for_roots_at_rest() -> None:
-    run_ranks(2, _errors)
+@pytest.mark.parametrize("mode", MODES, ids=passes.describe)
+@on_ranks(2)
+def test_no_sync_is_refused_on_units_and_during_passes(mode: Mode) -> None:
+    model = wrapped(mode)
+    with model.no_sync():  # before anything ran: the instance becomes the root
+        pass
+    with pytest.raises(RuntimeError, match="should only be called on the root"), model.blocks[0].no_sync():
+        pass
+    caught: list[str] = []
+
+    def enter(*args: Any) -> None:
+        try:
+            with model.no_sync():
+                raise AssertionError("entered")
+        except ValueError as error:
+            caught.append(str(error))
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        enter()
+        output.register_hook(enter)
+
+    handle = _unwrapped(model).embed.register_forward_hook(watch)
+    loss_of(model, torch.randn(3, WIDTH)).backward()
+    handle.remove()
+    assert len(caught) == 2 and all("expected to be in states" in text for text in caught), caught
+    assert all(unit.gradients.synchronize for _, unit, _ in units_in(model))
 
 
 # -- parts of the model ------------------------------------------------------------------------------------------
 
 
-def _partly_used() -> None:
+@pytest.mark.parametrize("mode", MODES, ids=passes.describe)
+@on_ranks(2)
+def test_pass_reduces_gradients_of_units_that_it_does_not_use(mode: Mode) -> None:
+    """A synchronised pass also reduces the gradients that earlier passes left in units that it does not use."""
     whole, without = pass_gradients(3), {skip: pass_gradients(3, skip=skip) for skip in (0, 1)}
-    for mode in MODES:
-        trainer = Trainer(mode, whole)
+    trainer = Trainer(mode, whole)
 
-        def run(index: int, kind: str, skip: int) -> None:
-            with trainer.model.no_sync() if kind == NO_SYNC else nullcontext():  # noqa: B023
-                loss_of(trainer.model, Data(dist.get_rank(), 0).tensor(index, 3, WIDTH), skip=skip).backward()  # noqa: B023
-            trainer.ledger.add(without[skip][index], kind == SYNC)  # noqa: B023
-            trainer.check(f"{kind} without block {skip}")  # noqa: B023
+    def run(index: int, kind: str, skip: int) -> None:
+        with trainer.model.no_sync() if kind == NO_SYNC else nullcontext():
+            loss_of(trainer.model, Data(dist.get_rank(), 0).tensor(index, 3, WIDTH), skip=skip).backward()
+        trainer.ledger.add(without[skip][index], kind == SYNC)
+        trainer.check(f"{kind} without block {skip}")
 
-        for number, orders in enumerate(itertools.product((SYNC, NO_SYNC), (SYNC, NO_SYNC), (SYNC, NO_SYNC))):
-            if not _takes_turn(number, mode):
-                continue
-            trainer.restart(f"order {number}")
-            run(0, orders[0], 0)
-            run(1, orders[1], 1)
-            run(2, orders[2], 0)
-            trainer.run(0, SYNC)  # and all of it in the end
-
-
-def test_units_that_only_some_of_the_passes_use() -> None:
-    """A synchronised pass reduces what earlier passes left, in units too that it does not use itself."""
-    run_ranks(2, _partly_used)
+    for number, orders in enumerate(itertools.product((SYNC, NO_SYNC), (SYNC, NO_SYNC), (SYNC, NO_SYNC))):
+        if not _takes_turn(number, mode):
+            continue
+        trainer.restart(f"order {number}")
+        run(0, orders[0], 0)
+        run(1, orders[1], 1)
+        run(2, orders[2], 0)
+        trainer.run(0, SYNC)  # at last a pass that uses the whole model
 
 
 class Checkpointed(Model):
@@ -439,7 +423,9 @@ class Checkpointed(Model):
         return self.last(x)
 
 
-def _checkpointed() -> None:
+@on_ranks(2)
+def test_accumulation_with_checkpointing() -> None:
+    """A recomputation under `no_sync()` accumulates once, with reentrant and non-reentrant checkpointing."""
     grads = pass_gradients(4)
     for mode in MODES:
         trainer = Trainer(mode, grads, "checkpointed", Checkpointed)
@@ -449,12 +435,9 @@ def _checkpointed() -> None:
                 trainer.run(index, kind)
 
 
-def test_accumulation_with_checkpointing() -> None:
-    """A recomputation under no_sync is one, in both kinds."""
-    run_ranks(2, _checkpointed)
-
-
-def _frozen() -> None:
+@on_ranks(2)
+def test_freezing_between_accumulated_passes() -> None:
+    """A frozen parameter keeps its gradient, and the next synchronised backward reduces it."""
     grads = pass_gradients(4)
     for mode in MODES:
         trainer = Trainer(mode, grads)
@@ -486,45 +469,44 @@ def _frozen() -> None:
         trainer.run(0, SYNC)
 
 
-def test_freezing_between_accumulated_passes() -> None:
-    """What is frozen keeps the gradient that it has, and the next synchronised backward reduces it."""
-    run_ranks(2, _frozen)
-
-
 # -- .grad in users' hands ---------------------------------------------------------------------------------------
 
 
 def _snapshot(params: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
-    """What a user holds: the gradients, and copies of their values."""
+    """Return the gradients, as a user holds them, with copies of their values."""
     return [(p.grad, p.grad.clone()) for p in params if p.grad is not None]
 
 
-def _assert_untouched(held: list[tuple[Tensor, Tensor]], what: str) -> None:
+def _assert_untouched(held: list[tuple[Tensor, Tensor]], label: str) -> None:
     changed = [tuple(grad.shape) for grad, copy in held if not torch.equal(grad, copy)]
-    assert not changed, f"{what}: gradients of shapes {changed} changed in the user's hands"
+    assert not changed, f"{label}: gradients of shapes {changed} changed in the user's hands"
 
 
-def _held() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) -> None:
+    """Later passes neither free nor write a dropped gradient; until dropped, they accumulate into it as in plain
+    torch."""
     grads = pass_gradients(4)
     for mode in MODES:
         trainer = Trainer(mode, grads)
         for number, (before, after) in enumerate(itertools.product((SYNC, NO_SYNC), (SYNC, NO_SYNC))):
             if not _takes_turn(number, mode):
                 continue
-            # cleared, all or some: what was held is the user's
-            for clear in (Trainer.clear, Trainer.drop_some):
-                trainer.restart(f"{clear.__name__} between {before} and {after}")
+            # cleared, all or some: the held tensors are the user's
+            for drop in (Trainer.clear, Trainer.drop_some):
+                trainer.restart(f"{drop.__name__} between {before} and {after}")
                 trainer.run(0, before)
                 with_grad = {id(p) for p in trainer.params if p.grad is not None}
                 held = {id(p): p.grad for p in trainer.params if p.grad is not None}
                 copies = {key: grad.clone() for key, grad in held.items()}
-                clear(trainer)
+                drop(trainer)
                 dropped = [p for p in trainer.params if p.grad is None and id(p) in with_grad]
                 trainer.run(1, after)
                 trainer.run(2, SYNC)
                 trainer.run(3, NO_SYNC)
-                _assert_untouched([(held[id(p)], copies[id(p)]) for p in dropped], trainer.what)
-            # accumulated into: whatever it holds now, it can be read
+                _assert_untouched([(held[id(p)], copies[id(p)]) for p in dropped], trainer.label)
+            # accumulated into: its memory can still be read
             trainer.restart(f"{before}, then {after}")
             trainer.run(0, before)
             kept = _snapshot(trainer.params)
@@ -533,16 +515,13 @@ def _held() -> None:
             trainer.clear()
             trainer.run(3, after)
             for grad, _ in kept:
-                assert grad.isfinite().all(), trainer.what
+                assert grad.isfinite().all(), trainer.label
 
 
-def test_gradients_that_users_hold_are_theirs_once_dropped() -> None:
-    """A later pass neither frees nor writes them; until dropped, passes accumulate into them as in plain torch."""
-    for world_size in (1, 2):
-        run_ranks(world_size, _held)
-
-
-def _changed_by_users() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_passes_accumulate_into_gradients_that_users_changed(world_size: int) -> None:
+    """A gradient may be scaled in place, or replaced by a new tensor where torch allows it."""
     grads = pass_gradients(3)
     for mode in MODES:
         trainer = Trainer(mode, grads)
@@ -569,80 +548,61 @@ def _changed_by_users() -> None:
                 trainer.run(2, SYNC)
 
 
-def test_gradients_that_users_change_are_continued() -> None:
-    """Scaled in place, or replaced by a new tensor where torch allows it."""
-    for world_size in (1, 2):
-        run_ranks(world_size, _changed_by_users)
+def _wide() -> nn.Module:
+    return nn.Sequential(*(MlpBlock(601, 601) for _ in range(3)))
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([MlpBlock(601, 601) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def _memory() -> None:
+@pytest.mark.serial  # it waits a limited time for the release of memory by threads
+@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@pytest.mark.parametrize("mode", [(FULL, True), (FULL, False), (GRAD_OP, False), (NONE, True)], ids=passes.describe)
+@on_ranks(2)
+def test_memory_of_accumulated_gradients(mode: Mode) -> None:
+    """The full gradients are held while they are not reduced, then a shard of them, and no memory once cleared."""
     meter = Meter()
     world_size = dist.get_world_size()
     x = torch.randn(2, 601)
-    for mode in [(FULL, True), (FULL, False), (GRAD_OP, False), (NONE, True)]:
-        model = wrapped(mode, Wide)
-        params = list(model.parameters())
-        full = sum(4 * b.layout.numel for u in fsdp.shard_info(model) for b in u.buckets)
-        shard = full if mode[0] is NONE else full / world_size
+    model = wrapped(mode, _wide)
+    full = sum(4 * b.layout.numel for u in fsdp.shard_info(model) for b in u.buckets)
+    shard = full if mode[0] is NONE else full / world_size
 
-        def held(expected: float, what: str) -> None:
-            deadline = time.monotonic() + 2.0  # gloo's threads hold what they have sent for a little longer
-            while (found := meter.resting() - base) > expected + 0.05 * full and time.monotonic() < deadline:  # noqa: B023
-                time.sleep(0.01)
-            assert abs(found - expected) < 0.05 * full + 65536, f"{what}, {describe(mode)}: {found:,}, not {expected:,}"  # noqa: B023
+    def held(expected: float, label: str) -> None:
+        deadline = time.monotonic() + 2.0  # gloo's threads hold sent tensors for a little longer
+        while (found := meter.resting() - base) > expected + 0.05 * full and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert abs(found - expected) < 0.05 * full + 65536, f"{label}, {describe(mode)}: {found:,}, not {expected:,}"
 
-        def backward(synchronize: bool) -> None:
-            with nullcontext() if synchronize else model.no_sync():  # noqa: B023
-                loss_of(model, x).backward()  # noqa: B023
+    def backward(synchronize: bool) -> None:
+        with nullcontext() if synchronize else model.no_sync():
+            loss_of(model, x).backward()
 
-        def clear() -> None:
-            for param in params:  # noqa: B023
-                param.grad = None
-
-        for synchronize in (True, False, True):  # what is made once is made
-            backward(synchronize)
-        clear()
-        base = meter.at_rest()
-        kept = full if mode[0] is GRAD_OP else 0  # the parameters themselves, for the next forward
-        for _ in range(2):
-            backward(False)
-            held(full + kept, "after an unsynchronised pass")
-            backward(False)
-            held(full + kept, "after another one")
-            backward(True)
-            held(shard, "after the synchronised pass")
-            backward(False)
-            held(full + kept + shard, "after an unsynchronised one with a reduced gradient aside")
-            backward(True)
-            held(shard, "after the second synchronised pass")
-            clear()
-            held(0, "cleared")
-            backward(False)
-            clear()
-            held(kept, "cleared after an unsynchronised pass")
-            backward(True)
-            clear()
+    for synchronize in (True, False, True):  # warm up: some memory is allocated once
+        backward(synchronize)
+    clear(model)
+    base = meter.at_rest()
+    kept = full if mode[0] is GRAD_OP else 0  # the parameters themselves, for the next forward
+    for _ in range(2):
+        backward(False)
+        held(full + kept, "after an unsynchronised pass")
+        backward(False)
+        held(full + kept, "after another one")
+        backward(True)
+        held(shard, "after the synchronised pass")
+        backward(False)
+        held(full + kept + shard, "after an unsynchronised one with a reduced gradient aside")
+        backward(True)
+        held(shard, "after the second synchronised pass")
+        clear(model)
+        held(0, "cleared")
+        backward(False)
+        clear(model)
+        held(kept, "cleared after an unsynchronised pass")
+        backward(True)
+        clear(model)
 
 
-@pytest.mark.serial  # it waits a limited time for what threads hold
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
-def test_memory_of_accumulated_gradients() -> None:
-    """The full gradients while they are not reduced, then a shard of them, and nothing once cleared."""
-    run_ranks(2, _memory)
-
-
-def _gathers_under_no_sync() -> None:
+@on_ranks(2)
+def test_unit_kept_after_forward_is_gathered_once_per_accumulation() -> None:
+    """A unit that is resharded after forward is gathered for each pass, as by torch."""
     os.environ["FSDP_COLLECTIVES"] = "native"
     for orig in (True, False):
         for strategy, expected in ((GRAD_OP, [3, 0, 0, 0, 3]), (FULL, [5, 5, 5, 5, 5])):
@@ -661,13 +621,8 @@ def _gathers_under_no_sync() -> None:
             assert counts == expected, f"{strategy.name}, orig={orig}: {counts}"
 
 
-def test_a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation() -> None:
-    """As by torch; a unit that is resharded after forward is gathered for each pass."""
-    run_ranks(2, _gathers_under_no_sync)
-
-
 class Gain(nn.Module):
-    """One element, so that all ranks but one have nothing of it."""
+    """One element, so that all ranks but one hold none of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -677,7 +632,9 @@ class Gain(nn.Module):
         return x * self.gain
 
 
-def _written_under_no_sync() -> None:
+@on_ranks(2)
+def test_writes_to_shards_inside_no_sync_are_gathered() -> None:
+    """A unit that stayed gathered takes over writes into its shard, by users and by the engine."""
     for orig in (True, False):
         torch.manual_seed(3)
         plain = nn.Sequential(MlpBlock(5, 5), Gain(), nn.Linear(5, 5))
@@ -721,7 +678,7 @@ def _written_under_no_sync() -> None:
 
         writes = [in_place, summoned, assigned, summoned_past_versions, loaded, in_place, loaded_from_rank_0]
         if orig:
-            writes += [replaced, assigned]  # to the new ones, too
+            writes += [replaced, assigned]  # to the new parameters, too
         with model.no_sync():
             for write in writes:
                 model(x).sum().backward()
@@ -730,12 +687,10 @@ def _written_under_no_sync() -> None:
                 torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0, msg=f"{write.__name__}, orig={orig}")
 
 
-def test_what_is_written_inside_no_sync_is_gathered_again() -> None:
-    """A unit that stayed gathered follows what is written into its shard, by users and by the engine."""
-    run_ranks(2, _written_under_no_sync)
+@on_ranks(2)
+def test_accumulation_after_an_exception() -> None:
+    """Once cleared, a backward that failed in the middle leaves no gradient behind."""
 
-
-def _after_a_fault() -> None:
     class Fault(Exception):
         pass
 
@@ -760,15 +715,12 @@ def _after_a_fault() -> None:
             trainer.clear()
 
 
-def test_accumulation_after_an_exception() -> None:
-    """Once cleared, nothing is left of a backward that failed in the middle."""
-    run_ranks(2, _after_a_fault)
-
-
 # -- steps without a reduction ---------------------------------------------------------------------------------------
 
 
-def _never_reduced() -> None:
+@on_ranks(2)
+def test_step_with_unreduced_gradients_is_refused() -> None:
+    """The error gives the number of parameters and the remedy, and neither parameters nor state change."""
     words = r"^3 parameters have gradients from no_sync\(\) that were never reduced. Run the last micro-batch's"
     for strategy, orig in itertools.product((FULL, GRAD_OP), (True, False)):
         blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=orig and index == 0)) for index in range(2 if orig else 3)]
@@ -791,22 +743,19 @@ def _never_reduced() -> None:
         with pytest.raises(RuntimeError, match=r"^1 parameter has .* holds [\w.]+ of unit '\d'$"):
             torch.optim.SGD(list(model.parameters())[-2:-1], lr=1.0).step()
         model.zero_grad()
-        optimizer.step()  # nothing is there to be stepped by
+        optimizer.step()  # without any gradients
 
 
-def test_a_step_by_gradients_that_were_never_reduced_is_refused() -> None:
-    """With every backward inside no_sync(): the error says how many parameters and what to do, and nothing changes."""
-    run_ranks(2, _never_reduced)
-
-
-def _replicas_apart() -> None:
+@on_ranks(2)
+def test_step_with_unreduced_gradients_warns_without_sharding() -> None:
+    """The optimizer's first step warns that replicas differ, unless the program reduced the gradients itself."""
     for orig in (True, False):
         model = wrap(nn.Linear(WIDTH, WIDTH), NONE, orig)
         for by_hand in (True, False):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             with model.no_sync():
                 model(torch.ones(2, WIDTH)).sum().backward()
-            if by_hand:  # as a program does that reduces by itself
+            if by_hand:  # the program reduces gradients itself
                 for param in model.parameters():
                     dist.all_reduce(param.grad)
                     param.grad /= dist.get_world_size()
@@ -814,8 +763,3 @@ def _replicas_apart() -> None:
                 optimizer.step()
             optimizer.step()
             model.zero_grad()
-
-
-def test_a_step_that_parts_replicas_is_warned_of() -> None:
-    """Where parameters are not sharded, at the optimizer's first step; not if the program reduced gradients itself."""
-    run_ranks(2, _replicas_apart)

@@ -1,8 +1,8 @@
-"""Gradients are those of the plain model, whatever the order of forwards and backwards.
+"""Gradients equal the plain model's in every order of forwards and backwards.
 
-Bit-equal to plain replicas whose gradients are averaged in rank order, where nothing is said: the same kernels see the
-same values, a leaf's gradients are added in the order in which autograd delivers them, and the sum over 2 ranks has one
-order. On 3 ranks the direct exchange sums in rank order too, while the all-reduce of NO_SHARD does not.
+Bit-equal, unless stated otherwise, to plain replicas whose gradients are averaged in rank order: the same kernels
+see the same values, a leaf's gradients are added in autograd's order, and the sum over 2 ranks has one order. On 3
+ranks the direct exchange sums in rank order too, while the all-reduce of NO_SHARD does not.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import grad as gradients_of  # under a name that was imported before wrapping
+from torch.autograd import grad as imported_grad  # imported before wrapping, as by many programs
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.runtime.unit import units_in
@@ -27,7 +27,7 @@ from tests.harness.lockstep import (
     Data,
     Reference,
     assert_at_rest,
-    with_gradients,
+    gradient_sizes,
 )
 from tests.harness.models import MlpBlock, SegmentBlock
 from tests.harness.passes import (
@@ -48,8 +48,9 @@ from tests.harness.passes import (
     set_requires_grad,
     wrapped,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
+from tests.harness.sharded import wrap
 
 # -- orders of forwards and backwards ----------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def one_pass(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def two_passes(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Forward, forward, backward, backward."""
+    """Run forward, forward, backward, backward."""
     x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 2, WIDTH)
     first, second = loss_of(model, x), loss_of(model, y)
     first.backward()
@@ -109,7 +110,7 @@ def backward_twice(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def last_first(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Three forwards, whose backwards come in another order."""
+    """Run three forwards, and their backwards in another order."""
     inputs = [data.tensor(i, 2 + i, WIDTH) for i in range(3)]
     losses = [loss_of(model, x) for x in inputs]
     for index in (2, 0, 1):
@@ -118,7 +119,7 @@ def last_first(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def interleaved(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Forward-backward pairs that overlap."""
+    """Overlap pairs of forward and backward."""
     x, y, z = (data.tensor(i, 3, WIDTH) for i in range(3))
     first, second = loss_of(model, x), loss_of(model, y)
     first.backward()
@@ -131,7 +132,7 @@ def interleaved(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def retained(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Two graphs that are kept, each gone through twice, by turns."""
+    """Retain two graphs, and go through each twice, in turns."""
     x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 3, WIDTH)
     first, second = loss_of(model, x), loss_of(model, y)
     for _ in range(2):
@@ -141,7 +142,7 @@ def retained(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def of_inputs_only(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Gradients with respect to inputs leave none on parameters; between them, normal passes."""
+    """Take gradients of inputs only, which leave none on parameters, between normal passes."""
     x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 3, WIDTH)
     loss = loss_of(model, x)
     (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -157,7 +158,7 @@ def of_inputs_only(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def forward_only(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Forwards whose backward comes late or never, and forwards without gradients in between, by turns."""
+    """Run forwards with a late backward or none, and forwards without gradients in between."""
     x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 3, WIDTH)
     dropped = model(x).detach()
     late = loss_of(model, y)
@@ -185,7 +186,7 @@ MORE = (last_first, interleaved, retained, forward_only)
 def _check_chain(
     segment: str, outer: str, programs: Sequence[Callable[..., Any]], modes: Sequence[Mode], debug: bool = False
 ) -> None:
-    if "reentrant" in (segment, outer):  # of a segment inside another one's forward, or with gradients disabled
+    if "reentrant" in (segment, outer):  # a segment inside a reentrant one, or with gradients disabled
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     build = seeded(Chain, segment, outer)
     references = [Reference(build, program) for program in programs]
@@ -195,62 +196,51 @@ def _check_chain(
     for mode in modes:
         with environment(FSDP_DEBUG="1" if debug else "0"):
             model = wrapped(build, mode, SegmentBlock)
-            for reference, program in zip(references, programs):  # one model for all: nothing may be left behind
-                what = f"{program.__name__}, {segment} in {outer}, {describe(mode)}, debug={debug}"
+            for reference, program in zip(references, programs):  # one model for all: no state may remain
+                case = f"{program.__name__}, {segment} in {outer}, {describe(mode)}, debug={debug}"
                 ring = mode[0] is NONE and dist.get_world_size() > 2  # the all-reduce has an order of its own
-                reference.check(model, what, ulps=8 if ring or program in reassociated else 0)
+                reference.check(model, case, ulps=8 if ring or program in reassociated else 0)
                 clear(model)
 
 
-def _sketch(outer: str) -> None:
+@pytest.mark.parametrize("outer", KINDS)
+@on_ranks(2)
+def test_passes_with_checkpointed_units_and_segments(outer: str) -> None:
+    """Five orders of passes, with the unit checkpointed, segments of it, both or neither; all units rest after each."""
     for number, segment in enumerate(KINDS, start=KINDS.index(outer)):
         strategies = 3 if segment == outer else 2  # without sharding a checkpoint gathers nothing
         _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies])
 
 
-@pytest.mark.parametrize("outer", KINDS)
-def test_checkpointing_inside_and_outside(outer: str) -> None:
-    """The unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
-    run_ranks(2, _sketch, outer)
-
-
-def _sketch_poisoned() -> None:
+@on_ranks(2)
+def test_no_pass_reads_released_buffers() -> None:
+    """`FSDP_DEBUG=1` fills a released buffer with NaN."""
     for number, (segment, outer) in enumerate(itertools.product(KINDS, KINDS)):
-        sharded = number // 2 % 2  # every pair of segment, outer, one of the two strategies that release, and mode
+        sharded = number // 2 % 2  # pairwise: segment, outer, one of the two strategies that release, and mode
         _check_chain(segment, outer, SKETCH, by_turns(number)[sharded : sharded + 1], debug=True)
 
 
-def test_results_are_the_same_with_poison_on_release() -> None:
-    """A read of a released buffer would be NaN."""
-    run_ranks(2, _sketch_poisoned)
-
-
-def _more_orders() -> None:
-    for number, outer in enumerate(KINDS):
-        _check_chain("none", outer, MORE, by_turns(number)[: 3 if outer == "none" else 2])
-    for outer in ("none", "non-reentrant"):  # the other kind refuses autograd.grad
-        _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none"))
-    _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debug=True)
-
-
 @ALL_SMALL
-def test_more_orders_of_passes(all_small: bool) -> None:
-    """Three at a time, overlapping pairs, kept graphs, no backward, gradients of inputs alone."""
-    run_ranks(2, with_gradients, all_small, _more_orders)
+@on_ranks(2)
+def test_overlapping_and_partial_passes(all_small: bool) -> None:
+    """Three passes at a time, overlapping pairs, retained graphs, no backward, gradients of inputs alone."""
+    with gradient_sizes(all_small):
+        for number, outer in enumerate(KINDS):
+            _check_chain("none", outer, MORE, by_turns(number)[: 3 if outer == "none" else 2])
+        for outer in ("none", "non-reentrant"):  # reentrant checkpoints refuse autograd.grad
+            _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none"))
+        _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debug=True)
 
 
-def _three_ranks() -> None:
+@on_ranks(3)
+def test_orders_of_passes_on_three_ranks() -> None:
     with environment(FSDP_COLLECTIVES="direct"):
         for number, (segment, outer) in enumerate((("none", "none"), ("reentrant", "non-reentrant"))):
             _check_chain(segment, outer, (*SKETCH, interleaved), by_turns(number)[number : number + 2])
 
 
-def test_orders_of_passes_on_three_ranks() -> None:
-    run_ranks(3, _three_ranks)
-
-
 class _Random:
-    """A program of random passes: forwards that wait, backwards in any order, kept graphs, clearing, no gradients."""
+    """A program of random passes: delayed backwards in any order, retained graphs, clearing, no gradients."""
 
     def __init__(self, seed: int) -> None:
         self.__name__ = f"random program {seed}"
@@ -259,9 +249,9 @@ class _Random:
 
     def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
         waiting: list[tuple[Tensor, Tensor]] = []
-        for index, (what, which) in enumerate(self.choices):
+        for index, (action, which) in enumerate(self.choices):
             x = data.tensor(index, 2 + which % 3, WIDTH)
-            kind = what % 8
+            kind = action % 8
             if kind < 3 or not waiting:
                 waiting.append((x, loss_of(model, model(x) if kind == 0 else x)))
             elif kind < 6:
@@ -281,54 +271,50 @@ class _Random:
             yield {"leaf": leaf.grad}
 
 
-def _random_programs() -> None:
+@on_ranks(2)
+def test_random_orders_of_passes() -> None:
     for seed, (segment, outer) in enumerate([("none", "none"), ("reentrant", "none"), ("none", "non-reentrant")]):
         for i in range(2):
             _check_chain(segment, outer, [_Random(10 * seed + i)], by_turns(i)[: 3 - i])
 
 
-def test_random_orders_of_passes() -> None:
-    run_ranks(2, _random_programs)
-
-
-# -- how often, and in what state --------------------------------------------------------------------------------
+# -- number of collectives, and states ---------------------------------------------------------------------------
 
 
 def counts(log: CollectiveLog, unit: str) -> tuple[float, int]:
-    """(gathers, reductions) of a unit with a frozen bucket, which is gathered like the other and never reduced."""
+    """Return (gathers, reductions) of a unit with two buckets, both gathered and one of them frozen."""
     return log.count(label=f"gather {unit}") / 2, log.count(label=f"reduce {unit}")
 
 
-def _count_collectives() -> None:
+@on_ranks(2)
+def test_number_of_gathers_and_reductions_of_checkpointed_units() -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     block = "unit 'blocks.0'"
     # (gathers, reductions) of a block: one gather per forward and one per backward, one reduction per backward. A
-    # recomputation's gather is that of the backward; a reentrant one makes a backward of each call.
+    # recomputation and its backward share a gather; a reentrant checkpoint runs a backward for each call.
     plain = {one_pass: (2, 1), two_passes: (4, 2), used_twice: (3, 1), two_losses: (3, 1), backward_twice: (3, 2)}
     each_call = {used_twice: (4, 2), two_losses: (4, 2)}
-    # The root is kept from its last forward to the end of the next backward, and gathered anew by each forward.
+    # The root is kept from the last forward to the end of the next backward, and gathered anew by each forward.
     roots = {one_pass: (1, 1), two_passes: (3, 2), used_twice: (2, 1), two_losses: (2, 1), backward_twice: (2, 2)}
     for (i, segment), (j, outer) in itertools.product(enumerate(KINDS), enumerate(KINDS)):
         build = seeded(Chain, segment, outer)
         model = wrapped(build, (FULL, True), SegmentBlock)
-        # Every program with each segment and with each outer kind; in all of them one pass comes first.
+        # Every program with each segment and with each outer kind, after one pass.
         for program in [each for k, each in enumerate(SKETCH) if k == 0 or (i + j + k) % 3 == 0]:
-            for attempt in range(2):  # with the recorded order of another program, and with its own
+            for attempt in range(2):  # with the recorded order of the previous program, and with the right one
                 with record_collectives() as log:
                     for _ in program(model, Data(dist.get_rank(), 2)):
                         pass
-                wanted = {**plain, **(each_call if outer == "reentrant" else {})}[program]
-                what = f"{program.__name__}, {segment} in {outer}, attempt {attempt}"
-                assert counts(log, block) == wanted, f"{what}: {counts(log, block)}, expected {wanted}"
-                ours = log.count(label="gather the root unit"), log.count(label="reduce the root unit")
-                assert ours == roots[program], f"{what}, root: {ours}, expected {roots[program]}"
+                expected = {**plain, **(each_call if outer == "reentrant" else {})}[program]
+                case = f"{program.__name__}, {segment} in {outer}, attempt {attempt}"
+                assert counts(log, block) == expected, f"{case}: {counts(log, block)}, expected {expected}"
+                root = log.count(label="gather the root unit"), log.count(label="reduce the root unit")
+                assert root == roots[program], f"{case}, root: {root}, expected {roots[program]}"
 
 
-def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says() -> None:
-    run_ranks(2, _count_collectives)
-
-
-def _rest_without_backward() -> None:
+@on_ranks(2)
+def test_forward_without_gradients_leaves_no_unit_gathered() -> None:
+    """A forward with gradients leaves only the units that the strategy keeps for the backward."""
     x = torch.randn(3, WIDTH)
     for mode in MODES:
         if mode[0] is NONE:
@@ -354,16 +340,11 @@ def _rest_without_backward() -> None:
         output.sum().backward()
         assert_at_rest(model, f"{describe(mode)}, backward after that")
         set_requires_grad(model, "", False)
-        model(x)  # gradients are enabled, and nothing has one
+        model(x)  # gradients are enabled, and no parameter requires one
         assert_at_rest(model, f"{describe(mode)}, a forward of frozen parameters")
 
 
-def test_nothing_is_gathered_after_a_forward_without_gradients() -> None:
-    """With gradients, only what the strategy keeps for the backward, if there is one."""
-    run_ranks(2, _rest_without_backward)
-
-
-def _refused_second_order(model: nn.Module, x: Tensor, how: str) -> None:
+def _take_second_order(model: nn.Module, x: Tensor, how: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using backward.* with create_graph=True")
         if how == "backward":
@@ -374,7 +355,7 @@ def _refused_second_order(model: nn.Module, x: Tensor, how: str) -> None:
 
 
 class Normed(nn.Module):
-    """Its backward reads the weight by an operator that does not look at the size of the storage."""
+    """A unit whose backward reads the weight in an operator that does not check the size of the storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,23 +365,12 @@ class Normed(nn.Module):
         return torch.tanh(self.norm(x))
 
 
-def _second_order() -> None:
-    build = seeded(lambda: nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, WIDTH)))
-    reference = Reference(build, one_pass)
-    for mode, how in itertools.product(MODES, ("backward", "grad of inputs")):
-        if mode[0] is NONE and how == "grad of inputs":
-            continue  # nothing is ever released: the gradients are right, see below
-        model = wrapped(build, mode, Normed)
-        held = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
-        x = torch.randn(3, WIDTH, requires_grad=True)
-        with pytest.raises(RuntimeError, match=r"(the root unit|parameter '\w+.\w+').*gradients of gradients"):
-            _refused_second_order(model, x, how)
-        for name, p, before in held:
-            assert p.grad is None and torch.equal(p, before), f"{name}, {how}, {describe(mode)}"
-        reference.check(model, f"the step after, {describe(mode)}, {how}")
+@on_ranks(2)
+def test_autograd_grad_of_parameters_is_refused() -> None:
+    """The error names a parameter, also where torch returns None or calls it unused.
 
-
-def _of_parameters() -> None:
+    Gradients of inputs, and of tensors computed from the sharded parameters, are allowed. The next step is right.
+    """
     reference = Reference(seeded(Mlp), one_pass)
     for mode in MODES:
         model = wrapped(seeded(Mlp), mode, MlpBlock)
@@ -410,39 +380,43 @@ def _of_parameters() -> None:
         )
         for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
             with pytest.raises(RuntimeError, match=words):
-                gradients_of(loss_of(model, x), params, **options)
+                imported_grad(loss_of(model, x), params, **options)
         with pytest.raises(RuntimeError, match=r"gives no gradient of [^,]* of the root unit, though"):
-            gradients_of(loss_of(model, x), [x, params[0]], allow_unused=True)
+            imported_grad(loss_of(model, x), [x, params[0]], allow_unused=True)
         penalty = params[0].square().sum()  # with what parameters() yields
-        assert torch.equal(gradients_of(penalty, params[0])[0], 2 * params[0])
-        assert gradients_of(x.sum(), [x, *params], allow_unused=True)[1:] == (None,) * len(params)
-        assert gradients_of(loss_of(model, x), x)[0].any()
+        assert torch.equal(imported_grad(penalty, params[0])[0], 2 * params[0])
+        assert imported_grad(x.sum(), [x, *params], allow_unused=True)[1:] == (None,) * len(params)
+        assert imported_grad(loss_of(model, x), x)[0].any()
         reference.check(model, f"the step after, {describe(mode)}")
 
 
-def test_gradients_of_parameters_by_autograd_grad_are_refused_by_name() -> None:
-    """Where torch gives None, or says that the parameters were not used. Of inputs, and of what was computed with the
-    parameters as they are between forwards, there are gradients. The next step is right."""
-    run_ranks(2, _of_parameters)
+@on_ranks(2)
+def test_create_graph_is_refused_and_changes_nothing() -> None:
+    """Both `backward` and `autograd.grad` of inputs raise with the name of a parameter or unit."""
+    build = seeded(lambda: nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, WIDTH)))
+    reference = Reference(build, one_pass)
+    for mode, how in itertools.product(MODES, ("backward", "grad of inputs")):
+        if mode[0] is NONE and how == "grad of inputs":
+            continue  # parameters are never released, so the gradients are right: see below
+        model = wrapped(build, mode, Normed)
+        held = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"(the root unit|parameter '\w+.\w+').*gradients of gradients"):
+            _take_second_order(model, x, how)
+        for name, p, before in held:
+            assert p.grad is None and torch.equal(p, before), f"{name}, {how}, {describe(mode)}"
+        reference.check(model, f"the step after, {describe(mode)}, {how}")
 
 
-def test_gradients_of_gradients_are_refused_by_name_before_damage() -> None:
-    """`create_graph=True`, in `backward` and in `autograd.grad` of the inputs."""
-    run_ranks(2, _second_order)
-
-
-def _transformed() -> None:
+@on_ranks(2)
+def test_function_transforms_are_refused() -> None:
+    """The following step is right."""
     reference = Reference(seeded(Mlp), one_pass)
     for mode in by_turns(0)[:2]:  # without sharding nothing is gathered
         model = wrapped(seeded(Mlp), mode, MlpBlock)
         with pytest.raises(RuntimeError, match=r"^the root unit is called inside of torch.vmap or a transform of"):
             torch.vmap(model)(torch.randn(3, WIDTH))
         reference.check(model, f"the step after, {describe(mode)}")
-
-
-def test_transforms_of_functions_are_refused_by_name() -> None:
-    """And what comes after them works. Inside of a forward they are the plain module's own."""
-    run_ranks(2, _transformed)
 
 
 def _penalty(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -453,7 +427,7 @@ def _penalty(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
-    """The gradient of what is computed from an output, up to that output."""
+    """Take the gradient of a function of the output with respect to that output."""
     for step in range(2):
         x = data.tensor(step, 3, WIDTH)
         output = model(x)
@@ -463,32 +437,26 @@ def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-def _penalty_behind_units() -> None:
+@on_ranks(2)
+def test_create_graph_up_to_an_output_is_allowed() -> None:
+    """The graph of the gradient does not enter a wrapped module."""
     reference = Reference(seeded(Mlp), _penalty_on_output)
     for mode in MODES:
         reference.check(wrapped(seeded(Mlp), mode, MlpBlock), describe(mode))
 
 
-def test_gradients_of_gradients_that_enter_no_sharded_unit() -> None:
-    """`autograd.grad` with `create_graph=True` up to the output of a wrapped module, which it does not enter."""
-    run_ranks(2, _penalty_behind_units)
-
-
-def _penalty_unsharded() -> None:
+@on_ranks(2)
+def test_gradient_penalty_without_sharding() -> None:
     reference = Reference(seeded(Mlp), _penalty)
     for orig in (True, False):
         reference.check(wrapped(seeded(Mlp), (NONE, orig), MlpBlock), f"use_orig_params={orig}", ulps=8)
-
-
-def test_gradient_penalty_without_sharding() -> None:
-    run_ranks(2, _penalty_unsharded)
 
 
 # -- structures --------------------------------------------------------------------------------------------------
 
 
 class Level(nn.Module):
-    """Units in units, each with parameters before and after the inner one."""
+    """Nested units, each with parameters before and after the inner one."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -503,19 +471,8 @@ class Level(nn.Module):
         return x + self.after(self.before(y)) * self.leaf.sum()
 
 
-class Shared(nn.Module):
-    """One unit called three times in a forward, others in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.other = MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared(self.other(self.shared(self.other(self.shared(x)))))
-
-
 class Repeated(nn.Module):
-    """One unit three times in a row, each a backward of its own."""
+    """One unit three times in a row, each with a nested backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -528,7 +485,7 @@ class Repeated(nn.Module):
 
 
 class Straddling(nn.Module):
-    """A weight is used inside and outside of a reentrant segment, whose backward delivers its gradient by itself."""
+    """A weight used inside and outside of a reentrant segment, whose backward delivers a separate gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -536,6 +493,11 @@ class Straddling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(lambda y: torch.tanh(self.linear(y)), self.linear(x), use_reentrant=True)
+
+
+def _used_three_times() -> nn.Module:
+    first, second = MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)
+    return nn.Sequential(first, second, first, second, first)
 
 
 class CheckpointedTwice(nn.Module):
@@ -550,7 +512,7 @@ class CheckpointedTwice(nn.Module):
 
 
 class Energy(nn.Module):
-    """Takes a gradient of itself inside its forward."""
+    """A module that takes a gradient of a submodule inside the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +538,7 @@ class SparseEmbedding(nn.Module):
 
 
 class Auxiliary(nn.Module):
-    """Blocks that leave a second loss in an attribute, as mixtures of experts do."""
+    """Blocks that store a second loss in an attribute, as mixtures of experts do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -618,49 +580,41 @@ def _sequence(*makers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return seeded(lambda: nn.Sequential(*(make() for make in makers)))
 
 
-class Structure(NamedTuple):
-    name: str
-    build: Callable[[], nn.Module]
-    blocks: tuple[type[nn.Module], ...]
-    ulps: float = 0
+STRUCTURES: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
+    "nested three deep": (seeded(Level, 3), {Level}),
+    "one unit registered and used three times": (seeded(_used_three_times), {MlpBlock}),
+    "one unit reduced three times in a row": (seeded(Repeated), {MlpBlock}),
+    "a weight on both sides of a segment": (_sequence(Straddling, Straddling), {Straddling}),
+    "a root without parameters": (_sequence(lambda: MlpBlock(WIDTH, 5), lambda: MlpBlock(5, WIDTH)), {MlpBlock}),
+    "gradient inside the forward": (seeded(Energy), {MlpBlock}),
+    "gradient inside the forward of a nested unit": (_sequence(Energy, Mlp), {Energy, MlpBlock}),
+    "sparse gradients": (_sequence(SparseEmbedding, SparseEmbedding), {SparseEmbedding}),
+    "second losses in attributes": (seeded(Auxiliary), {AuxiliaryBlock}),
+    "odd parameters": (_sequence(OddBlock, OddBlock), {OddBlock}),
+}
+ULPS = {
+    "nested three deep": 64,  # several units share an input, whose gradient is a sum of each unit's sum
+    "one unit reduced three times in a row": 8,  # each call's gradients are averaged before they are added up
+}
 
 
-STRUCTURES = [
-    # An input that several units share: its gradient is the sum of each unit's own sum.
-    Structure("nested three deep", seeded(Level, 3), (Level,), ulps=64),
-    Structure("one unit used three times", seeded(Shared), (MlpBlock,)),
-    # Reduced three times: the mean of each call's gradients is taken before they are added up.
-    Structure("one unit reduced three times in a row", seeded(Repeated), (MlpBlock,), ulps=8),
-    Structure("a weight on both sides of a segment", _sequence(Straddling, Straddling), (Straddling,)),
-    Structure(
-        "a root without parameters", _sequence(lambda: MlpBlock(WIDTH, 5), lambda: MlpBlock(5, WIDTH)), (MlpBlock,)
-    ),
-    Structure("gradient inside the forward", seeded(Energy), (MlpBlock,)),
-    Structure("gradient inside the forward of a nested unit", _sequence(Energy, Mlp), (Energy, MlpBlock)),
-    Structure("sparse gradients", _sequence(SparseEmbedding, SparseEmbedding), (SparseEmbedding,)),
-    Structure("second losses in attributes", seeded(Auxiliary), (AuxiliaryBlock,)),
-    Structure("odd parameters", _sequence(OddBlock, OddBlock), (OddBlock,)),
-]
+@pytest.mark.parametrize("name", STRUCTURES)
+@on_ranks(2)
+def test_structure_trains_as_the_plain_model(name: str) -> None:
+    """With the model called once and twice in a pass."""
+    build, blocks = STRUCTURES[name]
+    for number, program in enumerate((one_pass, used_twice)):
+        reference = Reference(build, program)
+        for mode in by_turns(number)[: 3 - number]:  # NO_SHARD once, as it is the same in both modes
+            model = wrapped(build, mode, *blocks)
+            for turn in range(2):  # the second one follows a recorded order
+                case = f"{program.__name__}, {describe(mode)}, turn {turn}"
+                reference.check(model, case, ulps=ULPS.get(name, 0))
+                clear(model)
 
 
-def _check_structures() -> None:
-    for structure in STRUCTURES:
-        for number, program in enumerate((one_pass, used_twice)):
-            reference = Reference(structure.build, program)
-            for mode in by_turns(number)[: 3 - number]:  # what is not sharded is the same in both
-                model = wrapped(structure.build, mode, *structure.blocks)
-                for turn in range(2):  # the second one follows a recorded order
-                    what = f"{structure.name}, {program.__name__}, {describe(mode)}, turn {turn}"
-                    reference.check(model, what, ulps=structure.ulps)
-                    clear(model)
-
-
-def test_structures() -> None:
-    """Nested, shared, parameterless, sparse, ... each once and twice in a pass, in both modes."""
-    run_ranks(2, _check_structures)
-
-
-def _nested_checkpoints() -> None:
+@on_ranks(2)
+def test_unit_inside_two_checkpoints() -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     for inner, outer in itertools.product((True, False), (True, False)):
         build = seeded(CheckpointedTwice, inner, outer)
@@ -671,12 +625,8 @@ def _nested_checkpoints() -> None:
                 reference.check(model, f"reentrant={(inner, outer)}, {program.__name__}, {describe(mode)}")
 
 
-def test_a_unit_wrapped_twice_in_checkpoints() -> None:
-    run_ranks(2, _nested_checkpoints)
-
-
 def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:
-    """A child is called by itself before the root ever ran; its graph lives on over the root's first pass."""
+    """Call a child before the root's first forward; the child's graph outlives the root's first pass."""
     x, y = data.tensor(0, 3, 13), data.tensor(1, 3, WIDTH)
     first, second = (loss_of(model.blocks[1], x) for _ in range(2))
     first.backward()
@@ -688,7 +638,7 @@ def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def _child_after(model: nn.Module, data: Data) -> Iterator[Any]:
-    """A child is called by itself after the root, alone and between the root's forward and backward."""
+    """Call a child after the root, alone and between the root's forward and backward."""
     x, y = data.tensor(0, 3, 13), data.tensor(1, 3, WIDTH)
     loss_of(model, y).backward()
     yield {"y": y.grad}
@@ -705,12 +655,20 @@ def _child_after(model: nn.Module, data: Data) -> Iterator[Any]:
     yield {"x": x.grad, "y": y.grad}
 
 
-def _children() -> None:
+@on_ranks(2)
+def test_child_may_be_used_before_the_parent_is_wrapped() -> None:
+    reference = Reference(seeded(Mlp), one_pass)
+    for mode in MODES:
+        module = seeded(Mlp)()
+        module.blocks[1] = wrap(module.blocks[1], *mode, wrap_policy=None)
+        with torch.no_grad():
+            module.blocks[1](torch.randn(3, 13))
+        reference.check(wrap(module, *mode, wrap_policy=None), describe(mode))
+
+
+@on_ranks(2)
+def test_child_may_be_called_directly() -> None:
     for program in (_child_before, _child_after):
         reference = Reference(seeded(Mlp), program)
         for mode in MODES:
             reference.check(wrapped(seeded(Mlp), mode, MlpBlock), f"{program.__name__}, {describe(mode)}")
-
-
-def test_a_child_called_directly() -> None:
-    run_ranks(2, _children)

@@ -1,4 +1,4 @@
-"""A unit's parameters stay until the backward is behind its forward calls, whatever led into them, and no longer.
+"""A unit stays gathered until the backward has passed all its forward calls, and is then resharded.
 
 Bit-equal to plain replicas, as in `test_backward`.
 """
@@ -26,15 +26,16 @@ from torch.utils.checkpoint import (
 )
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, with_gradients
-from tests.harness.pool import run_ranks
+from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, gradient_sizes
+from tests.harness.models import LoraBlock
+from tests.harness.passes import FULL, GRAD_OP, NONE, seeded
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
-FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 WIDTH, VOCABULARY = 6, 11
 Build = Callable[[], nn.Module]
 Program = Callable[[nn.Module, Data], Iterator[Any]]
@@ -55,7 +56,7 @@ def tokens(data: Data, index: int) -> Tensor:
 
 
 def steps(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Two steps on token ids, so that no input of the root needs a gradient."""
+    """Run two steps on token ids, so that no input of the root needs a gradient."""
     for index in range(2):
         output = model(tokens(data, index))
         output.square().mean().backward()
@@ -63,23 +64,11 @@ def steps(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-# -- what leads into a unit --------------------------------------------------------------------------------------------
-
-
-class Adapted(nn.Module):
-    """A LoRA layer, whose frozen weight is used first and read last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
+# -- inputs of a unit --------------------------------------------------------------------------------------------------
 
 
 class Detached(nn.Module):
-    """A weight that is computed with but not trained, before one that is."""
+    """A weight used only detached in one term, before a trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,13 +81,13 @@ class Detached(nn.Module):
 MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "frozen norm": lambda: nn.LayerNorm(WIDTH).requires_grad_(False),
     "frozen linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
-    "LoRA layer": Adapted,
+    "LoRA layer": lambda: LoraBlock(WIDTH),
     "detached weight": Detached,
 }
 
 
 class LanguageModel(nn.Module):
-    """The root owns what lies between the units and a trainable head; its only argument needs no gradient."""
+    """A model whose root owns a layer between the units and a trainable head; token ids need no gradient."""
 
     def __init__(self, middle: str) -> None:
         super().__init__()
@@ -115,7 +104,7 @@ class LanguageModel(nn.Module):
 
 
 class ByAttribute(nn.Module):
-    """Its input comes through an attribute, and what it does with it first is frozen."""
+    """A unit that gets the input through an attribute, and applies a frozen layer to it first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +132,10 @@ class Hiding(nn.Module):
         return self.head(self.hidden())
 
 
-def _entered(debug: str) -> None:
-    with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
-        _check_entered()
-
-
-def _check_entered() -> None:
+@pytest.mark.parametrize("debug", ["0", "1"])
+@on_ranks(2)
+def test_frozen_and_detached_weights_stay_until_they_are_read(debug: str) -> None:
+    """Also where no argument of the unit needs a gradient, and where `FSDP_DEBUG=1` poisons released memory."""
     cases: list[tuple[str, Build, dict[str, Any]]] = []
     for middle in MIDDLES:
         make = seeded(LanguageModel, middle)
@@ -158,19 +145,20 @@ def _check_entered() -> None:
     for how in ("attribute", "closure"):
         policy = ModuleWrapPolicy({Block, ByAttribute})
         cases.append((f"input through {how}", seeded(Hiding, how), {"wrap_policy": policy}))
-    for number, (what, build, options) in enumerate(cases):
+    for number, (case, build, options) in enumerate(cases):
         reference = Reference(build, steps)
         turns = number // 2 % 2
-        for strategy in (FULL, GRAD_OP) if os.environ["FSDP_DEBUG"] == "0" else (FULL, GRAD_OP)[turns : turns + 1]:
+        for strategy in (FULL, GRAD_OP) if debug == "0" else (FULL, GRAD_OP)[turns : turns + 1]:
             orig = (number + (strategy is FULL)) % 2 == 0
             model, kwargs = build(), dict(options)
             if (ignored := kwargs.pop("ignored", None)) is not None:
                 for param in model.get_submodule(ignored).parameters():
-                    param.requires_grad_(False)  # nobody would reduce their gradients
+                    param.requires_grad_(False)  # their gradients would not be reduced
                 kwargs["ignored_modules"] = [model.get_submodule(ignored)]
                 frozen = seeded(lambda build=build: _frozen(build(), "blocks"))
                 reference = Reference(frozen, steps)
-            reference.check(wrap(model, strategy, orig, **kwargs), f"{what}, {strategy.name}, orig={orig}")
+            with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
+                reference.check(wrap(model, strategy, orig, **kwargs), f"{case}, {strategy.name}, orig={orig}")
 
 
 def _frozen(model: nn.Module, path: str) -> nn.Module:
@@ -178,25 +166,9 @@ def _frozen(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
-def seeded(make: Callable[..., nn.Module], *args: Any) -> Build:
-    """A builder of equal models."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(3)
-        return make(*args)
-
-    return build
-
-
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_frozen_and_detached_weights_are_there_until_they_have_been_read(debug: str) -> None:
-    """Whatever lies before them, also where no argument of the unit needs a gradient; with
-    ``FSDP_DEBUG=1``, where what was given back is poisoned, too."""
-    run_ranks(2, _entered, debug)
-
-
 class Segments(nn.Module):
-    """Recomputes with parameters of the root, around units, when the root's own last layers are long through."""
+    """Checkpointed segments that use parameters of the root around units, and recompute after the root's last
+    layers."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -217,7 +189,9 @@ class Segments(nn.Module):
         return self.head(self.norm(self.gate(x)))
 
 
-def _segments() -> None:
+@on_ranks(2)
+def test_root_stays_until_checkpointed_segments_are_recomputed() -> None:
+    """Neither gradients nor saved tensors show that a recomputation will read the root's parameters."""
     torch.set_default_dtype(torch.float64)
     for reentrant, strategy, orig in itertools.product((True, False), (FULL, GRAD_OP), (True, False)):
         build = seeded(Segments, reentrant)
@@ -227,11 +201,6 @@ def _segments() -> None:
         ulps, after = (5, REASSOCIATED) if reentrant else (0, None)
         what = f"reentrant={reentrant}, {strategy.name}, orig={orig}"
         Reference(build, steps).check(model, what, ulps=ulps, ulps_after_step=after)
-
-
-def test_a_root_stays_until_what_was_checkpointed_has_been_recomputed() -> None:
-    """Neither gradients nor saved tensors tell that a recomputation will read the root's parameters."""
-    run_ranks(2, _segments)
 
 
 # -- the caller's containers -------------------------------------------------------------------------------------------
@@ -244,7 +213,7 @@ class Shared:
     seen: int = 0
 
 
-class Collecting(nn.Module):
+class CollectingBlock(nn.Module):
     """A block that adds to a container which all blocks share."""
 
     def __init__(self, kind: str) -> None:
@@ -270,7 +239,7 @@ class Collector(nn.Module):
         super().__init__()
         self.kind = kind
         self.embed, self.context = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Collecting(kind) for _ in range(4)])
+        self.blocks = nn.ModuleList([CollectingBlock(kind) for _ in range(4)])
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -286,33 +255,30 @@ class Collector(nn.Module):
         return x.mean() + sum(losses)
 
 
-def _containers() -> None:
+@on_ranks(2)
+def test_units_write_into_the_callers_containers() -> None:
+    """Lists, dictionaries and dataclasses that several units get, with a tensor in common."""
     for kind in ("list", "dict", "dataclass"):
         reference = Reference(seeded(Collector, kind), steps)
         for orig in (True, False):
-            model = wrap(seeded(Collector, kind)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Collecting}))
+            model = wrap(seeded(Collector, kind)(), FULL, orig, wrap_policy=ModuleWrapPolicy({CollectingBlock}))
             reference.check(model, f"{kind}, orig={orig}")
-
-
-def test_units_write_into_the_callers_own_containers() -> None:
-    """Lists, dictionaries and dataclasses that several units are given with a tensor which they share."""
-    run_ranks(2, _containers)
 
 
 # -- kinds of arguments ------------------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):
-    """Two units are given one sparse tensor that needs a gradient."""
+    """Two units that get one sparse tensor, which needs a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
-        self.left, self.right = Product(), Product()
+        self.first, self.second = Product(), Product()
 
     def forward(self, x: Tensor) -> Tensor:
         sparse = (self.weight * torch.eye(4)).to_sparse()
-        return self.left(sparse, x) + self.right(sparse, x)
+        return self.first(sparse, x) + self.second(sparse, x)
 
 
 class Product(nn.Module):
@@ -332,58 +298,19 @@ def _of_floats(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    save = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Selective(nn.Module):
-    """Units inside selective activation checkpointing; both take the same tensor besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Conditioned(), Conditioned()])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = condition = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(
-                block,
-                x,
-                condition,
-                use_reentrant=False,
-                context_fn=lambda: create_selective_checkpoint_contexts(_policy),
-            )
-        return x
-
-
-class Conditioned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        return self.block(x) * condition
-
-
-def _kinds() -> None:
+@on_ranks(2)
+def test_sparse_argument_of_two_units() -> None:
+    """Two units share one tensor of which no view can be taken."""
     for orig in (True, False):
         model = wrap(seeded(Sparse)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Product}))
-        Reference(seeded(Sparse), _of_floats).check(model, f"sparse, orig={orig}")
-        model = wrap(seeded(Selective)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Conditioned}))
-        Reference(seeded(Selective), steps).check(model, f"selective checkpointing, orig={orig}")
-
-
-def test_arguments_are_neither_copied_nor_aliased() -> None:
-    """Selective checkpointing around units replays the operations of the forward, no more; a sparse tensor
-    that two units are given has no view."""
-    run_ranks(2, _kinds)
+        Reference(seeded(Sparse), _of_floats).check(model, f"orig={orig}")
 
 
 class SelectiveSegment(nn.Module):
-    """Several units inside one selective checkpoint, which keeps a constant that the model makes: if the recomputation
-    counted other operations, it would be given another tensor."""
+    """Several units inside one selective checkpoint, which saves a constant that the model makes.
+
+    If the recomputation counted operations of the engine, it would get another tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,14 +335,14 @@ _noted: set[str] = set()
 
 
 def _note_and_choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Of the operations that selective checkpointing sees one is saved."""
+    """Record the operation; save one kind of the operations that selective checkpointing sees."""
     _noted.add(str(operation))
     saved = operation is torch.ops.aten.lift_fresh.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Twice, so that units are gathered ahead in another order than they are recomputed in."""
+    """Run two passes of two forwards, so that units are prefetched in another order than they are recomputed."""
     for index in range(2):
         first, second = model(tokens(data, index)), model(tokens(data, index + 2))
         (first.square().mean() + second.square().mean()).backward()
@@ -423,7 +350,9 @@ def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-def _unseen() -> None:
+@on_ranks(2)
+def test_selective_checkpointing_sees_no_operation_of_the_engine() -> None:
+    """Buffers, collectives and poison differ in the recomputation, and add no operations."""
     build = seeded(SelectiveSegment)
     _noted.clear()
     reference = Reference(build, _two_losses)
@@ -433,20 +362,15 @@ def _unseen() -> None:
         with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
             model = wrap(build(), FULL, debug == "0", wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
             reference.check(model, f"debug={debug}")
-            apart = build()  # each a root of its own, found out in its first forward, inside the checkpoint
+            apart = build()  # each becomes a root in the first forward, inside the checkpoint
             apart.embed = wrap(apart.embed, FULL, True, wrap_policy=None)
             apart.blocks = nn.ModuleList([wrap(block, FULL, True, wrap_policy=None) for block in apart.blocks])
             reference.check(apart, f"debug={debug}, no common root")
     assert _noted == of_the_model, _noted ^ of_the_model
 
 
-def test_selective_checkpointing_sees_nothing_of_the_engine() -> None:
-    """Memory, collectives and poison are other ones in the recomputation, and none of its operations."""
-    run_ranks(2, _unseen)
-
-
 class Cache:
-    """Keys and values of every layer so far, as models for generation pass them on."""
+    """Keys of every layer so far, as models for generation pass them on."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
@@ -463,7 +387,7 @@ class CachedBlock(nn.Module):
 
 
 class Cached(nn.Module):
-    """Notes how many units are gathered when the gradient of each block's input is there."""
+    """A model that records the number of gathered units when the gradient of a block's input arrives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,18 +396,20 @@ class Cached(nn.Module):
         self.most = 0
         self.count: Callable[[], int] = lambda: 0
 
-    def _look(self, grad: Tensor) -> None:
+    def _count_gathered(self, grad: Tensor) -> None:
         self.most = max(self.most, self.count())
 
     def forward(self, ids: Tensor) -> Tensor:
         x, cache = self.embed(ids), Cache()
         for block in self.blocks:
-            x.register_hook(self._look)
+            x.register_hook(self._count_gathered)
             x, cache = block(x, cache)
         return x
 
 
-def _cache() -> None:
+@on_ranks(2)
+def test_shared_cache_keeps_no_unit_gathered() -> None:
+    """One unit computes and one is prefetched, though each gets and returns the keys of all units before."""
     reference = Reference(seeded(Cached), steps)
     for orig in (True, False):
         plain = seeded(Cached)()
@@ -495,16 +421,11 @@ def _cache() -> None:
         assert log.count("all_gather") == 2 * (1 + 2 * len(plain.blocks))  # two steps; the root's stay for the backward
 
 
-def test_a_cache_that_every_unit_is_given_keeps_none_of_them_gathered() -> None:
-    """One unit computes and one is gathered ahead, though each was given, and returned, what all made before."""
-    run_ranks(2, _cache)
-
-
 # -- side outputs ------------------------------------------------------------------------------------------------------
 
 
 class Aside(nn.Module):
-    """Stores what is part of the loss; what it returns is not, or only later."""
+    """A unit that stores a part of the loss, and whose output is not part of it, or only later."""
 
     def __init__(self, marked: bool) -> None:
         super().__init__()
@@ -541,7 +462,7 @@ def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
-    """The output of a unit inside a unit is all that the loss sees of either."""
+    """Compute the loss from the output of a nested unit alone."""
     taken: list[Tensor] = []
     inner = next(m for m in model.modules() if isinstance(m, Aside)).inner
     inner.register_forward_hook(lambda module, args, output: taken.append(output))
@@ -552,7 +473,9 @@ def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
         yield CLEAR
 
 
-def _side_outputs() -> None:
+@on_ranks(2)
+def test_backward_through_marked_side_outputs_and_nested_units() -> None:
+    """A unit and the units around it are gathered when the gradient of a marked tensor arrives."""
     for orig in (True, False):
         policy = ModuleWrapPolicy({Block, Aside})
         build = seeded(WithAside, True)
@@ -563,13 +486,8 @@ def _side_outputs() -> None:
         Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
 
 
-def test_side_outputs_that_are_marked_and_those_of_inner_units() -> None:
-    """The unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
-    run_ranks(2, _side_outputs)
-
-
 class Biased(nn.Module):
-    """Stores a sum: its gradients need none of the weights' values, so only the weight's own hook can notice."""
+    """A unit that stores a sum: its gradients need no weight's value, so only the weight's hook can notice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -582,23 +500,20 @@ class Biased(nn.Module):
         return output
 
 
-def _unmarked() -> None:
+@on_ranks(2)
+def test_unmarked_side_output_raises() -> None:
+    """The error names the parameter and the remedy, instead of a gradient from released memory."""
     for orig in (True, False):
         root = nn.Sequential(Biased(), Block())
         model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Biased, Block}))
         model(torch.randn(3, WIDTH))
         with pytest.raises(RuntimeError, match=r"parameter 'linear\.\w+' of unit '0'.*fsdp\.mark_side_output"):
             root[0].module.kept.square().mean().backward()
-        F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # and goes on
-
-
-def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
-    """Never a gradient from released memory."""
-    run_ranks(2, _unmarked)
+        F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # the next step works
 
 
 class Again(nn.Module):
-    """Computes with its layer twice and returns the first, so the second is entered by what is stored of it."""
+    """A unit that calls a layer twice and returns the first result; backward enters the second by a stored tensor."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -611,7 +526,13 @@ class Again(nn.Module):
         return y
 
 
-def _first_read(debug: str) -> None:
+@pytest.mark.parametrize("debug", ["0", "1"])
+@on_ranks(2)
+def test_no_gradient_comes_from_released_memory(debug: str) -> None:
+    """Also in a frozen unit, and where a view is read first.
+
+    Autograd detects the change of version without a name; `FSDP_DEBUG=1` names the parameter.
+    """
     named = r"parameter 'layer\.weight' of unit '1' .* fsdp\.mark_side_output"
     for orig, linear, frozen in itertools.product((True, False), (True, False), (True, False)):
         layer = nn.Linear(WIDTH, WIDTH) if linear else nn.LayerNorm(WIDTH)
@@ -624,28 +545,22 @@ def _first_read(debug: str) -> None:
                 expected = "is at version 1073741824; expected version 0"
             with pytest.raises(RuntimeError, match=expected):
                 root[1].module.kept.square().mean().backward()
-            model(torch.randn(3, WIDTH)).sum().backward()  # and goes on
-
-
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_no_gradient_comes_from_released_memory(debug: str) -> None:
-    """Also where the unit is frozen, and where a view is the first that is read. What autograd itself notices it
-    cannot name; ``FSDP_DEBUG=1`` can."""
-    run_ranks(2, _first_read, debug)
+            model(torch.randn(3, WIDTH)).sum().backward()  # the next step works
 
 
 # -- other threads -----------------------------------------------------------------------------------------------------
 
 
 class Threaded(nn.Module):
-    """Computes a branch, or all of it, on another thread, whose graph nodes have numbers of their own."""
+    """A unit that computes a branch, or everything, on another thread, with separate sequence numbers of graph
+    nodes."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.what = what
+        self.kind = kind
         self.near, self.far, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.norm.requires_grad_(False)
-        if "frozen" in what:
+        if "frozen" in kind:
             self.far.requires_grad_(False)
 
     def branch(self, x: Tensor) -> Tensor:
@@ -654,14 +569,7 @@ class Threaded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
             branch = pool.submit(self.branch, x).result()
-        return branch if "whole" in self.what else torch.tanh(self.near(x)) + self.near(branch)
-
-
-def _threaded() -> None:
-    for what, orig in itertools.product(("branch", "branch frozen", "whole", "whole frozen"), (True, False)):
-        build = seeded(lambda what=what: nn.Sequential(Block(), Threaded(what), Block(), Threaded(what)))
-        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Threaded}))
-        Reference(build, steps_of_vectors).check(model, f"{what}, orig={orig}")
+        return branch if "whole" in self.kind else torch.tanh(self.near(x)) + self.near(branch)
 
 
 def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -672,8 +580,12 @@ def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
         yield CLEAR
 
 
-def test_what_a_forward_computes_on_another_thread() -> None:
-    run_ranks(2, _threaded)
+@on_ranks(2)
+def test_forward_may_compute_on_another_thread() -> None:
+    for kind, orig in itertools.product(("branch", "branch frozen", "whole", "whole frozen"), (True, False)):
+        build = seeded(lambda kind=kind: nn.Sequential(Block(), Threaded(kind), Block(), Threaded(kind)))
+        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Threaded}))
+        Reference(build, steps_of_vectors).check(model, f"{kind}, orig={orig}")
 
 
 class Pooled(nn.Module):
@@ -686,27 +598,26 @@ class Pooled(nn.Module):
             return self.last(pool.submit(self.inner, x).result())
 
 
-def _pooled() -> None:
+@on_ranks(2)
+def test_units_of_one_forward_must_run_on_one_thread() -> None:
     model = wrap(Pooled(), FULL, True, wrap_policy=ModuleWrapPolicy({Block}))
     with pytest.raises(NotImplementedError, match="forward of unit 'inner' was called on another thread"):
         model(torch.randn(2, WIDTH))
-    with ThreadPoolExecutor(1) as pool:  # but on any: a forward that begins there
+    with ThreadPoolExecutor(1) as pool:  # a forward may begin on any thread
         pool.submit(model.module.inner, torch.randn(2, WIDTH)).result()
 
 
-def test_units_of_one_forward_run_on_one_thread() -> None:
-    run_ranks(2, _pooled)
-
-
 class Partial(Block):
-    """Has a parameter that no forward uses."""
+    """A block with an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.unused = nn.Parameter(torch.ones(WIDTH))
 
 
-def _reduced_on_the_way() -> None:
+@on_ranks(2)
+def test_units_reduce_once_the_backward_has_passed_them() -> None:
+    """With and without unused parameters."""
     for kind, orig in itertools.product((Block, Partial), (True, False)):
         model = wrap(nn.Sequential(kind(), kind(), kind()), FULL, orig, wrap_policy=ModuleWrapPolicy({kind}))
         for _ in range(3):
@@ -715,22 +626,19 @@ def _reduced_on_the_way() -> None:
                 loss.backward()
         order = [("gather", 2), ("gather", 1), ("reduce", 2), ("gather", 0), ("reduce", 1), ("reduce", 0)]
         found = [record.label for record in log.records if record.label and " unit" in record.label]
-        assert found == [f"{what} unit '{index}'" for what, index in order], (kind.__name__, orig, found)
+        assert found == [f"{event} unit '{index}'" for event, index in order], (kind.__name__, orig, found)
 
 
-def test_units_reduce_once_the_backward_has_passed_them() -> None:
-    """Whether or not some of their parameters were unused."""
-    run_ranks(2, _reduced_on_the_way)
-
-
-def _without_gradients() -> None:
+@on_ranks(2)
+def test_unit_is_resharded_during_autograd_grad_of_an_input() -> None:
+    """No parameter gets a gradient, although all did in earlier backwards."""
     for orig in (True, False):
         model = wrap(nn.Sequential(Block(), Block(), Block()), FULL, orig, wrap_policy=ModuleWrapPolicy({Block}))
-        its = [unit for _, unit, _ in units_in(model) if unit.handles]
+        units = [unit for _, unit, _ in units_in(model) if unit.handles]
         gathered: list[list[bool]] = []
 
-        def note(grad: Tensor, its: list[Any] = its, gathered: list[list[bool]] = gathered) -> None:
-            gathered.append([unit.buffers.is_gathered for unit in its])
+        def note(grad: Tensor, units: list[Any] = units, gathered: list[list[bool]] = gathered) -> None:
+            gathered.append([unit.buffers.is_gathered for unit in units])
 
         model[1].register_forward_pre_hook(lambda module, args, note=note: args[0].register_hook(note) and None)
         for step in range(4):
@@ -745,38 +653,30 @@ def _without_gradients() -> None:
         assert gathered[3] == gathered[2] and not gathered[3][-1], (orig, gathered)
 
 
-def test_a_unit_whose_parameters_get_no_gradient_goes_on_the_way() -> None:
-    """As ``autograd.grad()`` wants those of an input alone, after backwards that had brought all."""
-    run_ranks(2, _without_gradients)
-
-
 class Registers(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.bias.register_post_accumulate_grad_hook(lambda bias: None)
         return super().forward(x)
 
 
-def _registered_in_forward() -> None:
+@on_ranks(2)
+def test_gradient_hook_registered_in_a_forward_is_refused() -> None:
+    """The hook would be called for unrelated gradients too, before they are reduced."""
     model = wrap(nn.Sequential(Registers(WIDTH, WIDTH)), FULL, True, wrap_policy=ModuleWrapPolicy({Registers}))
     with pytest.raises(RuntimeError, match=r"inside of the forward of a wrapped module.*Register the hook outside"):
         model(torch.randn(3, WIDTH))
 
 
-def test_a_hook_on_a_gradient_is_not_registered_in_a_forward() -> None:
-    """It would be called for other gradients, too, and for those that are not reduced."""
-    run_ranks(2, _registered_in_forward)
-
-
 class Remembers(nn.Module):
-    """Keeps its state, and the graph of it, from one call to the next, or what it computes of its weight."""
+    """A unit that keeps a state with a graph, or a function of a weight, from one call to the next."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.what, self.kept = what, torch.zeros(())
+        self.kind, self.kept = kind, torch.zeros(())
         self.inputs, self.state = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.what == "state":
+        if self.kind == "state":
             self.kept = torch.tanh(self.inputs(x) + self.state(torch.zeros_like(x) + self.kept))
             return self.kept * 1.0
         if self.kept.dim() == 0:
@@ -789,8 +689,8 @@ def _remembering(model: nn.Module, data: Data) -> Iterator[Any]:
     for index in range(3):
         unit.kept = torch.zeros(())
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(tokens(data, index).sum().item()))
-        if unit.what == "state":
-            model(x)  # whose output nobody wants
+        if unit.kind == "state":
+            model(x)  # the output is dropped
         else:
             model(x).square().mean().backward(retain_graph=True)
             yield {}
@@ -800,7 +700,7 @@ def _remembering(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 class Apart(Block):
-    """A branch of it is computed on another thread, and does not lead to its argument."""
+    """A block with a branch on another thread that does not lead to the block's argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -816,8 +716,10 @@ class Apart(Block):
 
 
 class Segmented(nn.Module):
-    """Uses its weight in two segments, of which a nested backward each brings a gradient, and between them; the first
-    ``plainly`` calls have no segments."""
+    """A weight used in two segments, each with a nested backward, and between them.
+
+    The first `plainly` calls have no segments.
+    """
 
     def __init__(self, *, clamped: bool, plainly: int) -> None:
         super().__init__()
@@ -837,7 +739,10 @@ class Segmented(nn.Module):
         return z
 
 
-def _reached_otherwise() -> None:
+@ALL_SMALL
+@on_ranks(2)
+def test_unit_may_be_entered_other_than_by_the_last_output(all_small: bool) -> None:
+    """Calls with a dropped output, graphs that outlive a call, branches on threads, backwards inside the backward."""
     modules: list[tuple[Callable[[], nn.Module], Any]] = [
         (lambda: Remembers("state"), _remembering),
         (lambda: Remembers("weight"), _remembering),
@@ -845,22 +750,16 @@ def _reached_otherwise() -> None:
         *((partial(Segmented, clamped=c, plainly=n), steps_of_vectors) for c in (False, True) for n in (0, 1)),
     ]
     kinds = ModuleWrapPolicy({Block, Remembers, Apart, Segmented})
-    for (number, (make, program)), strategy in itertools.product(enumerate(modules), (FULL, ShardingStrategy.NO_SHARD)):
+    for (number, (make, program)), strategy in itertools.product(enumerate(modules), (FULL, NONE)):
         build = seeded(lambda make=make: nn.Sequential(Block(), make(), Block()))
         ulps = 8 if make().__class__ is Segmented else 0  # each nested backward ends in a reduction
-        model = wrap(build(), strategy, True, wrap_policy=kinds)
-        Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
-
-
-@ALL_SMALL
-def test_what_reaches_a_unit_otherwise_than_through_one_call(all_small: bool) -> None:
-    """Where autograd may leave gradients on the leaves, too: calls whose output nobody wants, graphs that outlive a
-    call, branches of other threads, and backwards inside of the backward, of which each has hooks called."""
-    run_ranks(2, with_gradients, all_small, _reached_otherwise)
+        with gradient_sizes(all_small):
+            model = wrap(build(), strategy, True, wrap_policy=kinds)
+            Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
 
 
 class ApartInPart(Apart):
-    """Has a parameter that the first rank alone uses."""
+    """A branch with a parameter that the first rank alone uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -870,8 +769,10 @@ class ApartInPart(Apart):
         return super().branch() * (self.extra if dist.get_rank() == 0 else 1)
 
 
-def _late_gradients() -> None:
-    for strategy in (FULL, ShardingStrategy.NO_SHARD):
+@on_ranks(2)
+def test_unit_with_late_gradients_reduces_once() -> None:
+    """Late gradients arrive after the backward has passed the unit, and on one rank only."""
+    for strategy in (FULL, NONE):
         kinds = ModuleWrapPolicy({Block, ApartInPart})
         model = wrap(nn.Sequential(Block(), ApartInPart(), Block()), strategy, True, wrap_policy=kinds)
         for step in range(3):
@@ -881,13 +782,8 @@ def _late_gradients() -> None:
             assert sorted(reduced) == [f"reduce unit '{index}'" for index in range(3)], (strategy, step, reduced)
 
 
-def test_gradients_that_come_after_the_backward_has_passed_their_unit() -> None:
-    """Each unit reduces once, in the same place on all ranks, whether or not a rank leaves gradients on the leaves."""
-    run_ranks(2, _late_gradients)
-
-
 class Echo(Block):
-    """Inside of its backward runs that of the call before, if nothing else has."""
+    """A unit in whose backward the backward of the call before runs, if it has not run yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -903,7 +799,9 @@ class Echo(Block):
         return x + result
 
 
-def _enters_again() -> None:
+@on_ranks(2)
+def test_backward_may_enter_a_unit_inside_of_its_backward() -> None:
+    """Gradients of the two backwards are kept apart, and the unit reduces after both."""
     kinds = ModuleWrapPolicy({Block, Echo})
     build = seeded(lambda: nn.Sequential(Block(), Echo(), Block()))
     plain, model = build(), wrap(build(), FULL, True, wrap_policy=kinds)
@@ -925,14 +823,11 @@ def _enters_again() -> None:
         model.zero_grad()
 
 
-def test_a_backward_that_enters_a_unit_again_inside_of_its_backward() -> None:
-    """Each of the two has its gradients told apart from the other's, and the unit reduces when both have passed it."""
-    run_ranks(2, _enters_again)
-
-
 class Penalized(nn.Module):
-    """Its weight gets the gradient of a penalty by a nested backward, which runs after the model's backward has reached
-    the weight and before it reaches the shift."""
+    """A weight whose penalty is differentiated by a nested backward.
+
+    It runs after the model's backward has reached the weight and before it reaches the shift.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -946,9 +841,11 @@ class Penalized(nn.Module):
         return torch.tanh(shifted * self.weight)
 
 
-def _penalized() -> None:
+@on_ranks(2)
+def test_nested_backward_adds_to_a_held_gradient() -> None:
+    """The nested backward reaches the leaf without passing an output of the unit."""
     build = seeded(lambda: nn.Sequential(Block(), Penalized(), Block()))
-    for strategy in (FULL, ShardingStrategy.NO_SHARD):
+    for strategy in (FULL, NONE):
         plain = build()
         model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, Penalized}))
         for step in range(2):
@@ -963,8 +860,3 @@ def _penalized() -> None:
                     torch.testing.assert_close(param.grad, of_plain.grad, msg=f"{strategy}, {step}, {name}")
             plain.zero_grad()
             model.zero_grad()
-
-
-def test_gradients_that_a_nested_backward_adds_to_one_that_is_held() -> None:
-    """The nested backward reaches the leaf without passing an output of the unit."""
-    run_ranks(2, _penalized)

@@ -1,4 +1,4 @@
-"""What an exception in a forward, a backward or a recomputation leaves behind: nothing."""
+"""An exception in a forward, a backward or a recomputation leaves no state behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,7 @@ from tests.harness.lockstep import (
 )
 from tests.harness.meter import Meter, meter_available
 from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, clear, describe, environment, loss_of, seeded, wrapped
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
 
@@ -37,32 +38,32 @@ class Fault(Exception):
 
 
 class Trap:
-    """Raises `Fault` at a place when it is passed for the `count`-th time after being set; on every rank alike."""
+    """Raises `Fault` at a position when it is passed for the `count`-th time after being set, on every rank."""
 
-    place, count = "", 0
-
-    @classmethod
-    def set(cls, place: str, count: int = 1) -> None:
-        cls.place, cls.count = place, count
+    position, count = "", 0
 
     @classmethod
-    def passed(cls, place: str) -> None:
-        if place == cls.place:
+    def set(cls, position: str, count: int = 1) -> None:
+        cls.position, cls.count = position, count
+
+    @classmethod
+    def passed(cls, position: str) -> None:
+        if position == cls.position:
             cls.count -= 1
             if cls.count == 0:
-                cls.place = ""
-                raise Fault(place)
+                cls.position = ""
+                raise Fault(position)
 
 
 class TrapInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: str) -> Tensor:
-        ctx.place = place
+    def forward(ctx: Any, x: Tensor, position: str) -> Tensor:
+        ctx.position = position
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        Trap.passed(ctx.place)
+        Trap.passed(ctx.position)
         return grad, None
 
 
@@ -96,15 +97,17 @@ class TrappedModel(nn.Module):
         return self.head(TrapInBackward.apply(x, "backward first"))
 
 
-PLACES = ["before", "after", *range(3)]
-FAULTS = [(f"forward {place}", 1) for place in PLACES]
-FAULTS += [(f"backward {place}", 1) for place in ("first", 2, 1, 0, "last")]
+POSITIONS = ["before", "after", *range(3)]
+FAULTS = [(f"forward {position}", 1) for position in POSITIONS]
+FAULTS += [(f"backward {position}", 1) for position in ("first", 2, 1, 0, "last")]
 RECOMPUTED = [(f"forward {index}", 2) for index in range(3)]  # passed in forward, raises when recomputed
 
 
 def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], Iterator[Any]]:
-    """A step after each fault, whose gradients are cleared as a training loop would; the last fault has another pass
-    waiting, whose backward comes after it."""
+    """Run a step after each fault, with gradients cleared as in a training loop.
+
+    In every second step a pass that began before the fault runs a backward afterwards.
+    """
 
     def program(model: nn.Module, data: Data) -> Iterator[Any]:
         for step, fault in enumerate(faults):
@@ -121,7 +124,7 @@ def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], It
             assert [id(param) for param in model.parameters()] == before, f"parameters() after {fault}"
             yield CLEAR
             x.grad = None
-            if waiting is not None:  # its graph is whole
+            if waiting is not None:  # this graph is complete
                 waiting.backward()
                 yield {"y": y.grad}
             loss_of(model, x).backward()
@@ -132,7 +135,10 @@ def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], It
     return program
 
 
-def _faults(debug: str) -> None:
+@pytest.mark.parametrize("debug", ["0", "1"])
+@on_ranks(2)
+def test_retry_after_an_exception_gives_the_plain_models_gradients(debug: str) -> None:
+    """In forward, backward and recomputation, before, in and after each unit; graphs from before stay usable."""
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     with environment(FSDP_DEBUG=debug):
         for number, outer in enumerate(KINDS):
@@ -143,15 +149,11 @@ def _faults(debug: str) -> None:
                 reference.check(wrapped(build, mode, Trapped), f"{outer}, {describe(mode)}")
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_a_retry_after_an_exception_is_as_if_it_had_not_happened(debug: str) -> None:
-    """In forward, backward and recomputation, before, in and after each unit; other graphs stay usable."""
-    run_ranks(2, _faults, debug)
-
-
-def _gathers_after_faults() -> None:
+@on_ranks(2)
+def test_step_after_an_exception_gathers_as_often_as_usual() -> None:
+    """The next forward clears the remaining state, not only the backward."""
     x = torch.randn(3, WIDTH)
-    for mode in by_turns(0)[:2]:  # without sharding nothing is gathered
+    for mode in by_turns(0)[:2]:  # NO_SHARD gathers nothing
         model = wrapped(seeded(TrappedModel, "none"), mode, Trapped)
 
         def gathers() -> int:
@@ -169,32 +171,29 @@ def _gathers_after_faults() -> None:
             assert gathers() == usual[1] == usual[0], f"after {fault}, {describe(mode)}"
 
 
-def test_a_step_after_an_exception_gathers_as_often_as_any_other() -> None:
-    """What was left is cleared by the next forward, and not only by its backward."""
-    run_ranks(2, _gathers_after_faults)
-
-
-_ends: list[Callable[[], None]] = []  # of the backwards so far, if someone holds them
+_ends: list[Callable[[], None]] = []  # held final callbacks of the backwards so far
 
 
 def _after_a_late_end(model: nn.Module, data: Data) -> Iterator[Any]:
-    """The graph task of a backward that failed goes away in the middle of the next one."""
+    """Destroy the graph task of a failed backward in the middle of the next backward."""
     Trap.set("backward 1")
     with pytest.raises(Fault):
         loss_of(model, data.tensor(0, 3, WIDTH)).backward()
     yield CLEAR
 
-    def let_go(module: nn.Module, args: Any, output: Tensor) -> None:
+    def release(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda grad: _ends.clear())
 
     x = data.tensor(1, 3, WIDTH)
-    handle = model.blocks[1].register_forward_hook(let_go)
+    handle = model.blocks[1].register_forward_hook(release)
     loss_of(model, x).backward()
     handle.remove()
     yield {"x": x.grad}
 
 
-def _late_ends() -> None:
+@on_ranks(2)
+def test_failed_backward_may_be_destroyed_during_the_next_pass() -> None:
+    """A device's thread can hold the failed graph task meanwhile."""
     reference = Reference(seeded(TrappedModel, "none"), _after_a_late_end)
     queue = hooks.at_end_of_backward
 
@@ -207,13 +206,12 @@ def _late_ends() -> None:
             reference.check(wrapped(seeded(TrappedModel, "none"), mode, Trapped), describe(mode))
 
 
-def test_a_failed_backward_may_go_away_late() -> None:
-    """A device's thread can hold it while the next pass is under way, which is not disturbed."""
-    run_ranks(2, _late_ends)
+@on_ranks(2)
+def test_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
+    """Autograd's thread for an accelerator may be the last to hold a failed backward, while the program goes on.
 
-
-def _ends_on_another_thread() -> list[bool]:
-    """Of each reset of the tree, whether it ran on the thread of the forwards."""
+    That thread must not change the units; the next call on the wrapped model resets them.
+    """
     model = wrapped(seeded(TrappedModel, "none"), MODES[0], Trapped)
     x = Data(0, 2).tensor(0, 3, WIDTH)
     sizes = [param.numel() for param in model.parameters()]
@@ -238,18 +236,11 @@ def _ends_on_another_thread() -> list[bool]:
             thread.join()
             then()
             assert [param.numel() for param in model.parameters()] == sizes
-    return own
-
-
-def test_a_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
-    """Autograd's thread for an accelerator may be the last to hold a backward that raised. The program goes on beside
-    it, so that thread must not change the units; the next call on the wrapped model resets them."""
-    for own in run_ranks(2, _ends_on_another_thread):
-        assert len(own) >= 3 and all(own)
+    assert len(own) >= 3 and all(own)
 
 
 class Catches(nn.Module):
-    """A model that handles an exception of one of its parts itself."""
+    """A model that handles the exception of a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,20 +268,19 @@ def _handled_program(model: nn.Module, data: Data) -> Iterator[Any]:
         yield {"x": x.grad}
 
 
-def _handled() -> None:
+@on_ranks(2)
+def test_model_may_handle_an_exception_of_a_unit() -> None:
     reference = Reference(seeded(Catches), _handled_program)
     for mode in MODES:
         reference.check(wrapped(seeded(Catches), mode, Trapped), describe(mode))
 
 
-def test_an_exception_that_the_model_handles() -> None:
-    run_ranks(2, _handled)
-
-
-def _fault_in_a_hook() -> list[str]:
-    said: list[str] = []
+@on_ranks(2)
+def test_error_in_a_backward_is_shown_once() -> None:
+    """The exception has a note of rank and unit (from Python 3.11 on), and no second copy is logged."""
+    logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), use_orig_params=True)
     model.module.weight.register_hook(lambda grad: 1 / 0)
     logging.getLogger("fsdp").addHandler(handler)
@@ -299,18 +289,16 @@ def _fault_in_a_hook() -> list[str]:
             model(torch.ones(1, WIDTH)).sum().backward()
     finally:
         logging.getLogger("fsdp").removeHandler(handler)
-    assert not said, said
-    return getattr(caught.value, "__notes__", [])
+    assert not logged, logged
+    notes = getattr(caught.value, "__notes__", [])
+    assert len(notes) == (sys.version_info >= (3, 11))
+    assert all(f"rank {dist.get_rank()}, " in note and "of the root unit" in note for note in notes)
 
 
-def test_an_error_in_a_backward_is_shown_once_by_who_called_it() -> None:
-    """It has a note of the rank and the unit (from Python 3.11 on) instead of a second appearance in the log."""
-    for rank, notes in enumerate(run_ranks(2, _fault_in_a_hook)):
-        shown = sys.version_info >= (3, 11)
-        assert len(notes) == shown and all(f"rank {rank}, " in note and "of the root unit" in note for note in notes)
-
-
-def _growth() -> None:
+@pytest.mark.serial  # it waits a limited time for threads to free memory
+@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@on_ranks(2)
+def test_faults_leave_no_memory_behind() -> None:
     width, meter = 300, Meter()
     for mode in by_turns(1):
         model = wrapped(seeded(TrappedModel, "none", width), mode, Trapped)
@@ -321,13 +309,13 @@ def _growth() -> None:
 
         def growth() -> int:
             # torch's flight recorder keeps about 1 KiB of each of the last 2000 collectives, and gloo's threads hold
-            # what they have sent for a little longer. A unit's buffer has 720 KB.
+            # sent tensors for a little longer. A unit's buffer has 720 KB.
             deadline = time.monotonic() + 2.0
             while (found := meter.resting() - before) > 500_000 and time.monotonic() < deadline:  # noqa: B023
                 time.sleep(0.01)
             return found
 
-        for cycle in range(3):  # the first one fills the caches of what is called
+        for cycle in range(3):  # the first cycle fills caches
             for fault in FAULTS:
                 Trap.set(*fault)
                 with pytest.raises(Fault):
@@ -344,18 +332,12 @@ def _growth() -> None:
         assert growth() < 500_000, f"{growth():,} bytes more after faults, {describe(mode)}"
 
 
-@pytest.mark.serial  # it waits a limited time for what threads hold
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
-def test_faults_leave_no_memory_behind() -> None:
-    run_ranks(2, _growth)
-
-
 class _FailsOnce(nn.Module):
-    """Its backward raises the first time after so many."""
+    """A module whose backward raises once, after a number of successful backwards."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
-        self.left = after
+        self.remaining = after
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.clone()
@@ -363,12 +345,15 @@ class _FailsOnce(nn.Module):
         return y
 
     def _reached(self, grad: Tensor) -> None:
-        self.left -= 1
-        if self.left == -1:
+        self.remaining -= 1
+        if self.remaining == -1:
             raise ZeroDivisionError
 
 
-def _small_gradients_wait(after: int) -> None:
+@pytest.mark.parametrize("after", [0, 1])
+@on_ranks(2)
+def test_held_gradients_of_a_failed_backward_are_dropped(after: int) -> None:
+    """Small gradients are held until the last one arrives, which a failed backward never delivers."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 4), _FailsOnce(after), nn.Linear(4, 4))  # in one unit; 64 bytes are small
     model = FullyShardedDataParallel(deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
@@ -383,9 +368,3 @@ def _small_gradients_wait(after: int) -> None:
     with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
         for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
             assert param.grad is not None and torch.equal(param.grad, expected.grad)
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_gradients_that_waited_when_a_backward_failed_are_forgotten(after: int) -> None:
-    """Also those that autograd left on the leaves, as it does from the second backward on."""
-    run_ranks(2, _small_gradients_wait, after)

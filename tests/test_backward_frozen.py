@@ -1,4 +1,4 @@
-"""Gradients, memory and traffic where some parameters are frozen, or unused by a forward."""
+"""Gradients, memory and collectives of models with frozen or unused parameters."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from tests.harness.passes import (
     wrapped,
 )
 from tests.harness.poison import poisoned_memory
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
 
 class _Freezing:
-    """Steps in which `prefix` is frozen and unfrozen by turns, and is no member of the optimizer's step when frozen."""
+    """Steps in which `prefix` is frozen and unfrozen in turns; the optimizer does not step frozen parameters."""
 
     def __init__(self, prefix: str, *, starts: bool = True, need_input: bool = True) -> None:
         self.prefix, self.starts, self.need_input = prefix, starts, need_input
@@ -65,106 +65,9 @@ class _Freezing:
 
 
 class Lora(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, 13).requires_grad_(False)
-        self.blocks = nn.ModuleList([LoraBlock(13) for _ in range(3)])
-        self.head = nn.Linear(13, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _freeze(debug: str) -> None:
-    cases: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...], _Freezing, bool]] = [
-        # (model, its units, what is done, whether flat parameters can do it)
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1."), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("", starts=False), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
-        (seeded(Mlp), (MlpBlock,), _Freezing("embed.bias"), False),
-        (seeded(Lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
-        (seeded(Lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
-    ]
-    with environment(FSDP_DEBUG=debug):
-        for number, (build, blocks, program, flat_too) in enumerate(cases):
-            reference = Reference(build, program)
-            modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
-            for mode in modes[: 3 if debug == "0" else 1]:
-                what = f"{program.prefix!r} starts {program.starts}, {describe(mode)}, debug={debug}"
-                reference.check(wrapped(build, mode, *blocks), what)
-
-
-@pytest.mark.parametrize("debug", ["0", "1"])
-def test_freezing_and_unfreezing(debug: str) -> None:
-    """Whole units and parts of them, later and from the start; frozen ones have no gradient."""
-    run_ranks(2, _freeze, debug)
-
-
-class Probed(nn.Module):
-    """Notes which units are gathered when the gradient of each block's input is there."""
-
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block() for _ in range(5)])
-        self.head = nn.Linear(13, WIDTH)
-        self.seen: dict[int, set[str]] = {}
-
-    def forward(self, x: Tensor, look: Callable[[], set[str]]) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            if x.requires_grad:
-                x.register_hook(lambda grad, index=index: self.seen.update({index: look()}))
-            x = block(x)
-        return self.head(x)
-
-
-def _frozen_memory() -> None:
-    for frozen, orig in itertools.product((True, False), (True, False)):
-        build = seeded(Probed, lambda: nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen))  # noqa: B023
-        model = wrapped(build, (FULL, orig), nn.Sequential)
-        for _ in range(3):
-            with record_collectives() as log:
-                x = torch.randn(3, 13, requires_grad=True)
-                model(x, lambda: gathered(model)).square().mean().backward()  # noqa: B023
-            for index in range(5):  # the block whose backward begins there, and the one that is gathered ahead
-                allowed = {"", f"blocks.{index - 1}", f"blocks.{index - 2}"}
-                if index == 0:  # no unit lies before it that would tell: it goes with the backward
-                    allowed = {"", "blocks.0"}
-                assert model.seen[index] <= allowed, f"at the input of block {index}: {model.seen[index]}"
-            assert log.count("all_gather") == 2 * 5 + 1
-            assert log.count("reduce_scatter") == (1 if frozen else 6)
-            clear(model)
-        for unit in fsdp.shard_info(model):
-            for bucket in unit.buckets:
-                assert all(param.grad is None for param in bucket.params)
-
-
-def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
-    run_ranks(2, _frozen_memory)
-
-
-def _lora_traffic() -> None:
-    for orig in (True, False):
-        model = wrapped(seeded(Lora), (FULL, orig), LoraBlock)
-        buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
-        trained = sum(bucket.layout.padded_numel for bucket in buckets if bucket.flat_param.requires_grad)
-        with record_collectives() as log:
-            loss_of(model, torch.randn(3, WIDTH)).backward()
-        assert log.count("reduce_scatter") == 4  # one per trained bucket
-        assert log.nbytes("reduce_scatter") == 4 * trained, (log.nbytes("reduce_scatter"), trained)
-
-
-def test_reductions_of_a_lora_model_carry_the_adapters_alone() -> None:
-    run_ranks(2, _lora_traffic)
-
-
-class _Adapted(nn.Module):
     """A frozen input layer, blocks with adapters, maybe checkpointed, and a trained head."""
 
-    def __init__(self, checkpointing: str) -> None:
+    def __init__(self, checkpointing: str = "none") -> None:
         super().__init__()
         self.checkpointing = checkpointing
         self.embed = nn.Linear(WIDTH, 13).requires_grad_(False)
@@ -181,8 +84,82 @@ class _Adapted(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.parametrize("debug", ["0", "1"])
+@on_ranks(2)
+def test_freezing_and_unfreezing(debug: str) -> None:
+    """Whole units and parts of them, later and from the start; frozen parameters have no gradient."""
+    cases: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...], _Freezing, bool]] = [
+        # model, classes of units, program, whether flat parameters support it
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1."), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("", starts=False), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
+        (seeded(Mlp), (MlpBlock,), _Freezing("embed.bias"), False),
+        (seeded(Lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
+        (seeded(Lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
+    ]
+    with environment(FSDP_DEBUG=debug):
+        for number, (build, blocks, program, flat_too) in enumerate(cases):
+            reference = Reference(build, program)
+            modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
+            for mode in modes[: 3 if debug == "0" else 1]:
+                case = f"{program.prefix!r} starts {program.starts}, {describe(mode)}, debug={debug}"
+                reference.check(wrapped(build, mode, *blocks), case)
+
+
+class Probed(nn.Module):
+    """A model that records the gathered units when the gradient of each block's input arrives."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(5)])
+        self.head = nn.Linear(13, WIDTH)
+        self.seen: dict[int, set[str]] = {}
+
+    def forward(self, x: Tensor, look: Callable[[], set[str]]) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if x.requires_grad:
+                x.register_hook(lambda grad, index=index: self.seen.update({index: look()}))
+            x = block(x)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
+    for frozen, orig in itertools.product((True, False), (True, False)):
+        build = seeded(Probed, lambda: nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen))  # noqa: B023
+        model = wrapped(build, (FULL, orig), nn.Sequential)
+        for _ in range(3):
+            with record_collectives() as log:
+                x = torch.randn(3, 13, requires_grad=True)
+                model(x, lambda: gathered(model)).square().mean().backward()  # noqa: B023
+            for index in range(5):  # the block whose backward begins there, and the prefetched one
+                allowed = {"", f"blocks.{index - 1}", f"blocks.{index - 2}"}
+                if index == 0:  # released at the end of the backward, as no unit lies before it
+                    allowed = {"", "blocks.0"}
+                assert model.seen[index] <= allowed, f"at the input of block {index}: {model.seen[index]}"
+            assert log.count("all_gather") == 2 * 5 + 1
+            assert log.count("reduce_scatter") == (1 if frozen else 6)
+            clear(model)
+        for unit in fsdp.shard_info(model):
+            for bucket in unit.buckets:
+                assert all(param.grad is None for param in bucket.params)
+
+
+@on_ranks(2)
+def test_lora_model_reduces_adapter_gradients_only() -> None:
+    for orig in (True, False):
+        model = wrapped(seeded(Lora), (FULL, orig), LoraBlock)
+        buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
+        trained = sum(bucket.layout.padded_numel for bucket in buckets if bucket.flat_param.requires_grad)
+        with record_collectives() as log:
+            loss_of(model, torch.randn(3, WIDTH)).backward()
+        assert log.count("reduce_scatter") == 4  # one per trained bucket
+        assert log.nbytes("reduce_scatter") == 4 * trained, (log.nbytes("reduce_scatter"), trained)
+
+
 class _FrozenBetween:
-    """Freezes every trained parameter, or every second one, between a forward and its backward, for another forward."""
+    """Freeze every trained parameter, or every second one, for another forward between a forward and a backward."""
 
     def __init__(self, way: str, *, every: int = 1) -> None:
         self.way, self.every = way, every
@@ -190,18 +167,18 @@ class _FrozenBetween:
     def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
         for step in range(3):
             trained = [param for param in model.parameters() if param.requires_grad][:: self.every]
-            x, other = data.tensor(step, 3, WIDTH), data.tensor(10 + step, 3, WIDTH)
+            x, y = data.tensor(step, 3, WIDTH), data.tensor(10 + step, 3, WIDTH)
             loss = loss_of(model, x)
             for param in trained:
                 param.requires_grad_(False)
             if self.way in ("no_grad", "inference_mode"):
                 with torch.no_grad() if self.way == "no_grad" else torch.inference_mode():
-                    output = model(other)
+                    output = model(y)
             elif self.way in ("backward while frozen", "one backward for both"):
-                output = loss_of(model, other)
+                output = loss_of(model, y)
                 if self.way == "backward while frozen":
                     output.backward()
-                    yield {"other": other.grad}
+                    yield {"y": y.grad}
                 else:
                     loss = loss + output
             if self.way == "frozen until the end":
@@ -211,15 +188,21 @@ class _FrozenBetween:
                 param.requires_grad_(True)
             if self.way != "frozen until the end":
                 loss.backward()
-                yield {"x": x.grad, "other": other.grad}
+                yield {"x": x.grad, "y": y.grad}
             yield STEP
 
 
-def _frozen_between(checkpointing: str) -> None:
+@pytest.mark.parametrize("checkpointing", KINDS)
+@on_ranks(2)
+def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str) -> None:
+    """A backward uses the `requires_grad` at its beginning, as on a plain module.
+
+    Gradients of parameters that were frozen for a forward in between, and are trained again, are kept.
+    """
     ways = ["no_grad", "inference_mode", "backward while frozen"]
     if checkpointing == "none":  # else a recomputation would save other tensors than the forward did
         ways += ["one backward for both", "frozen until the end"]
-    build = seeded(_Adapted, checkpointing)
+    build = seeded(Lora, checkpointing)
     for number, way in enumerate(ways):
         reference = Reference(build, _FrozenBetween(way))
         for mode in MODES if way == "no_grad" else by_turns(number):
@@ -228,19 +211,12 @@ def _frozen_between(checkpointing: str) -> None:
     for orig in (True, False):
         model = wrap(build(), FULL, orig, wrap_policy=blocks, reduce_unused=True)
         Reference(build, _FrozenBetween("no_grad")).check(model, f"reduce_unused, use_orig_params={orig}")
-    model = wrapped(build, (FULL, True), LoraBlock)  # flat parameters have one flag for all of a unit's
+    model = wrapped(build, (FULL, True), LoraBlock)  # a flat parameter has one flag for the whole unit
     Reference(build, _FrozenBetween("no_grad", every=2)).check(model, "every second parameter")
 
 
-@pytest.mark.parametrize("checkpointing", KINDS)
-def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str) -> None:
-    """A backward goes by the ``requires_grad`` that parameters have when it begins, as on a plain module: gradients of
-    what was frozen for another forward in between, and is trained again, are not lost."""
-    run_ranks(2, _frozen_between, checkpointing)
-
-
 class _NoGradient(torch.autograd.Function):
-    """Uses a parameter that it has no gradient of."""
+    """A function that uses a parameter and returns no gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
@@ -252,7 +228,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 class _Stored(nn.Module):
-    """Stores a tensor that a backward comes to before it comes to what the forward returns."""
+    """A unit that stores a tensor which the backward reaches before the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +244,13 @@ class _Stored(nn.Module):
         return y
 
 
-def _lost() -> None:
+@on_ranks(2)
+def test_gradient_dropped_by_autograd_raises() -> None:
+    """Autograd drops the gradient of a parameter that was frozen for the last forward and is reached before an
+    output.
+
+    The error names it. A function without a gradient of a parameter is no error.
+    """
     for orig, mark, returned in itertools.product((True, False), (True, False), (True, False)):
         model = wrap(seeded(_Stored)(), NONE, orig, wrap_policy=None)
         for _ in range(2):
@@ -288,28 +270,22 @@ def _lost() -> None:
                 assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_gradient_that_autograd_drops_is_an_error_that_names_the_parameter() -> None:
-    """Where a backward reaches a parameter that was frozen for the last forward before it reaches an output, autograd
-    drops the gradient. That is an error; that a function has no gradient of a parameter is none."""
-    run_ranks(2, _lost)
-
-
 class Switch(nn.Module):
-    """Two branches, and a bucket of its own that the right one uses alone."""
+    """Two branches, and a bucket that only the second one uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first, self.second, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
 
     def forward(self, x: Tensor, which: str) -> Tensor:
-        if which == "right":
+        if which == "second":
             x = x * self.precise.sum().float()
         return torch.tanh(getattr(self, which)(x))
 
 
 class Switched(nn.Module):
-    """Blocks of which each pass uses one branch, or none."""
+    """Blocks of which each pass uses one branch or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +301,13 @@ class Switched(nn.Module):
 
 def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
     for index, branches in enumerate(
-        [("left", "left", "left"), ("right", "left", "right"), ("skip", "right", "left"), ("left", "skip", "skip")] * 2
+        [
+            ("first", "first", "first"),
+            ("second", "first", "second"),
+            ("skip", "second", "first"),
+            ("first", "skip", "skip"),
+        ]
+        * 2
     ):
         x = data.tensor(index, 3, WIDTH)
         model(x, branches).square().mean().backward()
@@ -334,7 +316,9 @@ def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
             yield CLEAR
 
 
-def _unused() -> None:
+@on_ranks(2)
+def test_unused_parameters_get_zeros_and_unused_units_none() -> None:
+    """No slot keeps bytes of an earlier pass, of another unit, or of fresh memory."""
     reference = Reference(seeded(Switched), _switching)
     for mode in MODES:
         debug = str(int(mode in by_turns(1)))
@@ -345,8 +329,3 @@ def _unused() -> None:
         for mode in by_turns(0):
             model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
             reference.check(model, f"{describe(mode)}, fresh memory is NaN")
-
-
-def test_unused_parameters_get_zeros_and_unused_units_nothing() -> None:
-    """No slot carries the bytes of an earlier pass, of another unit, or of fresh memory."""
-    run_ranks(2, _unused)

@@ -1,4 +1,4 @@
-"""Gradients are those of the plain model, whatever its units take and return."""
+"""Gradients equal the plain model's for all kinds of inputs and outputs of units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.lockstep import (
 )
 from tests.harness.models import MlpBlock
 from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapped
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 
 
 class Two(NamedTuple):
@@ -36,7 +36,7 @@ class Record:
 
 
 class ModelOutput(collections.OrderedDict[str, Any]):
-    """A dictionary whose entries are attributes too."""
+    """A dictionary with entries that are attributes too."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -75,7 +75,7 @@ PACKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def unpack(value: Any) -> tuple[Tensor, Tensor]:
-    """The wide and the narrow tensor in a nest, told apart by their last dimension."""
+    """Find the wide and the narrow tensor of a nest, by their last dimension."""
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
 
@@ -99,7 +99,7 @@ def unpack(value: Any) -> tuple[Tensor, Tensor]:
 
 
 class PackedBlock(nn.Module):
-    """Takes and returns two tensors in a container. Keeps its output, so that callers can see whether it is theirs."""
+    """A block that takes and returns two tensors in a container, and keeps the output for comparison."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class PackedModel(nn.Module):
         for block in self.blocks:
             output = block(value)
             if output is not block.kept or [t.grad_fn for t in unpack(output)] != block.kept_nodes:
-                raise AssertionError(f"{self.kind}: the output is not what the module returned")
+                raise AssertionError(f"{self.kind}: the output is not the module's own")
             value = output
         wide, narrow = unpack(value)
         self.kept = PACKS[self.kind](self.head(wide), narrow * 2)
@@ -145,12 +145,12 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
             return unpack(output)
 
         wide, narrow = call(x, y)
-        (wide.square().mean() + narrow.square().mean()).backward()  # everything is used
+        (wide.square().mean() + narrow.square().mean()).backward()  # all outputs are used
         yield {"x": x.grad, "y": y.grad}
         wide, narrow = call(x, y.detach())  # one output is not used, one input needs no gradient
         wide.square().mean().backward()
         yield {"x": x.grad, "y": y.grad}
-        wide, narrow = call(x.detach(), y)  # the root's own parameters are not reached
+        wide, narrow = call(x.detach(), y)  # parameters of the root are not reached
         narrow.square().mean().backward()
         yield {"x": x.grad, "y": y.grad}
         wide, narrow = call(x.detach(), y.detach())
@@ -163,17 +163,14 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
     return program
 
 
-def _outputs() -> None:
+@on_ranks(2)
+def test_containers_of_inputs_and_outputs() -> None:
+    """Tensors are found in every container, and stay the module's objects; some are changed in place or unused."""
     for number, kind in enumerate(PACKS):
         build = seeded(PackedModel, kind)
         reference = Reference(build, _packed_program(kind))
         for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
             reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
-
-
-def test_outputs_and_inputs_in_containers() -> None:
-    """Found wherever they are, the same objects as the module returned, changed in place, unused."""
-    run_ranks(2, _outputs)
 
 
 class Recurrent(nn.Module):
@@ -205,18 +202,15 @@ def _sequences(model: nn.Module, data: Data) -> Iterator[Any]:
         yield {"x": x.grad}
 
 
-def _packed_sequences() -> None:
+@on_ranks(2)
+def test_units_may_exchange_packed_sequences() -> None:
     reference = Reference(seeded(RecurrentModel), _sequences)
     for mode in MODES:
         reference.check(wrapped(seeded(RecurrentModel), mode, Recurrent), describe(mode))
 
 
-def test_packed_sequences() -> None:
-    run_ranks(2, _packed_sequences)
-
-
 class InPlace(nn.Module):
-    """Changes its input, returns it, returns views of it, and has several inputs that require grad."""
+    """A block with several inputs that require grad, which it changes, returns, or returns views of."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -298,16 +292,13 @@ IN_PLACE = (
 )
 
 
-def _in_place() -> None:
+@on_ranks(2)
+def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
     for number, how in enumerate(IN_PLACE):
         build = seeded(InPlaceModel, how)
         reference = Reference(build, _two_inputs)
         for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
             reference.check(wrapped(build, mode, InPlace), f"{how}, {describe(mode)}")
-
-
-def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
-    run_ranks(2, _in_place)
 
 
 class GivesWeight(nn.Module):
@@ -320,7 +311,7 @@ class GivesWeight(nn.Module):
 
 
 class TiedOutside(nn.Module):
-    """A unit hands its weight to the parent, which computes with it; the root hands out a parameter of its own."""
+    """A model in which a unit returns a weight that the parent computes with; the root returns a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,18 +342,15 @@ def _weights_out(model: nn.Module, data: Data) -> Iterator[Any]:
     yield {"x": x.grad}
 
 
-def _parameters_out() -> None:
+@on_ranks(2)
+def test_forward_may_return_parameters() -> None:
+    """Parameters of the root and of a nested unit, read after the unit's forward."""
     build = seeded(TiedOutside)
     reference = Reference(build, _weights_out)
     for mode in MODES:
-        # What was handed out stays readable until the next forward, so its unit is not at rest.
+        # Returned parameters stay readable until the next forward, so their unit is not at rest.
         model = wrapped(build, mode, GivesWeight, MlpBlock)
         reference.check(model, describe(mode), at_rest=False)
         with torch.no_grad():
             model.second(torch.randn(3, WIDTH))
         assert_at_rest(model, describe(mode))
-
-
-def test_outputs_that_are_parameters() -> None:
-    """Of the root, and of a nested unit, read after the unit's forward."""
-    run_ranks(2, _parameters_out)

@@ -1,4 +1,4 @@
-"""No pass uses a copy of parameters from before they were changed or replaced."""
+"""No pass uses a copy of parameters from before a change or a replacement."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ from tests.harness.passes import (
     seeded,
     wrapped,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, wrap
 
 # -- stale copies ------------------------------------------------------------------------------------------------
 
 
-def _debugged_read() -> None:
+@on_ranks(2)
+def test_debug_mode_refuses_reads_of_resharded_weights() -> None:
     def refuses(weight: Tensor) -> None:
         for read in (Tensor.isnan, lambda weight: weight @ torch.ones(13)):
             with pytest.raises(RuntimeError, match=r"parameter 'linear\.weight' of unit 'blocks\.1' is sharded"):
@@ -74,11 +75,9 @@ def _debugged_read() -> None:
             refuses(weight)
 
 
-def test_a_weight_kept_over_the_reshard_is_refused_in_debug_mode() -> None:
-    run_ranks(2, _debugged_read)
-
-
-def _repeated_calls() -> None:
+@on_ranks(2)
+def test_unshard_and_reshard_are_idempotent() -> None:
+    """A second call runs no collective, in any order of calls."""
     for strategy, orig in MODES:
         model = wrapped(seeded(Mlp), (strategy, orig), MlpBlock)
         loss_of(model, torch.randn(3, WIDTH)).backward()
@@ -101,11 +100,6 @@ def _repeated_calls() -> None:
             context.unsharder.reshard(unit)
             assert log.count("all_gather") == (0 if strategy is NONE else 2)
         assert_at_rest(model, describe((strategy, orig)))
-
-
-def test_unshard_and_reshard_are_idempotent() -> None:
-    """Twice, and one before the other, without another collective."""
-    run_ranks(2, _repeated_calls)
 
 
 Params = list[nn.Parameter]
@@ -151,10 +145,10 @@ BEFORE = ("no_grad", "inference_mode", "grad, no backward", "eval", "backward")
 
 
 def _stale_reads(wrap_model: Callable[[nn.Module], nn.Module], writes: Sequence[Callable[..., None]]) -> set[str]:
-    """Which forwards used other parameters than those that were written to the shards since the forward before."""
+    """Return the forwards that did not use the parameters written to the shards before."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
     plain, model = seeded(Mlp)(), wrap_model(seeded(Mlp)())
-    with torch.no_grad():  # inference mode first has a test of its own
+    with torch.no_grad():  # `test_training_after_inference_mode` begins with inference mode
         model(x)
     wrong = set()
     for write, before, factor in itertools.product(writes, BEFORE, (0.5, 4.0, 0.5)):
@@ -182,18 +176,15 @@ def _stale_reads(wrap_model: Callable[[nn.Module], nn.Module], writes: Sequence[
     return wrong
 
 
-def _no_stale_copies() -> None:
+@on_ranks(2)
+def test_forward_uses_parameters_written_since_the_last_forward() -> None:
+    """Written by an optimizer, in place, by `copy_`, by `.data`, after forwards of every kind."""
     for mode in MODES:
         wrong = _stale_reads(
             lambda module: wrap(module, *mode, wrap_policy=ModuleWrapPolicy({MlpBlock})),  # noqa: B023
             (*WRITES, _assign_data)[mode in by_turns(0) :: 2],
         )
         assert not wrong, f"{describe(mode)}: {sorted(wrong)}"
-
-
-def test_no_forward_uses_a_copy_from_before_the_parameters_changed() -> None:
-    """Written by an optimizer, in place, by `copy_`, by `.data`, after forwards of every kind."""
-    run_ranks(2, _no_stale_copies)
 
 
 def _stale_copies_of_torch() -> list[set[str]]:
@@ -218,17 +209,19 @@ def _stale_copies_of_torch() -> list[set[str]]:
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the defect is known of this version of torch")
-def test_the_check_for_stale_copies_finds_those_of_torch() -> None:
+def test_check_for_stale_copies_finds_those_of_torch() -> None:
     """Torch's FSDP1 keeps its root gathered after a forward without gradients, and SHARD_GRAD_OP every unit."""
     for wrong in run_ranks(2, _stale_copies_of_torch)[0]:
         assert {"_scale_in_place after no_grad, grad True", "_scale_in_place after eval, grad False"} <= wrong, wrong
 
 
-def _written_inside_autocast() -> None:
+@on_ranks(2)
+def test_autocast_uses_parameters_written_since_the_last_forward() -> None:
+    """One block of autocast spans several forwards, and keeps a cast of each weight."""
     x = torch.randn(3, WIDTH)
     for mode, grads in itertools.product(MODES, (True, False)):
         if mode[0] is NONE:
-            continue  # the parameters are the forward's own, and autocast keeps their casts as it does plain ones
+            continue  # autocast keeps casts of these parameters as of a plain model's
         plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), mode, MlpBlock)
         held = list(model.parameters())
         outputs = []
@@ -242,12 +235,10 @@ def _written_inside_autocast() -> None:
             _scale_in_place(list(plain.parameters()), 0.5)
 
 
-def test_no_forward_uses_a_cast_from_before_the_parameters_changed() -> None:
-    """Written between forwards inside one block of autocast, which keeps a cast of each weight."""
-    run_ranks(2, _written_inside_autocast)
-
-
-def _memory_inside_autocast() -> None:
+@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@on_ranks(2)
+def test_autocast_keeps_no_cast_of_a_resharded_unit() -> None:
+    """Autocast would keep a cast of each weight until the block ends."""
     width, count, meter = 500, 6, Meter()
     unit, cast = 4 * width * width, 2 * width * width  # float32, bfloat16
     x = torch.randn(2, width)
@@ -260,7 +251,7 @@ def _memory_inside_autocast() -> None:
         model = wrapped(blocks, (FULL, orig), MlpBlock)
         seen: list[int] = []
         model[-1].module.register_forward_hook(lambda *args: seen.append(meter.live()))  # noqa: B023
-        for _ in range(2):  # the first time, caches are filled and the order of the units becomes known
+        for _ in range(2):  # the first pass fills caches and records the order of the units
             with autocast():
                 loss_of(model, x).backward()
                 clear(model)
@@ -277,12 +268,6 @@ def _memory_inside_autocast() -> None:
         assert all(nbytes < 1.5 * cast for nbytes in held.values()), f"use_orig_params={orig}: {held}, a cast is {cast}"
 
 
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
-def test_autocast_keeps_no_cast_of_a_unit_that_was_resharded() -> None:
-    """Inside one block of autocast, which would keep one of each until it ends."""
-    run_ranks(2, _memory_inside_autocast)
-
-
 def _inference_first(model: nn.Module, data: Data) -> Iterator[Any]:
     x = data.tensor(0, 3, WIDTH)
     with torch.inference_mode():
@@ -297,7 +282,9 @@ def _inference_first(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-def _inference() -> None:
+@on_ranks(2)
+def test_training_after_inference_mode() -> None:
+    """Gradients equal the plain model's, and parameters of a model wrapped in inference mode are ordinary ones."""
     reference = Reference(seeded(Mlp), _inference_first)
     for mode in MODES:
         reference.check(wrapped(seeded(Mlp), mode, MlpBlock), f"then trained, {describe(mode)}")
@@ -308,29 +295,26 @@ def _inference() -> None:
         reference.check(model, f"made in inference mode, {describe(mode)}")
 
 
-def test_inference_mode_first() -> None:
-    """Training after it is right. Built inside it, the parameters are ordinary ones."""
-    run_ranks(2, _inference)
-
-
 # -- parameters that users replace -------------------------------------------------------------------------------
 
 
 def _block(model: nn.Module) -> Any:
-    """The block in the middle, unwrapped."""
+    """Return the unwrapped block in the middle."""
     block = model.blocks[1]
     return block.module if isinstance(block, FullyShardedDataParallel) else block
 
 
-def _replaced() -> None:
+@on_ranks(2)
+def test_replaced_parameters_are_written_back() -> None:
+    """The object or its data replaced, with the shape that it has between steps."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for strategy in (FULL, GRAD_OP, NONE):
         plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), (strategy, True), MlpBlock)
         block = _block(model)
         original = block.linear.weight
-        # a new object in its place: it is the parameter from then on
+        # a new object, which is the parameter from now on
         block.linear.weight = replacing = nn.Parameter(original.detach() * 0.5)
-        block.linear.bias.data = block.linear.bias.data * 0.25  # other memory, the same object
+        block.linear.bias.data = block.linear.bias.data * 0.25  # new memory of the same object
         model.embed.weight.data = model.embed.weight.data * 2.0
         model.embed.bias = nn.Parameter(model.embed.bias.detach() * 2.0)
         with torch.no_grad():
@@ -345,16 +329,16 @@ def _replaced() -> None:
             assert torch.equal(full, dict(plain.named_parameters())[name]), (name, strategy)
         with torch.no_grad():
             before.zero_()
-            original.mul_(4.0)  # what is registered is what is trained
+            original.mul_(4.0)  # the registered object is trained
             _block(plain).linear.weight.mul_(4.0)
             assert torch.equal(model(x), plain(x)), strategy
-        # of another shape: refused before anything runs, and right again once it is undone
+        # another shape: refused before the forward begins, and right once undone
         for bad in (torch.zeros(5), torch.zeros(2, 3)):
             block.linear.weight = nn.Parameter(bad)
             with pytest.raises(RuntimeError, match=r"Cannot writeback 'linear.weight'.*shape"):
                 model(x)
             block.linear.weight = original
-        # a slot that holds nothing is left alone: the module would have to do without
+        # a registration of None is left alone, and the module runs without a bias
         block.linear.bias = None
         with torch.no_grad():
             model(x)
@@ -362,12 +346,8 @@ def _replaced() -> None:
         assert_at_rest(model, str(strategy))
 
 
-def test_replaced_parameters_are_written_back() -> None:
-    """The object or its data replaced, with the shape that it has between steps."""
-    run_ranks(2, _replaced)
-
-
-def _replaced_flat() -> None:
+@on_ranks(2)
+def test_replaced_data_of_a_flat_parameter_is_written_back() -> None:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     for strategy in (FULL, GRAD_OP, NONE):
         plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), (strategy, False), MlpBlock)
@@ -391,10 +371,6 @@ def _replaced_flat() -> None:
         assert flat.grad is not None and flat.grad.shape == kept.shape
 
 
-def test_a_replaced_flat_parameter_is_written_back() -> None:
-    run_ranks(2, _replaced_flat)
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +381,8 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def _replaced_shared() -> None:
+@on_ranks(2)
+def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
     x = torch.randn(3, WIDTH)
     for strategy in (FULL, GRAD_OP, NONE):
         model = wrap(seeded(Tied)(), strategy, True)
@@ -415,25 +392,18 @@ def _replaced_shared() -> None:
         with pytest.raises(NotImplementedError, match=r"Cannot writeback 'second.weight'.*shared"):
             model(x)
         model.second.weight = shared
-        shared.data = shared.data * 0.5  # the data of both is another thing
+        shared.data = shared.data * 0.5  # new data for both registrations is allowed
         plain = seeded(Tied)()
         with torch.no_grad():
             plain.first.weight.mul_(0.5)
             assert torch.equal(model(x), plain(x))
 
 
-def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
-    run_ranks(2, _replaced_shared)
-
-
-def _unchecked() -> None:
+@on_ranks(2)
+def test_check_for_replaced_parameters_can_be_skipped() -> None:
     with environment(FSDP_SKIP_WRITEBACK_CHECK="1"):
         model = wrapped(seeded(Mlp), (FULL, True), MlpBlock)
     plain, x = seeded(Mlp)(), torch.randn(3, WIDTH)
     _block(model).linear.weight = nn.Parameter(torch.zeros(5))
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
-
-
-def test_the_check_for_replaced_parameters_can_be_skipped() -> None:
-    run_ranks(2, _unchecked)

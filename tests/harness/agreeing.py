@@ -268,6 +268,13 @@ def play(
     return Outcome(step, None, 0.0)
 
 
+def first_error(model: Any, use: Step = train) -> str:
+    """Use the model, which must raise a `RuntimeError`, and return its message."""
+    with pytest.raises(RuntimeError) as caught:
+        use(model)
+    return str(caught.value)
+
+
 def assert_out_of_step(outcomes: list[Outcome], at: int, *words: str) -> None:
     """Assert that every rank reported the difference in step `at`, without a timeout."""
     __tracebackhide__ = True

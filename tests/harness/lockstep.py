@@ -15,8 +15,10 @@ Comparisons are local: each rank compares what it holds with its part of the ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -309,11 +311,14 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
 ALL_SMALL = pytest.mark.parametrize("all_small", [False, True], ids=["mixed", "small"])
 
 
+@contextmanager
+def gradient_sizes(all_small: bool) -> Iterator[None]:
+    """Let all gradients of the test models be small, and so held until the last one arrives, or else some."""
+    with mock.patch.object(arrivals, "SMALL", 1 << 16 if all_small else arrivals.SMALL):  # see `worker.main`
+        yield
+
+
 def with_gradients(all_small: bool, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` on a rank where all gradients count as small and stay on their leaves (``all_small``), or
-    some of each kind."""
-    before, arrivals.SMALL = arrivals.SMALL, (1 << 16 if all_small else arrivals.SMALL)
-    try:
+    """Call ``function`` under `gradient_sizes`."""
+    with gradient_sizes(all_small):
         return function(*args)
-    finally:
-        arrivals.SMALL = before
