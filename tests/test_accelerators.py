@@ -1,4 +1,4 @@
-"""What the engine asks of an accelerator, shown on CPU: the meta device, or a recorder, stands for it."""
+"""Use of an accelerator, tested on CPU: the meta device, or a recorder, stands for the accelerator."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.agreeing import new_group
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.stream_tracer import trace_streams
 
 CPU, AWAY = torch.device("cpu"), torch.device("meta")
@@ -69,8 +69,9 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
     assert high == ((dist.ReduceOp.AVG, 1.0, 1.0) if size > 1 else by_hand)
 
 
-def talk_beside_nccl() -> list[Any]:
-    """What ranks say to each other in a group that does not serve CPU."""
+@on_ranks(2)
+def test_control_messages_stay_off_the_device() -> None:
+    """On NCCL they would run on the compute stream, and the host that waits for them would drain it."""
     rank, group = dist.get_rank(), new_group()
     calls: list[Any] = []
     values = torch.tensor([rank, -rank])
@@ -88,33 +89,21 @@ def talk_beside_nccl() -> list[Any]:
         for module in (groups_module, native_module, issuing_module):
             stack.enter_context(mock.patch.object(module, "backend_of", backend))
         collectives_module.agree(values, group, AWAY, "agree")
-        every = collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "gather").tolist()
-        same, other = (Lane.of(group, AWAY).ask("ask", number, largest=rank) for number in (1, rank))
-        answers = [same.result(), other.result()]
-        done = same.poll()
-    return [values.tolist(), every, answers, done, set(calls)]
+        assert collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "").tolist() == [[0, 7], [1, 7]]
+        equal, differing = (Lane.of(group, AWAY).ask("ask", number, largest=rank) for number in (1, rank))
+        assert [equal.result(), differing.result()] == [1, None]
+        assert equal.poll()
+    assert values.tolist() == [1, 0]
+    assert set(calls) == {("cpu", False)}
 
 
-def test_control_messages_stay_off_the_device() -> None:
-    """On NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
-    said = [[1, 0], [[0, 7], [1, 7]], [1, None], True, {("cpu", False)}]
-    assert run_ranks(2, talk_beside_nccl) == [said, said]
+def event(over: bool) -> Any:
+    """Return a device event; one that is never over follows a collective in which a rank does not take part."""
+    return mock.Mock(query=lambda: over)
 
 
-class NeverOver:
-    """The event after a collective whose other ranks do not come."""
-
-    def query(self) -> bool:
-        return False
-
-
-class Over(NeverOver):
-    def query(self) -> bool:
-        return True
-
-
-def leave_the_order() -> tuple[str, int]:
-    """What each rank is told, and how many groups it ended: rank 1 skips a unit, and rank 0's device waits for it."""
+def diverge_on_the_device() -> tuple[str, bool]:
+    """Return the rank's error and whether it aborted the group: rank 1 skips a unit, and rank 0's device waits."""
     group = new_group()
     model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3), group) for _ in range(3))), group)
     for _ in range(2):
@@ -126,42 +115,29 @@ def leave_the_order() -> tuple[str, int]:
     units = [unit for unit in context.units if unit.handles]
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
-        watcher.follow(Over(), Work((), lane, "what is over", on_host=False))
-        watcher.follow(NeverOver(), Work((), lane, f"gather {units[0].name}", on_host=False))
+        watcher.follow(event(over=True), Work((), lane, "earlier collective", on_host=False))
+        watcher.follow(event(over=False), Work((), lane, f"gather {units[0].name}", on_host=False))
         with mock.patch.object(lane.carrier, "abort", ended.set):
             ended.wait(30)
         combine(torch.ones(1), group, HostStreams(), "the next collective")
     except OutOfStep as error:
-        return str(error), int(ended.is_set())
-    return "nothing", 0
+        return str(error), ended.is_set()
+    return "no error", False
 
 
-def test_a_rank_that_leaves_the_order_ends_the_others_wait() -> None:
-    """On NCCL there is no work to wait for: the others hung until the watchdog killed them."""
-    (here, ended), (there, alone) = run_ranks(2, leave_the_order)
-    assert here.startswith("gather unit '0': the ranks are out of step, and the group was ended")
-    assert (ended, alone) == (1, 0)
-    for words in (here, there):
+def test_divergence_ends_the_wait_of_the_device() -> None:
+    """On NCCL the host has no work to wait for: ranks would hang until the watchdog killed them."""
+    (error, aborted), (error_of_odd, aborted_by_odd) = run_ranks(2, diverge_on_the_device)
+    assert error.startswith("gather unit '0': the ranks are out of step, and the group was ended")
+    assert (aborted, aborted_by_odd) == (True, False)
+    for words in (error, error_of_odd):
         assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
 
 
-class Fake:
-    """A process group that torch does not know."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self._size
-
-
-def test_gathers_and_reductions_are_looked_after() -> None:
-    """Both, as a program may wait for the device right after the last reduction of a backward."""
+def test_watcher_follows_gathers_and_reductions() -> None:
+    """Reductions too, as a program may wait for the device right after the last reduction of a backward."""
     streams = mock.Mock(asynchronous_work=False, is_capturing=lambda: False)
-    group = Fake(2)
+    group: Any = mock.Mock(spec=["rank", "size"], **{"rank.return_value": 0, "size.return_value": 2})
     communicator = Communicator(Groups(group, 0, 2, None, 0, 1), streams)
     with (
         mock.patch.multiple(dist, **{name: mock.Mock(return_value=None) for name in (ALL_GATHER, REDUCE_SCATTER)}),
@@ -175,19 +151,20 @@ def test_gathers_and_reductions_are_looked_after() -> None:
     assert [call.args[1] for call in watcher.follow.call_args_list] == works
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
-    """Asking for an event spoils a capture."""
-    watcher, looked = Watcher(), threading.Event()
-    event = mock.Mock(query=lambda: looked.set() or False)
-    watcher.follow(event, mock.Mock())
-    assert looked.wait(30)
+def test_watcher_is_paused_during_graph_capture() -> None:
+    """A query of an event would invalidate a capture."""
+    watcher, queried = Watcher(), threading.Event()
+    watcher.follow(mock.Mock(query=lambda: queried.set() or False), mock.Mock())
+    assert queried.wait(30)
     watcher.pause()
     assert not watcher._in_flight
 
 
-def test_a_graph_may_be_captured_while_earlier_collectives_are_looked_after() -> None:
-    """CUDA forbids other threads to ask for events meanwhile, unless they have said that captures do not concern them.
-    The thread says so before its first look; and it wakes up once for many collectives."""
+def test_watcher_thread_allows_captures_before_its_first_query() -> None:
+    """CUDA forbids queries by a thread during a capture unless that thread has changed its capture mode.
+
+    The thread does so once, before its first query, and wakes up once for many collectives.
+    """
     watcher, over = Watcher(), threading.Event()
     calls: list[str] = []
     events = [mock.Mock(query=lambda number=number: calls.append(f"look {number}") or True) for number in range(3)]
@@ -198,8 +175,8 @@ def test_a_graph_may_be_captured_while_earlier_collectives_are_looked_after() ->
     assert calls[0] == "prepare" and calls.count("prepare") == 1 and calls[-1] == "look 2"
 
 
-def test_gathers_and_reductions_have_one_priority() -> None:
-    """A communicator keeps the order of its collectives: a gather waits behind a reduction that is starved."""
+def test_gathers_and_reductions_have_the_same_stream_priority() -> None:
+    """A communicator keeps the order of its collectives: a gather would wait behind a starved reduction."""
     with mock.patch("torch.Stream") as stream:
         AcceleratorStreams(torch.device("cuda", 0))
     assert [call.kwargs for call in stream.call_args_list] == [{"priority": -1}] * 2
@@ -209,8 +186,10 @@ def test_gathers_and_reductions_have_one_priority() -> None:
 
 
 class Copies(TorchFunctionMode):
-    """Notes where each ``Tensor.to`` leads, and whether it blocks the host; what is ``pinned`` says so, what is away
-    comes as ones, and with ``stays`` nothing goes there."""
+    """Recorder of each `Tensor.to`: the target, and whether the copy blocks the host.
+
+    Tensors report `pinned`; copies from the meta device are ones; with `stays` no tensor moves.
+    """
 
     def __init__(self, *, pinned: bool = False, stays: bool = False) -> None:
         super().__init__()
@@ -232,8 +211,8 @@ class Copies(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_inputs_may_be_refilled_at_once(pinned: bool) -> None:
-    """A copy of page-locked memory goes on while its owner fills it with the next batch."""
+def test_copies_of_pinned_inputs_block(pinned: bool) -> None:
+    """The owner may fill page-locked memory with the next batch as soon as the call returns."""
     with Copies(pinned=pinned) as copies:
         moved = to_device({"x": torch.ones(3)}, AWAY)
     assert moved["x"].is_meta and copies.blocks == [pinned]
@@ -242,7 +221,7 @@ def test_inputs_may_be_refilled_at_once(pinned: bool) -> None:
     assert copies.blocks == [True]
 
 
-def test_a_scale_that_goes_to_the_host_is_waited_for() -> None:
+def test_copy_of_the_scale_to_the_host_blocks() -> None:
     """The loss is on CPU, and the scale on the device."""
     scaler = ShardedGradScaler("cpu", init_scale=1.0)
     scaler._scale = torch.ones((), device=AWAY)
@@ -251,7 +230,7 @@ def test_a_scale_that_goes_to_the_host_is_waited_for() -> None:
     assert copies.blocks == [True]
 
 
-# -- where a unit computes ---------------------------------------------------------------------------------------------
+# -- a unit's compute device -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -260,8 +239,8 @@ def accelerator(device: torch.device) -> Iterator[None]:
         yield
 
 
-def test_a_module_on_cpu_goes_to_the_accelerator() -> None:
-    """Torch computes on the current device; nothing here trained on CPU without a word."""
+def test_module_on_cpu_moves_to_the_accelerator() -> None:
+    """A warning says so; with `device_id`, or without an accelerator, the module stays."""
     module = nn.Linear(3, 3)
     module.register_buffer("mean", torch.zeros(3))
     params = dict(module.named_parameters())
@@ -278,8 +257,8 @@ def test_a_module_on_cpu_goes_to_the_accelerator() -> None:
 
 
 @pytest.mark.parametrize("served", ["cpu", "meta", "cpu meta"])
-def test_a_module_on_cpu_stays_there_where_its_group_serves_the_cpu_alone(served: str) -> None:
-    """Its first forward would raise, as no backend of the group takes tensors of the accelerator."""
+def test_module_on_cpu_stays_if_the_group_only_supports_cpu(served: str) -> None:
+    """The first forward would raise, as no backend of the group supports the accelerator."""
 
     def backend(device: torch.device) -> Any:
         if device.type not in served.split():
@@ -296,8 +275,8 @@ def test_a_module_on_cpu_stays_there_where_its_group_serves_the_cpu_alone(served
     assert bool(warned) is (served != "cpu")
 
 
-def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
-    """Its streams and the device of its inputs are those of the whole tree if it is the root."""
+def test_unit_without_parameters_computes_on_the_device_of_nested_units() -> None:
+    """A root without parameters decides the streams and the input device of the whole tree."""
     for inner in ([AWAY], [CPU, AWAY]):
         assert move_to(nn.Identity(), [], Ignored(), None, inner) == AWAY
     with accelerator(AWAY):
@@ -308,8 +287,8 @@ def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
 # -- memory of the host ------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_locked_while_something_holds_them() -> None:
-    """An allocator of page-locked memory rounds up to a power of two, and gives nothing back."""
+def test_pages_are_locked_while_a_tensor_holds_them() -> None:
+    """Torch's allocator of page-locked memory rounds up to a power of two, and never frees."""
     locked: dict[int, int] = {}
     memory = locked_pages(1 << 20 | 1, locked.__setitem__, locked.__delitem__)
     assert memory.numel() == (1 << 20) + 1 and list(locked) == [memory.data_ptr()]
@@ -324,12 +303,12 @@ def test_pages_are_locked_while_something_holds_them() -> None:
 
 
 def test_pages_stay_locked_while_the_device_copies_them() -> None:
-    """Torch's allocator does not know them, so nothing else keeps them until a copy that is queued is over."""
+    """Torch's allocator does not own these pages, so the package keeps them until queued copies are over."""
     locked: dict[int, int] = {}
-    over, asked = threading.Event(), threading.Event()
+    over, queried = threading.Event(), threading.Event()
 
     def query() -> bool:
-        asked.set()
+        queried.set()
         return over.is_set()
 
     uses = [mock.Mock(query=lambda: True), mock.Mock(query=query)]
@@ -337,20 +316,20 @@ def test_pages_stay_locked_while_the_device_copies_them() -> None:
         memory = locked_pages(1 << 20, locked.__setitem__, locked.__delitem__, lambda: uses)
         address = memory.data_ptr()
         del memory
-        assert locked and mapping_of(address), "given back while the device copies"
-        for _ in range(2):  # a thread looks again and again
-            asked.clear()
-            assert asked.wait(30)
+        assert locked and mapping_of(address), "freed while the device copies"
+        for _ in range(2):  # a thread queries repeatedly
+            queried.clear()
+            assert queried.wait(30)
         assert locked
         over.set()
         deadline = time.monotonic() + 60
         while (locked or mapping_of(address)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not locked and not mapping_of(address), "they stay for ever"
+        assert not locked and not mapping_of(address), "never freed"
 
 
-def test_the_side_group_of_gloo_names_what_it_needs() -> None:
-    """Beside a group of NCCL alone the ranks exchange control messages over gloo, which takes another interface."""
+def test_error_of_the_gloo_side_group_names_the_remedy() -> None:
+    """Beside NCCL the ranks exchange control messages over gloo, which may need another network interface."""
     group = mock.Mock(rank=lambda: 0, size=lambda: 1)
     fails = mock.Mock(side_effect=RuntimeError("Unable to find address for: eth9"))
     with (
@@ -363,16 +342,18 @@ def test_the_side_group_of_gloo_names_what_it_needs() -> None:
         groups_module.make_control_group(group, CPU, 0)
 
 
-def _makes_side_groups() -> None:
+@on_ranks(2)
+def test_side_group_of_gloo_connects_at_the_first_message() -> None:
+    """A rank of a large job opens a socket per peer that it sends to, where torch supports that."""
     rank, kind = dist.get_rank(), dist.ProcessGroupGloo
-    made: Any = mock.Mock(wraps=kind.create_device)
+    lazy: Any = mock.Mock(wraps=kind.create_device)
     eager: Any = mock.Mock(side_effect=TypeError)  # as before torch 2.8
-    for number, make in enumerate((made, eager)):
-        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"), mock.patch.object(kind, "create_device", make):
+    for number, create in enumerate((lazy, eager)):
+        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"), mock.patch.object(kind, "create_device", create):
             side: Any = groups_module.make_control_group(dist.group.WORLD, CPU, number)
         values = torch.zeros(2)
         side._allgather_base(values, torch.ones(1) + rank).wait()
-        assert values.tolist() == [1, 2] and make.call_args == mock.call(interface="lo", lazy_init=True)
+        assert values.tolist() == [1, 2] and create.call_args == mock.call(interface="lo", lazy_init=True)
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nonsense"),
         pytest.raises(RuntimeError, match=r"nonsense.*GLOO_SOCKET_IFNAME"),
@@ -380,13 +361,8 @@ def _makes_side_groups() -> None:
         groups_module.make_control_group(dist.group.WORLD, CPU, 2)
 
 
-def test_the_side_group_of_gloo_connects_at_the_first_message() -> None:
-    """A rank of a large job opens a socket per rank that it sends to, not one per rank, where torch can do that."""
-    run_ranks(2, _makes_side_groups)
-
-
-def test_a_save_uses_the_streams_of_the_models_device() -> None:
-    """Streams of the accelerator open a context there, which a training on CPU has no use for."""
+def test_save_uses_the_streams_of_the_models_device() -> None:
+    """Streams of the accelerator would open a context there, also for training on CPU."""
     assert save_module._device_of(nn.Linear(2, 2)) == CPU == save_module._device_of(nn.ReLU())
     assert save_module._device_of(nn.Linear(2, 2, device="meta")) == CPU
     away = torch.device("cuda", 1)
@@ -396,14 +372,14 @@ def test_a_save_uses_the_streams_of_the_models_device() -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 def test_locked_pages_are_not_in_forks_and_may_be_huge() -> None:
-    """With a copy in a child, the next write would go to other pages than the device reads. Huge pages take a tenth of
-    the time to lock."""
+    """After a fork, the next write would go to other pages than the device reads. Huge pages are locked in a tenth of
+    the time."""
     memory = locked_pages(5 << 20, lambda address, nbytes: None, lambda address: None)
     flags = mapping_of(memory.data_ptr())["VmFlags"].split()
     assert "dc" in flags and "hg" in flags
 
 
-def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
+def test_unreferenced_host_memory_is_reused() -> None:
     """Gradients on the host stay in the same memory from step to step, unless the user keeps them."""
     made: list[int] = []
 
@@ -429,7 +405,7 @@ def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """What the system says of the pages there."""
+    """Return the attributes of the memory mapping at `address`; empty if there is none."""
     found: dict[str, str] = {}
     for line in Path("/proc/self/smaps").read_text().splitlines():
         word, _, rest = line.partition(" ")
@@ -444,16 +420,18 @@ def mapping_of(address: int) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
-def test_large_pieces_of_host_memory_may_have_huge_pages() -> None:
-    """What is given back after a step and needed in the next costs a fault per 2 MiB, not per 4 KiB; small pieces are
-    the allocator's. Nothing outside of the piece is touched, and it goes with the last tensor that holds it."""
+def test_large_host_memory_may_have_huge_pages() -> None:
+    """A large block costs a page fault per 2 MiB instead of 4 KiB; the allocator serves small ones.
+
+    Neighbouring memory keeps its flags, and the block is freed with the last tensor that refers to it.
+    """
 
     def mapped(tensor: Any) -> str | None:
-        """The flags of the pages of its last byte."""
+        """Return the flags of the page of the last byte."""
         return mapping_of(tensor.data_ptr() + tensor.nbytes - 1).get("VmFlags")
 
     huge = 1 << 21
-    piece = host_memory.empty(3 * huge // 4, dtype=torch.float32, device=CPU)  # three of them
+    piece = host_memory.empty(3 * huge // 4, dtype=torch.float32, device=CPU)  # three huge pages
     assert piece.data_ptr() % huge == 0 and piece.shape == (3 * huge // 4,) and piece.dtype == torch.float32
     assert " hg" in (mapped(piece) or "")
     half = piece.fill_(2)[::2]
@@ -468,9 +446,11 @@ def test_large_pieces_of_host_memory_may_have_huge_pages() -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="the system has no memory that may be taken back later")
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20])
-def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
-    """Gradients lie where those of the step before did, once nothing holds these, and cost no page fault. Meanwhile the
-    system may have that memory, and it goes where no step comes."""
+def test_memory_of_freed_gradients_is_recycled(nbytes: int) -> None:
+    """The next step's gradients take that memory, without page faults.
+
+    Meanwhile the system may reclaim it, and without a next step it is freed.
+    """
 
     def take() -> Tensor:
         return host_memory.recycled(nbytes // 4, torch.empty(0)).fill_(1)
@@ -480,58 +460,55 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
 
     with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 60.0):
         first, second = take(), take()
-        part, places = first[5:], [first.data_ptr(), second.data_ptr()]
+        part, addresses = first[5:], [first.data_ptr(), second.data_ptr()]
         del first
         third = take()
-        assert third.data_ptr() not in places and part.eq(1).all(), "somebody holds that memory"
+        assert third.data_ptr() not in addresses and part.eq(1).all(), "a tensor refers to that memory"
         del part, second
-        # half of it at least: what is no huge page is a mapping of its own
-        assert lazy(places[0]) >= nbytes // 2, "the system could not have it"
+        # at least half of it: the part without huge pages is a separate mapping
+        assert lazy(addresses[0]) >= nbytes // 2, "the system cannot reclaim it"
         again = [take(), take()]
-        assert sorted(each.data_ptr() for each in again) == sorted(places)
-        if places[1] - places[0] not in (nbytes, -nbytes):  # else one mapping
-            assert lazy(places[0]) == 0
-        small, of_another = (host_memory.recycled(n, torch.empty(0, dtype=torch.int8)) for n in (1 << 10, nbytes + 1))
-        assert small.data_ptr() not in places and of_another.data_ptr() not in places
+        assert sorted(each.data_ptr() for each in again) == sorted(addresses)
+        if addresses[1] - addresses[0] not in (nbytes, -nbytes):  # else one mapping
+            assert lazy(addresses[0]) == 0
+        small, larger = (host_memory.recycled(n, torch.empty(0, dtype=torch.int8)) for n in (1 << 10, nbytes + 1))
+        assert small.data_ptr() not in addresses and larger.data_ptr() not in addresses
     with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 0.05):
-        place = take().data_ptr()
+        address = take().data_ptr()
         deadline = time.monotonic() + 60
         while host_memory._left._spare[nbytes] and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not host_memory._left._spare[nbytes] and "LazyFree" not in mapping_of(place), "it stays for ever"
+        assert not host_memory._left._spare[nbytes] and "LazyFree" not in mapping_of(address), "never freed"
 
 
 @pytest.mark.parametrize("pinned", [False, True])
+@on_ranks(1)
 def test_host_memory_honours_pin_memory(pinned: bool) -> None:
-    """With ``CPUOffload(pin_memory=False)`` gradients were page-locked all the same."""
-    assert run_ranks(1, offloaded_memory, pinned) == [(True, {pinned}, 2)]
-
-
-def offloaded_memory(pinned: bool) -> tuple[bool, set[bool], int]:
-    """Whether steps after the first ask for no memory, whether what they ask for is pinned, how often per bucket."""
+    """Offloaded gradients are page-locked only with `pin_memory`, and allocated in the first step only."""
     os.environ["FSDP_FORCE_SHARDED"] = "1"
     with trace_streams() as tracer, mock.patch.object(FlatParamHandle, "keeps_gradients_on_host", True):
         model = FSDP(nn.Linear(3, 3), cpu_offload=CPUOffload(True, pin_memory=pinned))
         tracer.watch(model)
         counts = []
         for _ in range(4):
-            for _ in range(2):  # the second gradient comes while the user has the first
+            for _ in range(2):  # the second gradient arrives while the user holds the first
                 model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
             counts.append(len(tracer.streams.pinned))
-    return len(set(counts)) == 1, {pinned for _, pinned in tracer.streams.pinned}, counts[-1]
+    assert counts == [2] * 4
+    assert {pinned for _, pinned in tracer.streams.pinned} == {pinned}
 
 
 class HostOfAccelerator:
-    """Stands for the streams of an accelerator: notes the memory that is asked for, and what is copied into it."""
+    """Stand-in for an accelerator's streams that records allocations of host memory and waits for copies."""
 
     def __init__(self) -> None:
-        self.rooms: list[Tensor] = []
+        self.allocated: list[Tensor] = []
         self.waited = 0
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
-        self.rooms.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return self.rooms[-1]
+        self.allocated.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self.allocated[-1]
 
     def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, int]:
         return place(into, tensor).fill_(1), 0
@@ -542,8 +519,8 @@ class HostOfAccelerator:
         yield
 
 
-def test_a_save_stages_into_one_piece_of_host_memory() -> None:
-    """A piece per tensor, each rounded up, would be kept for ever."""
+def test_save_stages_into_one_block_of_host_memory() -> None:
+    """One block per tensor, each rounded up, would be kept for ever."""
     saving = save_module.Save(Ranks.of(None), "", None, trusted=False)
     saving.share(
         {
@@ -556,17 +533,18 @@ def test_a_save_stages_into_one_piece_of_host_memory() -> None:
     streams = HostOfAccelerator()
     with mock.patch.object(save_module, "streams_for", return_value=streams):
         saving._stage()
-    assert [room.numel() for room in streams.rooms] == [64 + 128 + 64] and streams.waited == 4
-    room = streams.rooms[0].untyped_storage()._cdata
+    assert [block.numel() for block in streams.allocated] == [64 + 128 + 64] and streams.waited == 4
+    storage = streams.allocated[0].untyped_storage()._cdata
     (_, (inner, own)), pieces = saving._packed["b"], {piece.key: piece.values for piece in saving._pieces}
     copies = [pieces["a"], inner, pieces["e"]]
-    assert all(copy.untyped_storage()._cdata == room and bool((copy == 1).all()) for copy in copies)
+    assert all(copy.untyped_storage()._cdata == storage and bool((copy == 1).all()) for copy in copies)
     assert [tuple(copy.shape) for copy in copies] == [(5,), (3, 7), (1, 6)]
     assert pieces["f"].shape == (0,) and torch.equal(own, torch.ones(2))
 
 
-def save_beside_an_accelerator(path: str) -> list[str]:
-    """The devices that are made current in the thread that writes."""
+@on_ranks(1)
+def test_async_save_leaves_the_device_alone(tmp_path: Path) -> None:
+    """Torch's loader would open streams on the first device, and wait there for the training's work."""
     streams = HostStreams()
     entered: list[str] = []
 
@@ -575,18 +553,12 @@ def save_beside_an_accelerator(path: str) -> list[str]:
         entered.append(threading.current_thread().name)
         yield
 
-    fails = mock.Mock(side_effect=AssertionError("a save of what is staged waits for the device"))
+    fails = mock.Mock(side_effect=AssertionError("a save of staged tensors waits for the device"))
     with (
         mock.patch.object(streams, "on_device", on_device),
         mock.patch.object(save_module, "streams_for", return_value=streams),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", fails),
     ):
-        async_save(path, nn.Linear(3, 3)).result()
-    return entered
-
-
-def test_a_save_in_the_background_leaves_the_device_alone(tmp_path: Path) -> None:
-    """Torch's loader opens streams and contexts on the first device, and waits for the training's work there."""
-    (entered,) = run_ranks(1, save_beside_an_accelerator, str(tmp_path))
+        async_save(tmp_path, nn.Linear(3, 3)).result()
     assert len(entered) == 1 and entered[0].startswith("saving to ")

@@ -1,8 +1,8 @@
-"""Ranks that disagree: an error in words on every rank, instead of a hang, an abort or wrong numbers.
+"""Ranks that diverge: an error in words on every rank, instead of a hang, an abort or wrong numbers.
 
-Most tests let one rank of three do something else, over a group of the test's own, since it is of no use afterwards.
-Where the ranks are all alive they have to find out by themselves, long before a collective times out. They look what
-the others do more often than usual (`impatient`), so that the tests take less time.
+Most tests let one rank of three deviate, over a group of the test's own, which is unusable afterwards. Where all
+ranks are alive they have to find out by themselves, long before a collective times out. They inspect the remaining
+ranks more often than usual (`impatient`), so that the tests take less time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from tests.harness.agreeing import (
     Chain,
     build,
     evaluate,
+    first_error,
     impatient,
     new_group,
     summon,
@@ -55,21 +56,20 @@ from tests.harness.agreeing import (
     train_and_raise,
 )
 from tests.harness.models import ZOO
-from tests.harness.pool import Died, run_fresh, run_ranks
-from tests.harness.process_groups import CollectiveLog, record_collectives
+from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
 # -- different models ----------------------------------------------------------------------------------------------
 
 
 def frozen(chain: Chain) -> Chain:
-    """Half of a unit is frozen, and so in another bucket."""
+    """Freeze half of a unit, which is then in another bucket."""
     chain.blocks[1].up.requires_grad_(False)
     return chain
 
 
-# What the odd rank builds, and what the error says of it and of the usual chain. Listed in the units' order: the root,
-# then the blocks.
+# The odd rank's model, and the error's words for the usual chain and for it.
 LAYOUTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "size": (lambda group: build(Chain((5, 7, 12)), group), "unit 'blocks.2'", "162 elements (54 per rank)"),
     "dtype": (lambda group: build(Chain(UNEQUAL).double(), group), "of torch.float32", "of torch.float64"),
@@ -84,26 +84,24 @@ LAYOUTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 FIRST_USES: dict[str, Callable[[Any], None]] = {"train": train, "evaluate": evaluate, "summon": summon}
 
 
-def use_first(layout: str, use: str) -> list[str]:
-    """The errors of the first uses."""
+def errors_of_first_uses(layout: str, use: str) -> list[str]:
     make = LAYOUTS[layout][0] if dist.get_rank() == ODD else partial(build, Chain(UNEQUAL))
     model = make(new_group())
     errors = []
     for _ in range(2):
-        with record_collectives() as log, pytest.raises(RuntimeError) as caught:
-            FIRST_USES[use](model)
-        said = [str(record.label) for record in log.records]
-        assert all(label.startswith("agree on ") for label in said), "data moved before the ranks agreed"
-        errors.append(str(caught.value))
+        with record_collectives() as log:
+            errors.append(first_error(model, FIRST_USES[use]))
+        labels = [str(record.label) for record in log.records]
+        assert all(label.startswith("agree on ") for label in labels), "data moved before the ranks agreed"
     return errors
 
 
 @pytest.mark.parametrize(
     "layout, use", [(layout, "train") for layout in LAYOUTS] + [("size", "evaluate"), ("size", "summon")]
 )
-def test_different_layouts(layout: str, use: str) -> None:
-    """Every rank raises at first use, whatever that is, and says what differs first; so it does the next time."""
-    by_rank = run_ranks(RANKS, use_first, layout, use)
+def test_different_layouts_raise_at_first_use(layout: str, use: str) -> None:
+    """Every rank raises the same error, which names the first difference, at the first use and at the next."""
+    by_rank = run_ranks(RANKS, errors_of_first_uses, layout, use)
     errors = {error for errors in by_rank for error in errors}
     assert len(errors) == 1, errors
     error = errors.pop()
@@ -126,7 +124,7 @@ class Renamed(Chain):
 
 
 class Reordered(Chain):
-    """The same units run in the same order, but registered in another one."""
+    """A chain with the units of `Chain` in the same order, registered in a different one."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__(widths)
@@ -135,68 +133,52 @@ class Reordered(Chain):
         self.order = [1, 0, 2]
 
 
-def train_as(kind: str) -> list[float]:
-    """The losses of some steps; the odd rank has a chain of another kind."""
-    torch.manual_seed(0)
-    chain = {"renamed": Renamed, "chain": Chain}[kind](UNEQUAL) if dist.get_rank() == ODD else Chain(UNEQUAL)
-    return losses_of(build(chain, new_group()))
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
-def losses_of(model: nn.Module, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        loss = model(torch.ones(2, WIDTH)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
+@on_ranks(RANKS)
 def test_names_may_differ() -> None:
     """Differences that no collective depends on, such as names, are no error."""
-    renamed = run_ranks(RANKS, train_as, "renamed")
-    assert renamed == run_ranks(RANKS, train_as, "chain")
-    assert renamed[0][2] < renamed[0][0] / 2
+    losses = []
+    for odd in (Renamed, Chain):
+        torch.manual_seed(0)
+        model = build((odd if dist.get_rank() == ODD else Chain)(UNEQUAL), new_group())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([step(model, optimizer, torch.ones(2, WIDTH)) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert losses[0][2] < losses[0][0] / 2
 
 
+@SIZES
+@on_ranks(RANKS)
 @impatient
-def train_reordered(widths: tuple[int, ...]) -> str:
+def test_another_order_of_registration_raises(widths: tuple[int, ...]) -> None:
+    """The error names a different layout or, where all units have the same size, a different order."""
     model = build((Reordered if dist.get_rank() == ODD else Chain)(widths), new_group())
     warnings.filterwarnings("ignore", "The ranks began with different values")  # as modules are made in another order
-    with pytest.raises(RuntimeError) as caught:
-        train(model)
-    return str(caught.value)
+    error = first_error(model)
+    assert error.startswith(OUT_OF_STEP if widths == EQUAL else "the ranks have wrapped different models"), error
+    assert "unit 'blocks.0'" in error and (widths != EQUAL or "unit 'blocks.1'" in error), error
 
 
-@pytest.mark.parametrize("widths", [EQUAL, UNEQUAL])
-def test_registration_order(widths: tuple[int, ...]) -> None:
-    """Another order of registration: a different layout, or if the sizes do not tell, another order."""
-    for error in run_ranks(RANKS, train_reordered, widths):
-        assert error.startswith(OUT_OF_STEP if widths == EQUAL else "the ranks have wrapped different models"), error
-        assert "unit 'blocks.0'" in error and (widths != EQUAL or "unit 'blocks.1'" in error), error
-
-
+@on_ranks(RANKS)
 @impatient
-def train_frozen_whole() -> str:
+def test_unit_frozen_on_one_rank_raises_in_backward() -> None:
+    """Layouts are equal, since a unit may be frozen later: the backwards differ."""
     chain = Chain(EQUAL)
     if dist.get_rank() == ODD:
         chain.blocks[1].requires_grad_(False)
-    model = build(chain, new_group())
-    with pytest.raises(RuntimeError) as caught:
-        train(model)
-    return str(caught.value)
-
-
-def test_unit_frozen_on_one_rank() -> None:
-    """The layout is the same, since freezing may come later: it is the backward that differs."""
-    for error in run_ranks(RANKS, train_frozen_whole):
-        assert error.startswith(OUT_OF_STEP) and "in the backward" in error and "reduce unit 'blocks.1'" in error, error
+    error = first_error(build(chain, new_group()))
+    assert error.startswith(OUT_OF_STEP) and "in the backward" in error and "reduce unit 'blocks.1'" in error, error
 
 
 class Expert(nn.Module):
-    """A root's own layer, and a unit that is each group's own."""
+    """A layer of the root, and a unit whose group and size may differ by rank."""
 
     def __init__(self, expert: nn.Module) -> None:
         super().__init__()
@@ -206,45 +188,33 @@ class Expert(nn.Module):
         return self.expert(self.head(x))
 
 
-def train_experts() -> tuple[list[str | None], list[str | None], list[str | None]]:
-    """Labels of what the model of a single rank, a mixture of experts, and a model that one rank lacks say."""
+@on_ranks(RANKS)
+def test_groups_may_differ_between_ranks() -> None:
+    """A group of one rank agrees without collectives; experts and their groups may differ; a rank may lack a model."""
     rank, everyone = dist.get_rank(), new_group()
     alone = [new_group(ranks=[r]) for r in range(RANKS)][rank]
     pair, ends = new_group(ranks=[0, 1]), new_group(ranks=[0, 2])
-    logs: list[CollectiveLog] = []
 
-    def train_and_record(model: Any) -> None:
+    def labels_of_training(model: Any) -> list[str | None]:
         with record_collectives() as log:
             for _ in range(3):
                 train(model)
                 evaluate(model)
-        logs.append(log)
+        return [record.label for record in log.records]
 
-    train_and_record(build(Chain(UNEQUAL if rank else EQUAL), alone))
+    assert labels_of_training(build(Chain(UNEQUAL if rank else EQUAL), alone)) == []
     torch.manual_seed(0)
     expert = build(Block(4), pair) if rank < 2 else build(Block(9), alone)
     torch.manual_seed(0)
-    train_and_record(wrap(Expert(expert), process_group=everyone, wrap_policy=None))
+    mixture = labels_of_training(wrap(Expert(expert), process_group=everyone, wrap_policy=None))
+    assert mixture.count("agree on the layout") == (2 if rank < 2 else 1)
+    assert mixture.count("reduce unit 'expert'") == (3 if rank < 2 else 0)
     if rank != ODD:
-        train_and_record(build(Chain(UNEQUAL), ends))
-    else:
-        logs.append(CollectiveLog())
-    single, mixture, partial_ = ([record.label for record in log.records] for log in logs)
-    return single, mixture, partial_
-
-
-def test_groups_that_differ() -> None:
-    """A group of one rank asks nothing; experts and their groups may differ; a rank may lack a model."""
-    results = run_ranks(RANKS, train_experts)
-    for rank, (single, mixture, lacking) in enumerate(results):
-        assert single == []
-        assert mixture.count("agree on the layout") == (2 if rank < 2 else 1)
-        assert mixture.count("reduce unit 'expert'") == (3 if rank < 2 else 0)
-        assert lacking.count("agree on the layout") == (0 if rank == ODD else 1)
+        assert labels_of_training(build(Chain(UNEQUAL), ends)).count("agree on the layout") == 1
 
 
 class Mixture(nn.Module):
-    """An expert that only some ranks share, between two layers that all of them do."""
+    """An expert that only some ranks share, between two layers that all ranks share."""
 
     def __init__(self, expert: nn.Module) -> None:
         super().__init__()
@@ -256,13 +226,15 @@ class Mixture(nn.Module):
         return self.tail(x if self.skips else self.expert(x))
 
 
-# What the ranks do in each step: the usual, an evaluation or a step of the expert alone where two ranks share it, or a
-# step without it on these two. The third rank has an expert of its own, which it always uses.
-DOINGS = ["usual", "alone", "skip", "usual", "evaluate alone", "usual", "skip", "alone", "alone", "usual"]
+# A step is usual, or the two ranks that share the expert first evaluate or train it alone, or skip it. The third rank
+# has an expert of its own, which it always uses.
+USES = ["usual", "alone", "skip", "usual", "evaluate alone", "usual", "skip", "alone", "alone", "usual"]
 
 
-def train_mixture(strategy: ShardingStrategy, way: str) -> list[tuple[float, float]]:
-    """Losses of the mixture and of a plain one whose gradients are averaged by hand."""
+@pytest.mark.parametrize("strategy, way", [(FULL_SHARD, "native"), (FULL_SHARD, "direct"), (NO_SHARD, "native")])
+@on_ranks(RANKS)
+def test_group_may_be_used_in_some_steps_only(strategy: ShardingStrategy, way: str) -> None:
+    """An expert is called alone, or skipped by the ranks that share it; trees and numbers of units differ."""
     os.environ["FSDP_COLLECTIVES"] = way
     rank, everyone = dist.get_rank(), new_group()
     alone, pair = [new_group(ranks=[r]) for r in range(RANKS)][rank], new_group(ranks=[0, 2])
@@ -277,17 +249,16 @@ def train_mixture(strategy: ShardingStrategy, way: str) -> list[tuple[float, flo
     module.expert = build(module.expert, pair if shares else alone, strategy)
     module.tail = wrap(module.tail, strategy, process_group=everyone, wrap_policy=None)
     model = wrap(module, strategy, process_group=everyone, wrap_policy=None)
-    losses = []
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (model, plain)]
-    for step, what in enumerate(DOINGS):
-        x = torch.full((2, WIDTH), 0.1 * (rank + step))
+    for number, use in enumerate(USES):
+        x = torch.full((2, WIDTH), 0.1 * (rank + number))
         found = []
         for m, chain, optimizer in zip((model, plain), (module, plain), optimizers):
-            chain.skips = shares and what == "skip"
-            if shares and what == "evaluate alone":
+            chain.skips = shares and use == "skip"
+            if shares and use == "evaluate alone":
                 with torch.no_grad():
                     chain.expert(x)
-            if shares and what == "alone":
+            if shares and use == "alone":
                 chain.expert(x).square().mean().backward()
             loss = m(x).square().mean()
             loss.backward()
@@ -300,17 +271,7 @@ def train_mixture(strategy: ShardingStrategy, way: str) -> list[tuple[float, flo
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
-        losses.append((found[0], found[1]))
-    os.environ["FSDP_COLLECTIVES"] = "auto"
-    return losses
-
-
-@pytest.mark.parametrize("strategy, way", [(FULL_SHARD, "native"), (FULL_SHARD, "direct"), (NO_SHARD, "native")])
-def test_group_that_is_used_now_and_then(strategy: ShardingStrategy, way: str) -> None:
-    """An expert is called alone, or skipped by the ranks that share it; trees and numbers of units differ."""
-    for rank, losses in enumerate(run_ranks(RANKS, train_mixture, strategy, way)):
-        for step, (sharded, plain) in enumerate(losses):
-            assert sharded == pytest.approx(plain, rel=1e-5), f"rank {rank}, step {step}: {DOINGS[step]}"
+        assert found[0] == pytest.approx(found[1], rel=1e-5), f"step {number}: {use}"
 
 
 # -- debug level DETAIL --------------------------------------------------------------------------------------------
@@ -318,7 +279,7 @@ def test_group_that_is_used_now_and_then(strategy: ShardingStrategy, way: str) -
 
 @contextmanager
 def detail() -> Iterator[None]:
-    """Groups made inside check each collective."""
+    """Set the debug level DETAIL: groups made inside check each collective."""
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         yield
@@ -326,10 +287,11 @@ def detail() -> Iterator[None]:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
+@pytest.mark.parametrize("reduce_unused", [False, True])
+@on_ranks(RANKS)
 @impatient
-def train_in_detail(reduce_unused: bool) -> tuple[list[CollectiveLog], str]:
-    """What is called in an evaluation, two training steps and another evaluation; then the error of an odd first step
-    of another model."""
+def test_detail_compares_handles_in_the_first_training_forward(reduce_unused: bool) -> None:
+    """Each gather of that forward alone is preceded by two gathers of integers: the number of handles, and which."""
     with detail():
         model = build(frozen(Chain(UNEQUAL)), new_group(), reduce_unused=reduce_unused)
         logs = []
@@ -338,35 +300,22 @@ def train_in_detail(reduce_unused: bool) -> tuple[list[CollectiveLog], str]:
             with record_collectives() as log:
                 (train if training else evaluate)(model)
             logs.append(log)
-        model = build(Chain(UNEQUAL), new_group())
-        with pytest.raises(RuntimeError) as caught:
-            (swap if dist.get_rank() == ODD else train)(model)
-    return logs, str(caught.value)
+        error = first_error(build(Chain(UNEQUAL), new_group()), swap if dist.get_rank() == ODD else train)
+    assert error.startswith(OUT_OF_STEP) and "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
+    compared = [[r for r in log.records if r.op == "all_gather" and r.dtype is torch.int64] for log in logs]
+    assert [len(records) for records in compared] == [0, 8, 0, 0]
+    calls = [record for record in logs[1].records if record.op == "all_gather" or record.dtype is not torch.int64]
+    gathers = [index for index, record in enumerate(calls) if str(record.label).startswith("gather")]
+    for index in gathers[:3] + gathers[4:5]:  # the fourth gathers the second bucket of the same unit
+        before = calls[index - 2 : index]
+        handles = 2 if calls[index].label == "gather unit 'blocks.1'" else 1
+        assert [record.label for record in before] == [f"agree to {calls[index].label}"] * 2
+        assert [record.numel for record in before] == [RANKS, RANKS * handles]
+    assert not any(str(record.label).startswith("agree to gather") for record in calls[gathers[4] :])
 
 
-@pytest.mark.parametrize("reduce_unused", [False, True])
-def test_detail(reduce_unused: bool) -> None:
-    """At DETAIL, each gather of the first training forward alone is preceded by two gathers of numbers: how many
-    handles, and which."""
-    for logs, error in run_ranks(RANKS, train_in_detail, reduce_unused):
-        assert error.startswith(OUT_OF_STEP) and "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
-        numbers = [
-            [record for record in log.records if record.op == "all_gather" and record.dtype is torch.int64]
-            for log in logs
-        ]
-        assert [len(records) for records in numbers] == [0, 8, 0, 0]
-        calls = [record for record in logs[1].records if record.op == "all_gather" or record.dtype is not torch.int64]
-        gathers = [index for index, record in enumerate(calls) if str(record.label).startswith("gather")]
-        for index in gathers[:3] + gathers[4:5]:  # the fourth is of the same unit's other bucket
-            before = calls[index - 2 : index]
-            handles = 2 if calls[index].label == "gather unit 'blocks.1'" else 1
-            assert [record.label for record in before] == [f"agree to {calls[index].label}"] * 2
-            assert [record.numel for record in before] == [RANKS, RANKS * handles]
-        assert not any(str(record.label).startswith("agree to gather") for record in calls[gathers[4] :])
-
-
-def test_detail_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the gathers of numbers bring is compared, and zeros from a group that changes nothing agree."""
+def test_detail_raises_where_gathered_handles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gathered integers are compared, and zeros from a group whose collectives are no-ops agree."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -390,12 +339,15 @@ def test_detail_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
         dist.destroy_process_group()
 
 
-# -- what is no disagreement ---------------------------------------------------------------------------------------
+# -- changes that all ranks make -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("raises", [False, True], ids=["", "with exceptions"])
+@SIZES
+@on_ranks(RANKS)
 @impatient
-def wander(widths: tuple[int, ...], raises: bool) -> list[tuple[float, float]]:
-    """Losses of a sharded and a plain chain while all ranks change together what they run."""
+def test_ranks_may_change_order_together(widths: tuple[int, ...], raises: bool) -> None:
+    """Any order and any exception is allowed if all ranks have it, and losses equal the plain model's."""
     torch.manual_seed(0)
     plain = Chain(widths)
     chain = Chain(widths)
@@ -403,7 +355,6 @@ def wander(widths: tuple[int, ...], raises: bool) -> list[tuple[float, float]]:
     model = build(chain, new_group())
     models = (model, plain)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in models]
-    losses = []
     orders = [[0, 1, 2], [1, 0, 2], [1, 0, 2], [2, 1], [0, 1, 2], [0, 0, 2, 1], [2], [0, 1, 2], [0, 1, 2]]
     for number, order in enumerate(orders):
         chain.order, plain.order = list(order), list(order)
@@ -416,31 +367,15 @@ def wander(widths: tuple[int, ...], raises: bool) -> list[tuple[float, float]]:
             evaluate(model)
             chain.order.reverse()
             summon(model)
-        found = []
-        for m, optimizer in zip(models, optimizers):
-            loss = m(torch.ones(2, WIDTH)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append((found[0], found[1]))
-    return losses
+        sharded, reference = (step(m, optimizer, torch.ones(2, WIDTH)) for m, optimizer in zip(models, optimizers))
+        assert sharded == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["", "with exceptions"])
-@SIZES
-def test_all_ranks_change_together(widths: tuple[int, ...], raises: bool) -> None:
-    """Any order will do, and any exception, as long as it is every rank's; and the values are right."""
-    for losses in run_ranks(RANKS, wander, widths, raises):
-        for sharded, plain in losses:
-            assert sharded == pytest.approx(plain, rel=1e-5)
-
-
-# -- what it costs -------------------------------------------------------------------------------------------------
+# -- number of collectives -----------------------------------------------------------------------------------------
 
 
 class CountingStore:
-    """A store, and how often its methods were called from Python."""
+    """A store with a count of the calls of its methods from Python."""
 
     def __init__(self, store: Any) -> None:
         self.store = store
@@ -467,8 +402,11 @@ def counted_store(group: Any) -> Iterator[CountingStore]:
         met[group] = (backend, store)
 
 
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
+@on_ranks(RANKS)
 @impatient
-def cost(strategy: ShardingStrategy) -> tuple[list[CollectiveLog], list[int]]:
+def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> None:
+    """From the third step on; the first step agrees before every collective. Later steps leave the store alone."""
     group = new_group()
     model = build(Chain(UNEQUAL), group, strategy)
     logs, calls = [], []
@@ -479,38 +417,27 @@ def cost(strategy: ShardingStrategy) -> tuple[list[CollectiveLog], list[int]]:
                 train(model)
             logs.append(log)
             calls.append(store.calls - before)
-        with pytest.raises(RuntimeError):  # that the store would be counted
-            STEPS["skip a unit" if dist.get_rank() == ODD else "train"](model)
-        calls.append(store.calls)
-    return logs, calls
+        first_error(model, STEPS["skip a unit" if dist.get_rank() == ODD else "train"])
+        assert not any(calls[2:]) and store.calls > 0, calls  # a divergence uses the store, so calls would be counted
+    for log in logs:
+        for record in log.records:
+            control = str(record.label).startswith("agree ")
+            assert control == (record.dtype is torch.int64), record
+            if control:
+                assert record.function == "all_reduce" and record.reduce_op == "MAX" and record.numel <= 3, record
+    labels = [str(label) for label in logs[0].labels()]
+    assert labels[0] == "agree on the layout"
+    for index, label in enumerate(labels):
+        if not label.startswith("agree "):
+            assert labels[index - 1] == f"agree to {label}", labels
+    for log in logs[2:]:
+        agreements = [str(label) for label in log.labels() if str(label).startswith("agree ")]
+        assert len(agreements) == (1 if strategy is NO_SHARD else 2), agreements
+        assert not any(label.startswith(("agree to gather", "agree to reduce")) for label in agreements), agreements
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
-def test_cost(strategy: ShardingStrategy) -> None:
-    """The first step asks before every collective; from the third on there is a question for each pass that has any
-    collectives, none for a single collective, and the store is left alone."""
-    for logs, calls in run_ranks(RANKS, cost, strategy):
-        for log in logs:
-            for record in log.records:
-                control = str(record.label).startswith("agree ")
-                assert control == (record.dtype is torch.int64), record
-                if control:
-                    assert record.function == "all_reduce" and record.reduce_op == "MAX" and record.numel <= 3, record
-        labels = [str(label) for label in logs[0].labels()]
-        assert labels[0] == "agree on the layout"
-        for index, label in enumerate(labels):
-            if not label.startswith("agree "):
-                assert labels[index - 1] == f"agree to {label}", labels
-        for log in logs[2:]:
-            asked = [str(label) for label in log.labels() if str(label).startswith("agree ")]
-            assert len(asked) == (1 if strategy is NO_SHARD else 2), asked
-            assert not any(label.startswith(("agree to gather", "agree to reduce")) for label in asked), asked
-        *steps, at_last = calls
-        assert not any(steps[2:]) and at_last > 0, calls
-
-
-def test_group_that_changes_nothing() -> None:
-    """A group of 8 ranks in one process, whose collectives do nothing, agrees with itself."""
+def test_group_with_no_op_collectives_agrees() -> None:
+    """A fake group of 8 ranks in one process trains under every strategy, also after an exception."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
@@ -538,7 +465,7 @@ def test_group_that_changes_nothing() -> None:
 
 
 class Uncaught(BaseException):
-    """Ends a rank's process as an exception that nobody catches."""
+    """Uncaught exception, which ends a rank's process."""
 
 
 def die() -> None:
@@ -576,9 +503,11 @@ def record_zoo(name: str) -> list[tuple[str, str, int]]:
 
 @impatient
 def die_one_by_one(folder: Path) -> None:
-    """Every rank notes its collectives. Then the last of the ranks that are left dies in step 2 of a group of rank 0, 1
-    and itself, in the manner of `DEATHS`. The others of the group note what they saw. Rank 0 is left, and ends with an
-    exception that nobody catches."""
+    """Record every rank's collectives, then let ranks die one by one.
+
+    The last remaining rank dies in step 2 of a group of rank 0, rank 1 and itself, in the manner of `DEATHS`. The
+    group's survivors record their errors. Rank 0 remains, and ends with an uncaught exception.
+    """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     noted: dict[str, Any] = {"hash": hash("a string"), "collectives": record_zoo("encoder-decoder"), "deaths": {}}
     groups = [(death, sorted({0, 1, FRESH - 1 - number})) for number, death in enumerate(DEATHS)]
@@ -586,8 +515,8 @@ def die_one_by_one(folder: Path) -> None:
         if rank not in ranks:
             continue
         store.set(f"{death.__name__}/{rank}", "here")
-        store.wait([f"{death.__name__}/{other}" for other in ranks])
-        torch.manual_seed(0)  # not all ranks have made the models before
+        store.wait([f"{death.__name__}/{member}" for member in ranks])
+        torch.manual_seed(0)  # ranks have made different numbers of models before
         model = build(Chain(UNEQUAL), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if rank == ranks[-1]:
@@ -603,12 +532,12 @@ def die_one_by_one(folder: Path) -> None:
         except RuntimeError as error:
             noted["deaths"][death.__name__] = (step, str(error), time.monotonic() - started)
     (folder / f"{rank}.json").write_text(json.dumps({**noted, "ended": time.time()}))
-    os.dup(int(sys.argv[1]))  # the pipe to the test closes when the process has ended, and not a moment before
+    os.dup(int(sys.argv[1]))  # keeps the pipe to the test open until the process has ended
     raise Uncaught
 
 
 class Fresh(NamedTuple):
-    """What became of processes of the test's own."""
+    """Exit codes and records of processes of the test's own."""
 
     ends: list[Any]
     notes: list[dict[str, Any]]
@@ -622,18 +551,17 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     return Fresh(ends, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(FRESH)], time.time())
 
 
-def test_hash_seeds(fresh: Fresh) -> None:
-    """Neighbouring ranks hash otherwise; the collectives are the same."""
+def test_collectives_do_not_depend_on_hash_seeds(fresh: Fresh) -> None:
+    """Neighbouring ranks have different hash seeds, and the same collectives."""
     if pool.TEMPLATES == 1:
         pytest.skip("all ranks come from one template, as RANK_TEMPLATES says")
-    assert all(one["hash"] != other["hash"] for one, other in itertools.pairwise(fresh.notes))
+    assert all(rank["hash"] != neighbour["hash"] for rank, neighbour in itertools.pairwise(fresh.notes))
     first = fresh.notes[0]["collectives"]
     assert first and all(noted["collectives"] == first for noted in fresh.notes)
 
 
-def test_killed_ranks(fresh: Fresh) -> None:
-    """The survivors raise in time, with the unit that waited and the last units of the ranks, and end by themselves
-    ."""
+def test_survivors_of_killed_ranks_raise_and_exit(fresh: Fresh) -> None:
+    """The error comes within the timeout and names the waiting unit and the ranks' last collectives."""
     assert fresh.ends == [Died(1)] + [Died(-signal.SIGKILL)] * len(DEATHS)
     assert fresh.now - fresh.notes[0]["ended"] < PATIENT, "the interpreter took long to exit"
     for rank, count in ((0, len(DEATHS)), (1, len(DEATHS) - 1)):

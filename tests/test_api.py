@@ -1,4 +1,4 @@
-"""The choices: same names, members, values and defaults as torch's, and torch's own objects are understood."""
+"""Options: names, members, values and defaults of torch's, and conversion of torch's own objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECORDS = [name for name, cls in THEIRS.items() if dataclasses.is_dataclass(cls)
 OUR_OWN = {"RaggedStateDictConfig", "RaggedOptimStateDictConfig"}
 
 
-def test_every_public_name_of_torchs_is_here() -> None:
+def test_every_public_name_of_torch_exists() -> None:
     assert set(torch_api.__all__) | {"OptimStateKeyType"} | OUR_OWN == set(api.__all__)
     assert set(ENUMS) | set(RECORDS) == set(THEIRS)
 
@@ -49,9 +49,7 @@ MORE = {"MixedPrecision": ["output_dtype"], "CPUOffload": ["offload_gradients", 
 def test_dataclasses_have_torchs_fields_order_and_defaults(name: str) -> None:
     ours, theirs = getattr(api, name), THEIRS[name]
     fields = [f.name for f in dataclasses.fields(theirs)]
-    more = [f.name for f in dataclasses.fields(ours)][len(fields) :]
-    assert [f.name for f in dataclasses.fields(ours)] == fields + more
-    assert more == MORE.get(name, [])
+    assert [f.name for f in dataclasses.fields(ours)] == fields + MORE.get(name, [])
     assert [base.__name__ for base in ours.__mro__] == [base.__name__ for base in theirs.__mro__]
     if name == "StateDictSettings":
         with pytest.raises(TypeError):
@@ -87,18 +85,18 @@ def test_none_means_the_default() -> None:
         (api.as_backward_prefetch, "BackwardPrefetch"),
     ],
 )
-def test_members_are_taken_by_name(normalise: Any, name: str) -> None:
+def test_members_are_converted_by_name(normalise: Any, name: str) -> None:
     for member in getattr(api, name):
         assert normalise(member) is member
         assert normalise(THEIRS[name][member.name]) is member
-    # By name, not by value: another release of torch may number its members differently.
+    # By name, not by value: releases of torch may number members differently.
     reordered = enum.Enum(name, {m.name: 100 - m.value for m in getattr(api, name)})
     assert all(normalise(member).name == member.name for member in reordered)
 
 
-def test_records_of_ours_are_kept_and_torchs_copied() -> None:
-    mine = MixedPrecision(param_dtype=torch.bfloat16)
-    assert api.as_mixed_precision(mine) is mine
+def test_own_dataclasses_are_kept_and_torchs_converted() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    assert api.as_mixed_precision(precision) is precision
     values = {
         "param_dtype": torch.bfloat16,
         "reduce_dtype": torch.float32,
@@ -122,7 +120,7 @@ def test_records_of_ours_are_kept_and_torchs_copied() -> None:
     assert api.as_cpu_offload(Derived(offload_params=True)) == offload
 
 
-def test_records_with_fewer_or_more_fields() -> None:
+def test_dataclasses_with_fewer_or_more_fields() -> None:
     older = dataclasses.make_dataclass("MixedPrecision", [("param_dtype", Any)])
     assert api.as_mixed_precision(older(torch.float16)) == MixedPrecision(param_dtype=torch.float16)
     newer = dataclasses.make_dataclass("CPUOffload", [("offload_params", bool), ("pin_nothing", bool)])
@@ -143,12 +141,12 @@ def test_records_with_fewer_or_more_fields() -> None:
         (api.as_cpu_offload, MixedPrecision(), "cpu_offload must be a CPUOffload"),
     ],
 )
-def test_other_types_are_refused(normalise: Any, value: Any, words: str) -> None:
+def test_wrong_types_are_refused(normalise: Any, value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         normalise(value)
 
 
-def test_a_member_we_do_not_have_is_refused() -> None:
+def test_unknown_member_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sharding_strategy .*SHARD_EVERYTHING, which is not one of these"):
         api.as_sharding_strategy(enum.Enum("ShardingStrategy", ["SHARD_EVERYTHING"]).SHARD_EVERYTHING)
 
@@ -183,10 +181,10 @@ KINDS = {"FULL_STATE_DICT": "Full", "LOCAL_STATE_DICT": "Local", "SHARDED_STATE_
 def test_state_dict_settings_have_the_defaults_of_their_kind(kind: str) -> None:
     ours, theirs = api.StateDictType[kind], torch_api.StateDictType[kind]
     config, optim_config = (getattr(api, KINDS[kind] + name) for name in ("StateDictConfig", "OptimStateDictConfig"))
-    for asked in (ours, theirs):
-        assert api.as_state_dict_settings(asked) == api.StateDictSettings(ours, config(), optim_config())
-    mine = config(offload_to_cpu=True)
-    assert api.as_state_dict_settings(ours, mine).state_dict_config is mine
+    for given in (ours, theirs):
+        assert api.as_state_dict_settings(given) == api.StateDictSettings(ours, config(), optim_config())
+    own = config(offload_to_cpu=True)
+    assert api.as_state_dict_settings(ours, own).state_dict_config is own
     torchs = getattr(torch_api, KINDS[kind] + "OptimStateDictConfig")(offload_to_cpu=False)
     taken = api.as_state_dict_settings(theirs, None, torchs).optim_state_dict_config
     assert taken == optim_config(offload_to_cpu=False)
@@ -204,7 +202,7 @@ def test_state_dict_configs_of_another_kind_are_refused() -> None:
         api.as_state_dict_settings(1)
 
 
-def test_the_ragged_configs_are_sharded_ones() -> None:
+def test_ragged_configs_are_accepted_for_sharded_state_dicts() -> None:
     settings = api.as_state_dict_settings(
         api.StateDictType.SHARDED_STATE_DICT, api.RaggedStateDictConfig(), api.RaggedOptimStateDictConfig()
     )
@@ -212,8 +210,8 @@ def test_the_ragged_configs_are_sharded_ones() -> None:
     assert type(settings.optim_state_dict_config) is api.RaggedOptimStateDictConfig
 
 
-def test_dir_lists_the_public_names() -> None:
-    """Tab completion offers the tools before one of them is imported, and no implementation detail."""
+def test_dir_lists_public_names_only() -> None:
+    """Tab completion offers the tools before they are imported, and no implementation details."""
     assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "wrap"}
     assert all(hasattr(fsdp, name) for name in dir(fsdp))
     assert dir(fsdp.checkpoint) == sorted(fsdp.checkpoint.__all__)

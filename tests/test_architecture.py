@@ -1,7 +1,7 @@
-"""The rules that keep the package standing, read from its sources: what may be imported where, and who may do what.
+"""Rules on the package's sources: allowed imports, and the files that may use each dangerous API.
 
-Each rule is a function from a `Source` to what it finds wrong there. Every rule is held against the package, and is fed
-snippets that break it and snippets that look alike and do not, so that it cannot pass by seeing nothing.
+Each rule is a function from a `Source` to a list of violations. Every rule is checked on the package, on snippets
+that break it, and on similar snippets that do not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# Bottom to top. A file may import from the floors below its own, and from its own floor without a circle.
-FLOORS = [
+# Bottom to top. A file may import from the layers below its own, and from its own layer without a cycle.
+LAYERS = [
     ["fsdp/api.py", "fsdp/environment.py"],
     ["fsdp/comm/"],
     ["fsdp/placement/"],
@@ -45,7 +45,7 @@ LOWEST_OF_COMM = [
     "fsdp/comm/streams.py",
     "fsdp/comm/work.py",
     "fsdp/comm/native.py",
-]  # each may import those before it
+]  # each may import the files before it
 
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 COLLECTIVE = re.compile(
@@ -74,13 +74,13 @@ AUTOGRAD_HOOKS = {
     "saved_tensors_hooks",
 }
 WRAPPERS_NAMES = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
-WRAPPERS_PRIVATES = {"_fsdp_unit", "_membership", "_join_context", "_device_mesh"}
+WRAPPERS_PRIVATE_NAMES = {"_fsdp_unit", "_membership", "_join_context", "_device_mesh"}
 FORWARD_HOOKS = {"register_forward_hook", "register_forward_pre_hook", "_forward_hooks", "_forward_pre_hooks"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file: `name` is its path from the repository's root."""
+    """One file; `name` is its path from the repository's root."""
 
     name: str
     text: str
@@ -95,7 +95,7 @@ class Source:
 
     @cached_property
     def imports(self) -> list[tuple[ast.Import | ast.ImportFrom, list[str]]]:
-        """Every import, wherever it stands, with the full names of what it imports."""
+        """Every import, at any depth, with the full names of the imported objects."""
         found: list[tuple[ast.Import | ast.ImportFrom, list[str]]] = []
         for node in self.nodes:
             if isinstance(node, ast.Import):
@@ -113,7 +113,7 @@ class Source:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """What each imported name stands for."""
+        """Full names by imported name."""
         aliases: dict[str, str] = {}
         for node, names in self.imports:
             for alias, name in zip(node.names, names, strict=True):
@@ -124,7 +124,7 @@ class Source:
         return aliases
 
     def full_name(self, node: ast.AST) -> str | None:
-        """`torch.distributed.all_reduce` for `dist.all_reduce`; None for what does not start at an import."""
+        """Return `torch.distributed.all_reduce` for `dist.all_reduce`; None for names that are not imported."""
         if isinstance(node, ast.Name):
             return self._aliases.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -134,7 +134,7 @@ class Source:
 
     @cached_property
     def references(self) -> list[tuple[int, str]]:
-        """(line, full name) of everything that is imported, and of what is used through an import."""
+        """(line, full name) of every import, and of every use through an import."""
         found = [(node.lineno, name) for node, names in self.imports for name in names]
         for node in self.nodes:
             name = self.full_name(node)
@@ -144,7 +144,7 @@ class Source:
 
     @cached_property
     def _calls(self) -> dict[str, list[ast.Call]]:
-        """By what is called."""
+        """Calls by the called expression."""
         found: dict[str, list[ast.Call]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Call):
@@ -155,15 +155,12 @@ class Source:
         return self._calls.get(function, [])
 
     def attributes(self, names: set[str]) -> Iterator[tuple[int, str]]:
-        """(line, name) wherever one of `names` is an attribute, an import, or a string that could be used as one.
-
-        Asking `hasattr` for it is no use of it.
-        """
-        asked = {argument for call in self.calls("hasattr") for argument in call.args}
+        """Yield (line, name) wherever one of `names` is an attribute, an import, or a string except in `hasattr`."""
+        arguments = {argument for call in self.calls("hasattr") for argument in call.args}
         for node in self.nodes:
             if isinstance(node, ast.Attribute) and node.attr in names:
                 yield node.lineno, node.attr
-            elif isinstance(node, ast.Constant) and node.value in names and node not in asked:
+            elif isinstance(node, ast.Constant) and node.value in names and node not in arguments:
                 yield node.lineno, str(node.value)
         for imported, full_names in self.imports:
             for name in full_names:
@@ -173,7 +170,7 @@ class Source:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget() -> Iterator[None]:
-    """Trees of all files are large."""
+    """Free the syntax trees of all files."""
     yield
     _read.cache_clear()
 
@@ -195,22 +192,22 @@ def below(name: str, packages: Iterable[str]) -> bool:
 # -- rule 1: imports -----------------------------------------------------------------------------------------------
 
 
-def imports_at_the_top(source: Source) -> list[str]:
+def imports_are_at_the_top(source: Source) -> list[str]:
     top: set[ast.AST] = set(source.tree.body)
     for node in source.tree.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             top.update(node.body)
         if isinstance(node, ast.With) and ast.unparse(node.items[0]) == "warnings.catch_warnings()":
-            top.update(node.body)  # what is imported warns
+            top.update(node.body)  # the imported module warns
         if source.name.endswith("/__init__.py") and isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            top.update(node.body)  # a package may load one of its files when a name of it is first asked for
+            top.update(node.body)  # a package may load a file at the first use of a name
     lazy = [f"line {node.lineno}: import inside of something" for node, _ in source.imports if node not in top]
     by_name = [f"line {line}: {name}" for line, name in source.references if name == "importlib.import_module"]
     names = [node for node in source.nodes if isinstance(node, ast.Name)]
     return lazy + by_name + [f"line {name.lineno}: {name.id}" for name in names if name.id == "__import__"]
 
 
-def torch_and_the_standard_library_alone(source: Source) -> list[str]:
+def imports_torch_and_stdlib_only(source: Source) -> list[str]:
     allowed = sys.stdlib_module_names | {"torch", "fsdp"}
     if source.name == "fsdp/checkpoint/progress.py":
         allowed |= {"tqdm"}
@@ -224,21 +221,21 @@ def torch_and_the_standard_library_alone(source: Source) -> list[str]:
     ]
 
 
-def nothing_of_torchs_fsdp(source: Source) -> list[str]:
+def no_use_of_torchs_fsdp(source: Source) -> list[str]:
     if source.name == "fsdp/compat/__init__.py":  # puts our names where torch's are, when the user asks for it
         return []
     return [f"line {line}: {name}" for line, name in source.references if below(name, TORCHS_OWN)]
 
 
-def floor_of(name: str) -> int:
-    for number, floor in enumerate(FLOORS):
-        if any(name == place or (place.endswith("/") and name.startswith(place)) for place in floor):
+def layer_of(name: str) -> int:
+    for number, layer in enumerate(LAYERS):
+        if any(name == path or (path.endswith("/") and name.startswith(path)) for path in layer):
             return number
-    raise LookupError(f"{name} is on no floor")
+    raise LookupError(f"{name} is in no layer")
 
 
 def files_imported(source: Source, files: Iterable[str]) -> list[tuple[int, str]]:
-    """(line, file) of the package's own files that `source` imports; importing a name imports the file it is in."""
+    """Return (line, file) of the package's own files that `source` imports, resolving imported names to files."""
     modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
     found = []
     for node, names in source.imports:
@@ -253,16 +250,16 @@ def files_imported(source: Source, files: Iterable[str]) -> list[tuple[int, str]
 def downward_only(source: Source, files: Iterable[str]) -> list[str]:
     wrong = []
     for line, target in files_imported(source, files):
-        up = floor_of(target) > floor_of(source.name)
-        for place in LOWEST_OF_COMM:
-            lower = LOWEST_OF_COMM[: LOWEST_OF_COMM.index(place)]
-            up = up or (source.name == place and target.startswith("fsdp/comm/") and target not in lower)
+        up = layer_of(target) > layer_of(source.name)
+        for index, path in enumerate(LOWEST_OF_COMM):
+            is_lower = target in LOWEST_OF_COMM[:index]
+            up = up or (source.name == path and target.startswith("fsdp/comm/") and not is_lower)
         if up:
             wrong.append(f"line {line}: {target} is above {source.name}")
     return wrong
 
 
-def circles(sources: Iterable[Source]) -> list[str]:
+def cycles(sources: Iterable[Source]) -> list[str]:
     sources = list(sources)
     files = [source.name for source in sources]
     graph = {source.name: {file for _, file in files_imported(source, files)} for source in sources}
@@ -273,7 +270,7 @@ def circles(sources: Iterable[Source]) -> list[str]:
     return []
 
 
-# -- rule 2: who may do what ---------------------------------------------------------------------------------------
+# -- rule 2: APIs that belong to one file --------------------------------------------------------------------------
 
 
 def collectives_in_collectives(source: Source) -> list[str]:
@@ -284,14 +281,14 @@ def collectives_in_collectives(source: Source) -> list[str]:
         for line, name in source.references
         if COLLECTIVE.fullmatch(name) or below(name, ISSUE_COLLECTIVES)
     ]
-    for call in source.calls("getattr"):  # by a name that is only known when it runs
+    for call in source.calls("getattr"):  # by a name computed at run time
         if (source.full_name(call.args[0]) or "").startswith("torch.distributed"):
             wrong.append(f"line {call.lineno}: {ast.unparse(call)}")
     return wrong + [f"line {line}: .{name}()" for line, name in source.attributes(GROUP_METHODS)]
 
 
 def stores_in_board(source: Source) -> list[str]:
-    """``Board`` reads, writes and polls a store; the files of its floor make groups on one."""
+    """Check that only `Board` reads, writes and polls a store; files of `comm` may make groups on one."""
     if source.name == "fsdp/comm/board.py":
         return []
     polls = () if source.name.startswith("fsdp/comm/") else ("fsdp.comm.groups.group_store", "time.sleep")
@@ -337,7 +334,7 @@ def registrations_in_registration(source: Source) -> list[str]:
     wrong = [f"line {line}: {name}" for line, name in source.attributes({"_parameters", "register_parameter"})]
     if source.name != "fsdp/flat/ownership.py":
         return wrong
-    # It reads them while a unit is built.
+    # ownership.py reads them while a unit is built.
     wrong = [line for line in wrong if not line.endswith(" _parameters")]
     for node in source.nodes:
         if not isinstance(node, (ast.Subscript, ast.Attribute)):
@@ -364,7 +361,7 @@ def names_in_names(source: Source) -> list[str]:
 
 
 def privates_of_the_wrapper(source: Source) -> list[str]:
-    """What is below the wrapper finds units, and asks these."""
+    """Check that layers below the wrapper find units through functions of `flat/names.py`."""
     if source.name in (
         "fsdp/fully_sharded_data_parallel.py",
         "fsdp/names/fsdp1.py",
@@ -372,14 +369,14 @@ def privates_of_the_wrapper(source: Source) -> list[str]:
         "fsdp/flat/names.py",
     ):
         return []
-    return [f"line {line}: {name}" for line, name in source.attributes(WRAPPERS_PRIVATES)]
+    return [f"line {line}: {name}" for line, name in source.attributes(WRAPPERS_PRIVATE_NAMES)]
 
 
 Rule = Callable[[Source], list[str]]
 RULES: list[Rule] = [
-    imports_at_the_top,
-    torch_and_the_standard_library_alone,
-    nothing_of_torchs_fsdp,
+    imports_are_at_the_top,
+    imports_torch_and_stdlib_only,
+    no_use_of_torchs_fsdp,
     collectives_in_collectives,
     stores_in_board,
     streams_in_streams,
@@ -395,33 +392,33 @@ RULES: list[Rule] = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps(rule: Rule) -> None:
+def test_package_keeps(rule: Rule) -> None:
     wrong = {source.name: found for source in package() if (found := rule(source))}
     assert not wrong
 
 
-def test_imports_lead_downward_and_in_no_circle() -> None:
+def test_imports_lead_to_lower_layers_without_cycles() -> None:
     files = [source.name for source in package()]
     assert not {source.name: found for source in package() if (found := downward_only(source, files))}
-    assert not circles(package())
+    assert not cycles(package())
 
 
-def test_every_file_is_read_and_on_a_floor() -> None:
+def test_every_file_is_in_a_layer() -> None:
     names = [source.name for source in package()]
     assert {"fsdp/__init__.py", "fsdp/comm/collectives.py", "fsdp/flat/views.py", "fsdp/runtime/unit.py"} <= set(names)
     for name in names:
-        assert name.endswith("/__init__.py") or floor_of(name) >= 0
+        assert name.endswith("/__init__.py") or layer_of(name) >= 0
 
 
-def test_no_file_is_long() -> None:
-    """One that grows beyond this has a second job, which is to have a file of its own."""
+def test_files_have_at_most_650_lines() -> None:
+    """A longer file has a second job, which needs a file of its own."""
     long = [source.name for source in package() if len((REPOSITORY / source.name).read_text().splitlines()) > 650]
     assert not long, long
 
 
-def test_examples_use_nothing_of_torchs_fsdp() -> None:
-    """But for the script that shows what one is moved from."""
-    found = {source.name: used for source in _read("examples") if (used := nothing_of_torchs_fsdp(source))}
+def test_examples_do_not_use_torchs_fsdp() -> None:
+    """Except the script that shows the training before the migration."""
+    found = {source.name: used for source in _read("examples") if (used := no_use_of_torchs_fsdp(source))}
     assert list(found) == ["examples/ddp_to_fsdp/2_torch_fsdp.py"]
 
 
@@ -439,9 +436,11 @@ loaded("torch.distributed.checkpoint")
 """
 
 
-def test_importing_the_package_loads_what_is_asked_for() -> None:
-    """Nothing of torch's FSDP right after the bare import (parts of torch load it themselves later on); the tools when
-    one of them is asked for; and with ragged tensors no checkpoint package, which brings torch's FSDP along."""
+def test_import_loads_only_needed_modules() -> None:
+    """The bare import loads neither torch's FSDP nor the tools.
+
+    The tools are loaded at their first use; ragged tensors load no checkpoint package, which imports torch's FSDP.
+    """
     command = [sys.executable, "-W", "error", "-c", IMPORTING]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "\nfsdp.tools.describe\n\n"), done.stdout + done.stderr
@@ -452,29 +451,33 @@ def test_importing_the_package_loads_what_is_asked_for() -> None:
 RUNTIME, VIEWS, OWNERSHIP = "fsdp/runtime/unit.py", "fsdp/flat/views.py", "fsdp/flat/ownership.py"
 DIST = "import torch.distributed as dist\n"
 BROKEN: list[tuple[Rule, str, str]] = [
-    (imports_at_the_top, RUNTIME, "def f():\n    import os"),
-    (imports_at_the_top, RUNTIME, "class C:\n    from os import path"),
-    (imports_at_the_top, RUNTIME, "try:\n    import os\nexcept ImportError:\n    pass"),
-    (imports_at_the_top, RUNTIME, "if True:\n    import os"),
-    (imports_at_the_top, RUNTIME, "def f():\n    with warnings.catch_warnings():\n        import os"),
-    (imports_at_the_top, RUNTIME, "with open('x'):\n    import os"),
-    (imports_at_the_top, RUNTIME, "import importlib\nimportlib.import_module('os')"),
-    (imports_at_the_top, RUNTIME, "from importlib import import_module as load\nload('os')"),
-    (imports_at_the_top, RUNTIME, "os = __import__('os')"),
-    (imports_at_the_top, RUNTIME, "def __getattr__(name):\n    import os"),
-    (imports_at_the_top, "fsdp/flat/__init__.py", "def f():\n    import os"),
-    (torch_and_the_standard_library_alone, RUNTIME, "import numpy as np"),
-    (torch_and_the_standard_library_alone, RUNTIME, "from tests.harness import pool"),
+    (imports_are_at_the_top, RUNTIME, "def f():\n    import os"),
+    (imports_are_at_the_top, RUNTIME, "class C:\n    from os import path"),
+    (imports_are_at_the_top, RUNTIME, "try:\n    import os\nexcept ImportError:\n    pass"),
+    (imports_are_at_the_top, RUNTIME, "if True:\n    import os"),
+    (imports_are_at_the_top, RUNTIME, "def f():\n    with warnings.catch_warnings():\n        import os"),
+    (imports_are_at_the_top, RUNTIME, "with open('x'):\n    import os"),
+    (imports_are_at_the_top, RUNTIME, "import importlib\nimportlib.import_module('os')"),
+    (imports_are_at_the_top, RUNTIME, "from importlib import import_module as load\nload('os')"),
+    (imports_are_at_the_top, RUNTIME, "os = __import__('os')"),
+    (imports_are_at_the_top, RUNTIME, "def __getattr__(name):\n    import os"),
+    (imports_are_at_the_top, "fsdp/flat/__init__.py", "def f():\n    import os"),
+    (imports_torch_and_stdlib_only, RUNTIME, "import numpy as np"),
+    (imports_torch_and_stdlib_only, RUNTIME, "from tests.harness import pool"),
     (
-        torch_and_the_standard_library_alone,
+        imports_torch_and_stdlib_only,
         RUNTIME,
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm",
     ),
-    (nothing_of_torchs_fsdp, "fsdp/api.py", "import torch.distributed.fsdp"),
-    (nothing_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed import fsdp"),
-    (nothing_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed.fsdp.api import ShardingStrategy"),
-    (nothing_of_torchs_fsdp, "examples/train.py", "import torch\nx = torch.distributed.fsdp.FullyShardedDataParallel"),
-    (nothing_of_torchs_fsdp, "fsdp/api.py", DIST + "x = dist.fsdp"),
+    (no_use_of_torchs_fsdp, "fsdp/api.py", "import torch.distributed.fsdp"),
+    (no_use_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed import fsdp"),
+    (no_use_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed.fsdp.api import ShardingStrategy"),
+    (
+        no_use_of_torchs_fsdp,
+        "examples/train.py",
+        "import torch\nx = torch.distributed.fsdp.FullyShardedDataParallel",
+    ),
+    (no_use_of_torchs_fsdp, "fsdp/api.py", DIST + "x = dist.fsdp"),
     (collectives_in_collectives, RUNTIME, DIST + "dist.all_reduce(x)"),
     (collectives_in_collectives, RUNTIME, "import torch\ntorch.distributed.reduce_scatter_tensor(x, y)"),
     (collectives_in_collectives, RUNTIME, "from torch.distributed import barrier as wait\nwait()"),
@@ -524,12 +527,16 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
 ]
 KEPT: list[tuple[Rule, str, str]] = [
-    (imports_at_the_top, "fsdp/flat/__init__.py", "def __getattr__(name):\n    from fsdp.flat import views"),
-    (imports_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
-    (imports_at_the_top, RUNTIME, "import warnings\nwith warnings.catch_warnings():\n    import os"),
-    (torch_and_the_standard_library_alone, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
-    (nothing_of_torchs_fsdp, "fsdp/compat/__init__.py", "import torch.distributed.fsdp"),
-    (nothing_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),
+    (imports_are_at_the_top, "fsdp/flat/__init__.py", "def __getattr__(name):\n    from fsdp.flat import views"),
+    (imports_are_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
+    (imports_are_at_the_top, RUNTIME, "import warnings\nwith warnings.catch_warnings():\n    import os"),
+    (
+        imports_torch_and_stdlib_only,
+        RUNTIME,
+        "import os.path\nfrom torch import nn\nfrom ..flat import views",
+    ),
+    (no_use_of_torchs_fsdp, "fsdp/compat/__init__.py", "import torch.distributed.fsdp"),
+    (no_use_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),
     (
         collectives_in_collectives,
         RUNTIME,
@@ -559,16 +566,16 @@ def _label(value: object) -> str:
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), BROKEN, ids=_label)
-def test_a_broken_rule_is_seen(rule: Rule, name: str, text: str) -> None:
+def test_rule_finds_a_violation(rule: Rule, name: str, text: str) -> None:
     assert rule(Source(name, text))
 
 
 @pytest.mark.parametrize(("rule", "name", "text"), KEPT, ids=_label)
-def test_what_keeps_a_rule_passes(rule: Rule, name: str, text: str) -> None:
+def test_rule_accepts_allowed_code(rule: Rule, name: str, text: str) -> None:
     assert not rule(Source(name, text))
 
 
-def test_every_rule_is_shown_broken_and_kept() -> None:
+def test_every_rule_has_a_violation_and_an_allowed_snippet() -> None:
     assert {rule for rule, _, _ in BROKEN} == {rule for rule, _, _ in KEPT} == set(RULES)
 
 
@@ -604,18 +611,18 @@ FILES = [
     ],
     ids=_label,
 )
-def test_direction_of_imports(name: str, text: str, allowed: bool) -> None:
+def test_imports_of_higher_layers_are_found(name: str, text: str, allowed: bool) -> None:
     assert (not downward_only(Source(name, text), FILES)) is allowed
 
 
-def test_circles_are_seen() -> None:
+def test_import_cycles_are_found() -> None:
     one = Source("fsdp/runtime/unit.py", "from fsdp.runtime.order import a")
     two = Source("fsdp/runtime/order.py", "from fsdp.runtime import hooks")
     back = Source("fsdp/runtime/hooks.py", "from fsdp.runtime.unit import b")
     away = Source("fsdp/runtime/hooks.py", "import torch")
-    assert circles([one, two, back]) and not circles([one, two, away])
+    assert cycles([one, two, back]) and not cycles([one, two, away])
 
 
-def test_a_file_on_no_floor_is_an_error() -> None:
-    with pytest.raises(LookupError, match="is on no floor"):
-        floor_of("fsdp/elsewhere.py")
+def test_file_in_no_layer_raises() -> None:
+    with pytest.raises(LookupError, match="is in no layer"):
+        layer_of("fsdp/elsewhere.py")

@@ -1,4 +1,4 @@
-"""Saves in the background: what they hold, what waits for them, and what becomes of their errors."""
+"""Saves in the background: their content, the calls that wait for them, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import gc
 import itertools
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -38,16 +37,16 @@ from fsdp.checkpoint import (
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import impatient
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-
 
 class Part(nn.Module):
-    """A tie, a buffer, extra state that is changed in place, a frozen parameter; sizes that do not divide."""
+    """A tied parameter, a buffer, extra state that is changed in place, a frozen parameter; sizes that do not
+    divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of everything that has elements, by name."""
+    """Copy every tensor of the state by name."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
     values = {key: value for key, value in {**of_model, **of_optimizer}.items() if isinstance(value, Tensor)}
@@ -99,7 +98,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def saved(path: Path) -> dict[str, Tensor]:
-    """As `whole`, of the latest checkpoint in `path`, or of `path`."""
+    """Read the latest checkpoint in `path`, or the checkpoint `path`, in the form of `whole`."""
     model, optimizer, _ = load_plain(path)
     assert optimizer is not None
     values: dict[str, Any] = dict(model)
@@ -110,7 +109,7 @@ def saved(path: Path) -> dict[str, Tensor]:
 
 
 class Gate(Disk):
-    """Before its first file is written, a save waits until the gate is opened."""
+    """Storage in which a save waits before the first file until the gate is opened."""
 
     def __init__(self) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
@@ -121,28 +120,31 @@ class Gate(Disk):
         return super().create(path)
 
 
-# -- what is in them ---------------------------------------------------------------------------------------------------
+# -- content -----------------------------------------------------------------------------------------------------------
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
-def train_on_while_it_is_written(root: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@on_ranks("world_size")
+def test_save_has_the_values_of_its_call(world_size: int, tmp_path: Path) -> None:
+    """Later steps, changes in place and the training's collectives do not alter a save that has not written yet."""
     ways = list(itertools.product(STRATEGIES, (False, True)))
     by_ranks = {1: ways[5:], 2: (ways[0], ways[3], ways[4]), 3: ways[1:2], 4: ways[2:3]}
     for number, (strategy, mode) in enumerate(by_ranks[dist.get_world_size()]):
-        path = Path(root) / f"{dist.get_world_size()}-{number}"
-        (model, optimizer), (other, others) = built(strategy, mode), built(strategy, mode)
+        path = tmp_path / f"{dist.get_world_size()}-{number}"
+        (model, optimizer), (twin, twin_optimizer) = built(strategy, mode), built(strategy, mode)
         step(model, optimizer, 0)
-        step(other, others, 0)
+        step(twin, twin_optimizer, 0)
         expected = whole(model, optimizer)
         files.disk = gate = Gate()
         with record_collectives() as log:
             outcome = async_save(path, model, optimizer, extra={"rank": dist.get_rank()})
         assert all(str(record.label).startswith("agree") for record in log.records)  # no tensor data travels
-        for later in (1, 2):  # the training's collectives come between those of the save
+        for later in (1, 2):  # the training's collectives run between the save's
             step(model, optimizer, later)
-            step(other, others, later)
-        assert_bit_equal(whole(model, optimizer), whole(other, others))
+            step(twin, twin_optimizer, later)
+        assert_bit_equal(whole(model, optimizer), whole(twin, twin_optimizer))
         with torch.no_grad():
             for value in [*model.parameters(), *model.buffers(), *optimizer.param_groups[0]["params"]]:
                 value.zero_()
@@ -167,19 +169,14 @@ def train_on_while_it_is_written(root: str) -> None:
         assert_bit_equal(whole(model, optimizer), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_nothing_that_is_done_to_the_model_is_in_a_save_that_has_begun(tmp_path: Path, world_size: int) -> None:
-    """Steps, changes in place and the training's communication, while a save is held up before it writes."""
-    run_ranks(world_size, train_on_while_it_is_written, str(tmp_path))
-
-
 # -- one at a time -----------------------------------------------------------------------------------------------------
 
 
-def one_after_the_other(root: str) -> None:
-    path = Path(root)
+@on_ranks(2)
+def test_save_and_load_wait_for_the_previous_async_save(tmp_path: Path) -> None:
+    """Each of two overlapping saves has the values of its own call."""
     model, optimizer = built(ShardingStrategy.FULL_SHARD, True)
-    expected = []
+    path, expected = tmp_path, []
     for again in range(2):
         step(model, optimizer, again)
         expected.append(whole(model, optimizer))
@@ -188,7 +185,7 @@ def one_after_the_other(root: str) -> None:
         assert gate.reached.wait(60)
         step(model, optimizer, 10 + again)
         expected.append(whole(model, optimizer))
-        waiting = threading.Timer(0.1, gate.opened.set)  # whether before or after the next save begins to wait
+        waiting = threading.Timer(0.1, gate.opened.set)  # before or after the next save begins to wait
         waiting.start()
         second: Callable[..., Any] = save if again else async_save
         made = second(path, model, optimizer, extra="second")
@@ -200,7 +197,7 @@ def one_after_the_other(root: str) -> None:
         assert gate.reached.wait(60)
         waiting = threading.Timer(0.1, gate.opened.set)
         waiting.start()
-        assert load(path, model, optimizer) == again  # loads what was under way
+        assert load(path, model, optimizer) == again  # the value of the save that was in flight
         assert third.done()
         waiting.join()
         expected.append(expected[-1])
@@ -210,12 +207,9 @@ def one_after_the_other(root: str) -> None:
     assert_bit_equal(saved(path), expected[-1])
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """Save N+1 before N has finished, in the background and not; each holds its own moment. So does a load."""
-    run_ranks(2, one_after_the_other, str(tmp_path))
-
-
-def of_two_groups(root: str) -> None:
+@on_ranks(3)
+def test_overlapping_groups_save_at_the_same_time(tmp_path: Path) -> None:
+    """One rank takes part in two saves in flight."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     outcomes, expected = [], []
     files.disk = gate = Gate()
@@ -224,21 +218,16 @@ def of_two_groups(root: str) -> None:
             model, optimizer = built(ShardingStrategy.FULL_SHARD, False, seed=number, process_group=group)
             step(model, optimizer, 0)
             expected.append((number, whole(model, optimizer)))
-            outcomes.append(async_save(f"{root}/{number}", model, optimizer, process_group=group))
+            outcomes.append(async_save(tmp_path / str(number), model, optimizer, process_group=group))
     gate.opened.set()
     for outcome, (number, values) in zip(outcomes, expected, strict=True):
-        assert outcome.result() == Path(f"{root}/{number}/checkpoint_00000001")
-        assert_bit_equal(saved(Path(root) / str(number)), values)
+        assert outcome.result() == tmp_path / str(number) / "checkpoint_00000001"
+        assert_bit_equal(saved(tmp_path / str(number)), values)
     files.disk = Disk()
     dist.barrier()
     for group in groups:
         if dist.get_rank() in dist.get_process_group_ranks(group):
             dist.destroy_process_group(group)
-
-
-def test_groups_that_overlap_save_at_the_same_time(tmp_path: Path) -> None:
-    """Two savers, of which one rank is part of both."""
-    run_ranks(3, of_two_groups, str(tmp_path))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -249,8 +238,10 @@ class Full(Disk):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def errors_in_the_background(root: str) -> None:
-    path, rank = Path(root), dist.get_rank()
+@on_ranks(2)
+def test_error_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None:
+    """By `result()`, or else by the next save; the previous checkpoint is intact, and training and saving go on."""
+    path, rank = tmp_path / "run", dist.get_rank()
     model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
     step(model, optimizer, 0)
     before = whole(model, optimizer)
@@ -266,7 +257,7 @@ def errors_in_the_background(root: str) -> None:
         unasked = async_save(path, model, optimizer)
         with pytest.raises(RuntimeError, match=r"(?s)save in the background before this one has failed.*No space"):
             save(path, model, optimizer)
-        if rank == 0:  # asked for on one rank, and not on the other
+        if rank == 0:  # read on one rank only
             assert isinstance(unasked.exception(), OSError)
         dist.barrier()
         assert sorted(os.listdir(path)) == ["checkpoint_00000001", "latest"]
@@ -282,20 +273,17 @@ def errors_in_the_background(root: str) -> None:
     assert sorted(os.listdir(path)) == ["checkpoint_00000002", "latest"]
 
 
-def test_errors_in_the_background(tmp_path: Path) -> None:
-    """Raised by `result()` on all ranks, or by the next save if nobody asked; the checkpoint before is intact, and
-    training and saving go on."""
-    run_ranks(2, errors_in_the_background, str(tmp_path / "run"))
-
-
 def no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def paths_and_threads(root: str) -> None:
-    path, rank, gate = Path(root), dist.get_rank(), Gate()
+@on_ranks(2)
+def test_relative_path_is_resolved_on_rank_0_at_the_call(tmp_path: Path) -> None:
+    """A path is None on rank 1, and the working directory changes while the save is in flight."""
+    path, rank, gate = tmp_path, dist.get_rank(), Gate()
     model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
     home = os.getcwd()
+    (path / ("here", "there")[rank]).mkdir()
     files.disk = gate
     try:
         os.chdir(path / ("here", "there")[rank])
@@ -306,23 +294,22 @@ def paths_and_threads(root: str) -> None:
     finally:
         os.chdir(home)
         files.disk = Disk()
+
+
+@on_ranks(2)
+def test_rank_that_cannot_start_a_thread_raises_on_every_rank(tmp_path: Path) -> None:
+    """The following save succeeds."""
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
     for failing in range(2):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=f"rank {failing}: can't start"):
-            if rank == failing:
+            if dist.get_rank() == failing:
                 patch.setattr(threading.Thread, "start", no_thread)
-            async_save(path, model, optimizer)
-        assert save(path, model, optimizer).name == f"checkpoint_{failing + 1:08d}"
+            async_save(tmp_path, model, optimizer)
+        assert save(tmp_path, model, optimizer).name == f"checkpoint_{failing + 1:08d}"
 
 
-def test_paths_and_threads_of_one_rank(tmp_path: Path) -> None:
-    """Relative paths are rank 0's at the call; a rank that can have no thread keeps no other waiting."""
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    run_ranks(2, paths_and_threads, str(tmp_path))
-
-
-def test_nothing_of_a_save_is_kept_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by its outcome, though it may be kept, nor by an error, nor for a warning at the exit."""
+def test_finished_save_holds_no_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the outcome, nor an error, nor the warning at exit keeps the staged copies alive."""
     copies: list[weakref.ref[Tensor]] = []
 
     def staged(saving: save_checkpoint.Save) -> None:
@@ -345,10 +332,11 @@ def test_nothing_of_a_save_is_kept_when_it_is_over(tmp_path: Path, monkeypatch: 
     assert outcome() is None
 
 
-def ranks_die_before_rank_0_has_met_them(root: str) -> list[str]:
+@impatient
+def save_with_ranks_that_die(root: str) -> list[str]:
     model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
     pairs = [dist.new_group([0, rank], timeout=timedelta(seconds=6)) for rank in (1, 2)]
-    store, rank, told = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    store, rank, errors = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
     if rank == 1:
         store.wait(["built"])
         os._exit(9)
@@ -360,16 +348,16 @@ def ranks_die_before_rank_0_has_met_them(root: str) -> list[str]:
     for pair in pairs:
         with pytest.raises(RuntimeError) as caught:
             save(root, model, optimizer, process_group=pair)
-        told.append(str(caught.value))
-    return told
+        errors.append(str(caught.value))
+    return errors
 
 
-def test_ranks_die_before_their_first_save(tmp_path: Path) -> None:
-    """Before it came, or while it connects: who waits says that its process has ended, before the timeout."""
-    told, *died = run_fresh(3, ranks_die_before_rank_0_has_met_them, str(tmp_path))
+def test_rank_that_dies_before_the_first_save_is_named(tmp_path: Path) -> None:
+    """The error comes before the timeout, whether the rank died before the call or while connecting."""
+    errors, *died = run_fresh(3, save_with_ranks_that_die, str(tmp_path))
     assert all(isinstance(end, Died) for end in died)
-    assert len(told) == 2
-    for rank, text in enumerate(told, 1):
+    assert len(errors) == 2
+    for rank, text in enumerate(errors, 1):
         assert text.startswith(f"fsdp.checkpoint.save(): the process of rank {rank} has ended"), text
 
 
@@ -378,7 +366,8 @@ class Deadly(Disk):
         os._exit(9)
 
 
-def a_rank_dies(root: str) -> str:
+@impatient
+def save_while_rank_1_dies(root: str) -> None:
     model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
     step(model, optimizer, 0)
     save(root, model, optimizer)
@@ -388,20 +377,17 @@ def a_rank_dies(root: str) -> str:
     try:
         outcome.result()
     except RuntimeError as error:
-        with open(f"{root}/told{dist.get_rank()}", "w") as told:
-            told.write(str(error))
-    return ""
+        Path(f"{root}/error{dist.get_rank()}").write_text(str(error))
 
 
-def test_a_rank_dies_while_it_saves(tmp_path: Path) -> None:
-    """Rank 0 learns which one it waited for, and at once the others learn it as well; the checkpoint before
-    is the latest."""
-    assert isinstance(run_fresh(3, a_rank_dies, str(tmp_path))[1], Died)
+def test_rank_that_dies_during_a_save_is_named_on_every_rank(tmp_path: Path) -> None:
+    """Every remaining rank raises at once, and the previous checkpoint is the latest."""
+    assert isinstance(run_fresh(3, save_while_rank_1_dies, str(tmp_path))[1], Died)
     gone = "fsdp.checkpoint.async_save() (write a checkpoint): waiting for rank 1, which is gone"
-    assert gone in (tmp_path / "told0").read_text()
-    others = (tmp_path / "told2").read_text()
-    assert f"rank 0 left {gone}" in others
-    assert "Timed out" not in others
+    assert gone in (tmp_path / "error0").read_text()
+    error = (tmp_path / "error2").read_text()
+    assert f"rank 0 left {gone}" in error
+    assert "Timed out" not in error
     assert (tmp_path / "latest").read_text().startswith("checkpoint_00000001 ")
     load_plain(tmp_path)
 
@@ -420,52 +406,36 @@ class Slow(Disk):
         super().sync(stream)
 
 
-ALONE = """
-import sys
-import torch
-from fsdp.checkpoint import async_save, files
-from tests.test_async_save import Slow
-files.disk = Slow("full" in sys.argv)
-async_save(sys.argv[1], torch.nn.Linear(5, 7))  # an optimizer would import the whole compiler
-"""
+class Ended(BaseException):
+    """Uncaught exception: the interpreter exits."""
 
 
-def saves_and_ends(root: str, model: nn.Module) -> None:
+def save_and_exit(root: str, group: str, is_full: bool) -> None:
+    with open(f"{root}/stderr{dist.get_rank()}", "wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    files.disk = Slow(is_full)
+    model: nn.Module = nn.Linear(5, 7)
+    if group == "no group":
+        dist.destroy_process_group()
+    else:
+        model = FullyShardedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    async_save(root, model, optimizer)
-
-
-class Ended(BaseException):
-    """Nobody catches it: the interpreter exits."""
-
-
-def exits(root: str, how: list[str]) -> None:
-    with open(f"{root}/stderr{dist.get_rank()}", "wb") as stderr:
-        os.dup2(stderr.fileno(), 2)
-    files.disk = Slow("full" in how)
-    saves_and_ends(f"{root}/run", FullyShardedDataParallel(nn.Linear(5, 7)))
-    if "destroy" in how:
+    async_save(f"{root}/run", model, optimizer)
+    if group == "group destroyed after the call":
         dist.destroy_process_group()
     raise Ended
 
 
-@pytest.mark.parametrize(
-    ("ranks", "how"), [(0, ["alone"]), (0, ["alone", "full"]), (2, []), (2, ["destroy"]), (2, ["destroy", "full"])]
-)
-def test_a_process_does_not_end_before_its_save(tmp_path: Path, ranks: int, how: list[str]) -> None:
-    """A save under way at exit is finished, or its error told, also after its process group is destroyed."""
-    if ranks:
-        assert run_fresh(ranks, exits, str(tmp_path), how) == [Died(1)] * ranks
-        stderr = "".join((tmp_path / f"stderr{rank}").read_text() for rank in range(ranks))
-    else:
-        command = [sys.executable, "-c", ALONE, str(tmp_path / "run"), *how]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        stderr = done.stderr
-    if "full" in how:
+@pytest.mark.parametrize("is_full", [False, True], ids=["", "disk full"])
+@pytest.mark.parametrize("group", ["no group", "group", "group destroyed after the call"])
+def test_process_finishes_its_save_before_it_exits(tmp_path: Path, group: str, is_full: bool) -> None:
+    """A failure is written to stderr."""
+    ranks = 1 if group == "no group" else 2
+    assert run_fresh(ranks, save_and_exit, str(tmp_path), group, is_full) == [Died(1)] * ranks
+    stderr = "".join((tmp_path / f"stderr{rank}").read_text() for rank in range(ranks))
+    if is_full:
         assert "a checkpoint was not saved" in stderr
         assert "No space left on device" in stderr
         assert os.listdir(tmp_path / "run") == []
@@ -476,10 +446,10 @@ def test_a_process_does_not_end_before_its_save(tmp_path: Path, ranks: int, how:
 # -- bars --------------------------------------------------------------------------------------------------------------
 
 
-def test_long_saves_and_loads_show_a_bar(
+def test_long_saves_and_loads_show_a_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a terminal, once the delay is over, unless it is turned off; and not for a save in the background."""
+    """On a terminal, after a delay, unless it is turned off; never for a save in the background."""
     model = nn.Linear(100, 100)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     save(tmp_path, model)

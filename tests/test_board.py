@@ -1,4 +1,4 @@
-"""What ranks write for each other: a look costs as much among thousands of ranks as among few."""
+"""The board, on which ranks post and poll: the cost of a poll does not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,28 +21,20 @@ from tests.harness.pool import Died, run_fresh
 
 
 class Counted:
-    """A store that counts what is asked of it."""
+    """A store that counts the calls."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
-        self.asked = 0
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
-        self.asked += 1
+        self.calls += 1
         return getattr(self.store, name)
 
 
-class Group:
-    """What a board asks of a group."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.place = rank, size
-
-    def rank(self) -> int:
-        return self.place[0]
-
-    def size(self) -> int:
-        return self.place[1]
+def group_of(rank: int, size: int) -> Any:
+    """Return a process group with a rank and a size only."""
+    return mock.Mock(spec=["rank", "size"], **{"rank.return_value": rank, "size.return_value": size})
 
 
 PER_MACHINE = 8
@@ -50,15 +42,15 @@ PER_MACHINE = 8
 
 @pytest.fixture
 def ranks_on_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes boards of so many ranks in this process, of which 8 share a machine; ``at`` says for which it acts."""
+    """Make boards of many ranks in this process, of which 8 share a machine; `at` selects the acting rank."""
     at, store, ended = [0], Counted(), set[int]()
     monkeypatch.setattr(boards, "group_store", lambda group: store)
     monkeypatch.setattr(boards, "machine", lambda: f"machine {at[0] // PER_MACHINE}")
     monkeypatch.setattr(boards, "_start_of", lambda pid: -1 if pid in ended else 7)
     monkeypatch.setattr(os, "getpid", lambda: 1000 + at[0])
 
-    def make(size: int) -> tuple[list[Group], list[Board]]:
-        groups = [Group(rank, size) for rank in range(size)]  # boards do not keep them
+    def make(size: int) -> tuple[list[Any], list[Board]]:
+        groups = [group_of(rank, size) for rank in range(size)]  # boards do not keep them
         made = [Board(group, str(size)) for group in groups]
         for at[0], board in enumerate(made):
             board.live()
@@ -68,24 +60,24 @@ def ranks_on_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make, at, store, ended
 
 
-def test_a_look_costs_as_much_among_many_ranks_as_among_few(ranks_on_machines: Any) -> None:
+def test_cost_of_a_poll_does_not_depend_on_the_number_of_ranks(ranks_on_machines: Any) -> None:
     make, at, store, _ = ranks_on_machines
     costs = []
     for size in (16, 64, 1024):
         groups, made = make(size)
-        at[0], looks = 5, []
+        at[0], polls = 5, []
         for _ in range(3):
-            before = store.asked
+            before = store.calls
             made[5].posted_next("report")
             assert made[5].dead() == []
-            looks.append(store.asked - before)
-        costs.append(looks)
+            polls.append(store.calls - before)
+        costs.append(polls)
         assert len(groups) == size
     assert costs[0] == costs[1] == costs[2], costs
-    assert 64 > costs[0][0] > costs[0][1] == costs[0][2], costs  # who lives on this machine is read once
+    assert 64 > costs[0][0] > costs[0][1] == costs[0][2], costs  # the processes of this machine are read once
 
 
-def test_who_gives_up_a_meeting_and_comes_again_is_still_one(ranks_on_machines: Any) -> None:
+def test_rank_that_retries_a_barrier_counts_once(ranks_on_machines: Any) -> None:
     groups, (first, second) = ranks_on_machines[0](2)
     assert len(groups) == 2
 
@@ -102,7 +94,7 @@ def test_who_gives_up_a_meeting_and_comes_again_is_still_one(ranks_on_machines: 
 
 
 @pytest.mark.parametrize("size", [16, 256])
-def test_a_rank_that_waits_looks_around_as_cheaply_among_many_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_makes_a_bounded_number_of_store_calls(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=size)
     try:
         model = FSDP(torch.nn.Linear(3, 3))
@@ -111,28 +103,28 @@ def test_a_rank_that_waits_looks_around_as_cheaply_among_many_ranks(size: int, m
         store = Counted()
         monkeypatch.setattr(boards, "group_store", lambda group: store)  # until here the fake group agreed with itself
         lane.slow()
-        assert 8 < store.asked < 40, store.asked
+        assert 8 < store.calls < 40, store.calls
     finally:
         dist.destroy_process_group()
 
 
-def test_ranks_look_at_all_others_by_turns_and_first_at_the_next(ranks_on_machines: Any) -> None:
+def test_ranks_poll_all_peers_in_turns_and_neighbours_first(ranks_on_machines: Any) -> None:
     make, *_ = ranks_on_machines
     groups, made = make(21)
     seen = [sorted(made[18].posted_next("report")) for _ in range(3)]
     assert seen[0] == [0, 1, 2, 3, 4, 5, 19, 20] and seen[1] == list(range(6, 14)), seen
-    assert {rank for look in seen for rank in look} == set(range(21)) - {18}
+    assert {rank for poll in seen for rank in poll} == set(range(21)) - {18}
     few, made = make(3)
     assert [sorted(made[1].posted_next("report")) for _ in range(2)] == [[0, 2], [0, 2]]
-    assert len(groups) + len(few) == 24 and Board(Group(0, 1), "alone").posted_next("report") == {}
+    assert len(groups) + len(few) == 24 and Board(group_of(0, 1), "alone").posted_next("report") == {}
 
 
-def test_who_has_ended_is_told_to_other_machines(ranks_on_machines: Any) -> None:
-    """The ranks of its machine see it; a rank that has come again lives."""
+def test_dead_process_is_reported_to_other_machines(ranks_on_machines: Any) -> None:
+    """A rank of the same machine detects and publishes it; a restarted rank counts as alive."""
     make, at, _, ended = ranks_on_machines
     groups, made = make(32)
     ended.add(1010)
-    assert made[20].dead() == []  # of another machine, and nobody has looked
+    assert made[20].dead() == []  # on another machine, before a poll on the same machine
     at[0] = 12
     assert made[12].dead() == [10]
     at[0] = 20
@@ -144,7 +136,7 @@ def test_who_has_ended_is_told_to_other_machines(ranks_on_machines: Any) -> None
     assert made[12].dead() == []
 
 
-def one_rank_ends_after_wrapping() -> str:
+def first_use_after_a_rank_exits() -> str:
     model = FSDP(torch.nn.Linear(3, 3))
     dist.barrier()
     if dist.get_rank() == 1:
@@ -154,7 +146,7 @@ def one_rank_ends_after_wrapping() -> str:
     return str(caught.value)
 
 
-def test_a_process_that_ends_between_wrapping_and_the_first_use_is_named() -> None:
-    """Who waits for it does not wait for the group's timeout."""
-    told, died = run_fresh(2, one_rank_ends_after_wrapping)
-    assert isinstance(died, Died) and told.startswith("the process of rank 1 has ended"), told
+def test_rank_that_exits_before_the_first_use_is_named() -> None:
+    """The waiting ranks raise before the group's timeout."""
+    error, died = run_fresh(2, first_use_after_a_rank_exits)
+    assert isinstance(died, Died) and error.startswith("the process of rank 1 has ended"), error

@@ -1,4 +1,4 @@
-"""What users do to a wrapped model by hand: apply, moving and casting, other methods, gathering, resetting."""
+"""Calls on a wrapped model besides training: apply, moving and casting, methods, `_unshard`, resetting."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from tests.test_full_params import (
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
-def test_apply_sees_whole_parameters(mode: Mode) -> None:
-    """Before and after the first use, on the wrapper, a parent, and while shown."""
+def test_apply_gets_full_parameters(mode: Mode) -> None:
+    """Before and after the first use, on the wrapper and on a parent, and while summoned."""
 
     def init(module: nn.Module) -> None:
         seen.append(type(module).__name__)
@@ -86,7 +86,7 @@ def test_apply_sees_whole_parameters(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-# -- moved and cast --------------------------------------------------------------------------------------------------
+# -- moving and casting ----------------------------------------------------------------------------------------------
 
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "double": lambda m: m.double(),
@@ -98,8 +98,12 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 MOMENTS = ["built", "trained", "with gradients"]
 
 
-def _cast(mode: Mode, cast: str, moment: str) -> None:
-    """Casting is what it is to a plain model: same values, same dtypes, gradients and all, and then the same steps."""
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@on_ranks(2)
+def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast: str) -> None:
+    """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
+    moment = MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)]  # by turns
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -133,17 +137,10 @@ def _cast(mode: Mode, cast: str, moment: str) -> None:
         assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
 
 
-@pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
-def test_casting(mode: Mode, cast: str) -> None:
-    """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
-    _cast(mode, cast, MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)])  # by turns
-
-
-@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
-@on_ranks(2)
-def test_casting_in_parts_and_at_bad_times(mode: Mode) -> None:
+def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None:
+    """A cast during a pass or an accumulation is refused."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     train(model, optimizer, 0)
@@ -155,7 +152,7 @@ def test_casting_in_parts_and_at_bad_times(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
     assert_at_rest(model, mode)
 
-    # A single unit: its neighbours stay what they are.
+    # A single unit: the neighbours keep their dtype.
     model.layers[1].float()
     plain.module.layers[1].float()
     assert {str(p.dtype) for p in model.layers[1].parameters()} == {"torch.float32"}
@@ -165,7 +162,7 @@ def test_casting_in_parts_and_at_bad_times(mode: Mode) -> None:
     with summon(model):
         assert_bit_equal(values(model), plain.values())
 
-    # Not while it runs, is shown, or accumulates; and then nothing of it has changed.
+    # Not during a forward or an accumulation; and then no parameter or buffer has changed.
     found: list[str] = []
     handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model.half)))
     model(batch(0).double())
@@ -185,9 +182,8 @@ def test_casting_in_parts_and_at_bad_times(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(False))
 @on_ranks(2)
-def test_moving_and_casting_what_is_shown(mode: Mode) -> None:
-    """Inside `summon_full_params` a model is moved and cast as a plain one; shards and their gradients stay, and with
-    `writeback` get the values, in the dtype that they have."""
+def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
+    """Shards and gradients stay, and with `writeback` get the values in the dtype of the shards."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     train(model, optimizer, 0)
@@ -206,7 +202,7 @@ def test_moving_and_casting_what_is_shown(mode: Mode) -> None:
                 assert model.scale.dtype == shown.scale.dtype
                 model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
             assert_at_rest(model, mode)
-            assert_bit_equal(full_parameters(model), plain.values(), "nothing is written back")
+            assert_bit_equal(full_parameters(model), plain.values(), "no write-back")
             assert_bit_equal(full_gradients(model), grads)
             assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
     with summon(model):
@@ -225,17 +221,12 @@ def test_moving_and_casting_what_is_shown(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-# -- other methods -------------------------------------------------------------------------------------------------
-
-
-def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
-    if not torch.is_grad_enabled():
-        assert_at_rest(model, mode)
+# -- forward methods -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
-def test_other_methods_run_gathered(mode: Mode) -> None:
+def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
     model, plain = build(mode), Plain()
     fsdp.register_forward_method(model, "generate")
     optimizer = sgd(model)
@@ -244,7 +235,6 @@ def test_other_methods_run_gathered(mode: Mode) -> None:
         assert torch.equal(model.generate(x, steps=3), plain.module.generate(x, steps=3))
         with torch.no_grad():
             assert torch.equal(model.generate(x), plain.module.generate(x))
-        assert_at_rest_without_grad(model, mode)
         optimizer.zero_grad()
         model.generate(x).square().mean().backward()  # used twice
         grads: list[list[Tensor | None]] = []
@@ -270,27 +260,27 @@ def test_other_methods_run_gathered(mode: Mode) -> None:
     words = error_of(fsdp.register_forward_method, model, "nothing")
     assert words == "ValueError: Net has no method 'nothing'"
     unwrapped = net()
-    fsdp.register_forward_method(unwrapped, "nothing")  # no error: it need not be wrapped
+    fsdp.register_forward_method(unwrapped, "nothing")  # a no-op on a module that is not wrapped
     assert "generate" not in unwrapped.__dict__
 
 
-# -- gathered by hand ------------------------------------------------------------------------------------------------
+# -- unshard and reset -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("world_size", "mode"), modes(True))
 @on_ranks("world_size")
-def test_gathered_by_hand(world_size: int, mode: Mode) -> None:
-    """The next forward uses it and gathers no more."""
+def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mode) -> None:
+    """The forward gathers only the remaining units."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
     units = FullyShardedDataParallel.fsdp_modules(model)
-    direct = os.environ.get("FSDP_COLLECTIVES") == "direct"  # where one exchange is for all buckets of a unit
+    direct = os.environ.get("FSDP_COLLECTIVES") == "direct"  # one exchange gathers all buckets of a unit
     buckets = {unit: 1 if direct else len(unit._fsdp_unit.handles) for unit in units}
     for step in range(3):
         optimizer.zero_grad()
         with record_collectives() as log:
-            for unit in units[:2]:  # the root and the first of the others
+            for unit in units[:2]:  # the root and the first nested unit
                 if step == 0:
                     assert unit._unshard() is None
                 else:
@@ -298,14 +288,14 @@ def test_gathered_by_hand(world_size: int, mode: Mode) -> None:
                     assert handle is not None and handle.wait() is None and handle.wait() is None
             assert gathered(log) == gathers * (buckets[units[0]] + buckets[units[1]])
             loss = model(batch(step)).square().mean()
-            assert gathered(log) == gathers * sum(buckets.values()), "gathered by hand, and then not again"
+            assert gathered(log) == gathers * sum(buckets.values()), "gathered again"
         loss.backward()
         optimizer.step()
         model._wait_unshard_streams_on_current_stream()
         plain.train(step)
         assert_bit_equal(full_parameters(model), plain.values())
         assert_at_rest(model, mode)
-    # Asked for and never used, or used by a forward without gradients.
+    # Unsharded and used by a forward without gradients, or never used.
     model._unshard()
     model.layers[1]._unshard(async_op=True)
     with torch.no_grad():
@@ -330,8 +320,8 @@ def test_gathered_by_hand(world_size: int, mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
-def test_a_unit_outlives_its_tree_in_the_middle_of_a_gather(mode: Mode) -> None:
-    """Whoever collects the tree waits for nobody, and the unit goes on alone."""
+def test_unit_outlives_its_tree_during_a_gather(mode: Mode) -> None:
+    """The garbage collector does not wait for the gather, and the unit trains alone."""
     model, plain = build(mode), net()
     inner, plain_inner = model.layers[1], plain.layers[1]
     optimizer, plain_optimizer = sgd(inner), sgd(plain_inner)
@@ -344,18 +334,18 @@ def test_a_unit_outlives_its_tree_in_the_middle_of_a_gather(mode: Mode) -> None:
     assert tree() is None and inner._fsdp_unit.buffers.is_gathered
     for step in range(2):
         x = torch.randn(3, plain_inner.in_features, generator=torch.Generator().manual_seed(step))
-        for layer, by in ((inner, optimizer), (plain_inner, plain_optimizer)):
+        for layer, its_optimizer in ((inner, optimizer), (plain_inner, plain_optimizer)):
             layer(x).square().mean().backward()
-            by.step()
-            by.zero_grad()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
         assert_bit_equal(full_parameters(inner), dict(plain_inner.named_parameters()), f"step {step}")
         assert_at_rest(inner, mode)
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
-def test_reset_iter_state(mode: Mode) -> None:
-    """After a failure, at any moment: what was under way is dropped, what was attached stays."""
+def test_reset_iter_state_drops_a_pass_and_keeps_gradients(mode: Mode) -> None:
+    """After a failure in forward or backward, and after a forward without backward."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     model.reset_iter_state()
@@ -374,7 +364,7 @@ def test_reset_iter_state(mode: Mode) -> None:
     output.register_hook(fail)
     assert error_of(output.sum().backward).startswith("Problem")
     model.reset_iter_state()
-    model(batch(2))  # and a forward whose backward does not come
+    model(batch(2))  # a forward without backward
     model.reset_iter_state()
     assert_at_rest(model, mode)
     assert all(p.grad is before[name] for name, p in model.named_parameters())

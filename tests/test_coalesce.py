@@ -1,4 +1,4 @@
-"""``coalesce_nbytes=``: neighbouring units that are small become one."""
+"""`coalesce_nbytes=`: small neighbouring units become one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp import MixedPrecision
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.models import Batch, Case
 from tests.harness.oracle import Schedule, assert_bit_equal, run_ddp, sgd
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
 
@@ -30,7 +30,7 @@ class Layer(nn.Linear):
 
 
 class Nested(nn.Module):
-    """A unit with units inside."""
+    """A unit with nested units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Nested(nn.Module):
 
 
 class Net(nn.Module):
-    """Neighbours, with what is no unit in between; a tied weight; layers that run in another order."""
+    """Neighbours with a module between that is no unit, a tied weight, and layers that run in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,12 +67,14 @@ def names(model: nn.Module) -> list[str]:
     return [unit.name for unit in fsdp.shard_info(model)]
 
 
-def _trains() -> None:
+@on_ranks(2)
+def test_coalesced_units_train_as_under_ddp() -> None:
+    """Small neighbours form one unit; state dicts keep the plain model's names."""
     schedule = Schedule(steps=5)
-    wanted = run_ddp(CASE, sgd, schedule)
+    expected = run_ddp(CASE, sgd, schedule)
     for mode in (True, False):
         found = run_fsdp(CASE, sgd, schedule, use_orig_params=mode, coalesce_nbytes=2 * LAYER)
-        for step, theirs in zip(found, wanted, strict=True):
+        for step, theirs in zip(found, expected, strict=True):
             assert_bit_equal(step.grads, theirs.grads)
             assert_bit_equal(step.params, theirs.params)
         model = wrap(CASE, use_orig_params=mode, coalesce_nbytes=2 * LAYER)
@@ -82,22 +84,23 @@ def _trains() -> None:
         with record_collectives() as log:
             CASE.loss(model, CASE.make_batch(0, 2)).backward()
         reduced = [label for label in log.labels() if label is not None and label.startswith("reduce ")]
-        assert len(reduced) == len(set(reduced)) == len(UNITS) - 1  # one has no parameters of its own
+        assert len(reduced) == len(set(reduced)) == len(UNITS) - 1  # one unit owns no parameters
         copied = wrap(CASE, use_orig_params=mode, coalesce_nbytes=2 * LAYER, seed=1)
         copied.load_state_dict(model.state_dict())
         assert_bit_equal(full_parameters(copied), full_parameters(model))
 
 
-def _chooses() -> None:
+@on_ranks(2)
+def test_policy_may_choose_units_to_coalesce() -> None:
+    """Units with different options stay apart, and invalid values and uses are refused."""
     full = MixedPrecision(param_dtype=torch.float64)
 
     def choice(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Layer):
-            return {"coalesce_nbytes": 9 * LAYER, **({"mixed_precision": full} if module is other else {})}
+            return {"coalesce_nbytes": 9 * LAYER, **({"mixed_precision": full} if module is net.last else {})}
         return isinstance(module, Nested)
 
-    net = CASE.build()
-    other: Any = net.last
+    net: Any = CASE.build()
     assert names(wrap(net, wrap_policy=CustomPolicy(choice))) == [
         "",
         "layers.0, layers.2, layers.3",
@@ -107,7 +110,7 @@ def _chooses() -> None:
     ]
     policy = ModuleWrapPolicy({Layer})
     with pytest.raises(ValueError, match=r"is shared with .* and auto_wrap_policy puts the two into"):
-        wrap(CASE.build(), wrap_policy=policy, coalesce_nbytes=LAYER)  # each by itself
+        wrap(CASE.build(), wrap_policy=policy, coalesce_nbytes=LAYER)  # too small for two layers
     for wrong, error in ((-1, ValueError), (0.5, TypeError)):
         with pytest.raises(error, match=r"coalesce_nbytes must be a"):
             wrap(CASE.build(), wrap_policy=policy, coalesce_nbytes=wrong)
@@ -115,8 +118,3 @@ def _chooses() -> None:
         wrap(CASE.build(), wrap_policy=None, coalesce_nbytes=1)
     with pytest.raises(TypeError, match=r"group\(\) takes no coalesce_nbytes"):
         FSDP.group([net.head, net.layers], coalesce_nbytes=1)
-
-
-def test_small_neighbours_are_one_unit() -> None:
-    run_ranks(2, _trains)
-    run_ranks(2, _chooses)

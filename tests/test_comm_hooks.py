@@ -1,4 +1,4 @@
-"""Communication hooks: users' reductions in the place of the collective, and torch's own hooks, on CPU too."""
+"""Communication hooks: users' reductions instead of the collective, and torch's own hooks, on CPU too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 
 import fsdp
-from fsdp import MixedPrecision, ShardingStrategy
+from fsdp import MixedPrecision
 from fsdp.comm import collectives
 from fsdp.comm.versions import REDUCE_SCATTER
 from fsdp.runtime import comm_hook
@@ -29,13 +29,11 @@ from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_close_ulp, rank_batch, run_plain
-from tests.harness.pool import run_ranks
+from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, by_turns
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import finish_step, full_gradients, full_parameters, handles_of, wrap
 
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-STRATEGIES = (FULL, GRAD_OP, NONE)
-MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]  # strategy and use_orig_params
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=3)
 reduce_scatter = getattr(dist, REDUCE_SCATTER)
@@ -47,14 +45,14 @@ def backward(model: nn.Module, step: int = 0) -> None:
 
 
 class State:
-    """Counts calls, and what they were given."""
+    """A record of the sizes that each call got."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
 
 def native(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
-    """The engine's own arithmetic on gloo: the sum, divided by the number of ranks."""
+    """Sum and divide by the number of ranks, as the engine does on gloo."""
     state.seen.append((grad.numel(),) if shard is None else (grad.numel(), shard.numel()))
     out = grad if shard is None else shard
     if shard is None:
@@ -72,17 +70,15 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> None:
-    """Called once per unit and synchronised backward, with the padded gradient and, if sharded, this rank's part;
-    three steps are bit-equal to those without a hook. On one rank, where nothing travels, it is called as well."""
-    run_ranks(world_size, native_arithmetic)
+@on_ranks("world_size")
+def test_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> None:
+    """The hook is called once per unit and synchronised backward, also on one rank.
 
-
-def native_arithmetic() -> None:
+    The arguments are the padded gradient and, if sharded, this rank's part of it.
+    """
     os.environ["FSDP_COLLECTIVES"] = "native"
-    by_turns = [(FULL, True), (GRAD_OP, False), (NONE, True)]
-    for strategy, orig in MODES if dist.get_world_size() == 2 else by_turns:
-        what = f"{strategy.name}, use_orig_params={orig}"
+    for strategy, orig in MODES if world_size == 2 else by_turns(0):
+        case = f"{strategy.name}, use_orig_params={orig}"
         models = [wrap(CASE, strategy, orig) for _ in range(2)]
         optimizers = [adamw(model.parameters()) for model in models]
         state = State()
@@ -93,28 +89,20 @@ def native_arithmetic() -> None:
                     backward(model, step)
                 assert len(state.seen) == step * 4
                 backward(model, step)
-            assert_bit_equal(local_gradients(models[1]), local_gradients(models[0]), f"{what}, step {step}")
+            assert_bit_equal(local_gradients(models[1]), local_gradients(models[0]), f"{case}, step {step}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert_bit_equal(full_parameters(models[1]), full_parameters(models[0]), what)
+        assert_bit_equal(full_parameters(models[1]), full_parameters(models[0]), case)
         layouts = [bucket.layout for unit in fsdp.shard_info(models[1]) for bucket in unit.buckets]
-        whole = strategy is NONE or dist.get_world_size() == 1
+        whole = strategy is NONE or world_size == 1
         sizes = [(layout.padded_numel,) if whole else (layout.padded_numel, layout.shard_numel) for layout in layouts]
         assert sorted(state.seen) == sorted(sizes * 3)
 
 
-def test_the_communication_is_the_hooks() -> None:
-    """No collective or division of the engine's beside it; labels tell the hook's calls apart."""
-    run_ranks(2, the_hooks_communication)
-
-
-def local_only(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
-    if shard is not None:
-        shard.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
-
-
-def the_hooks_communication() -> None:
+@on_ranks(2)
+def test_hook_replaces_the_reduction() -> None:
+    """The engine adds no collective and no division."""
     for strategy, orig in MODES:
         model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
         model.register_comm_hook(State(), local_only)
@@ -131,8 +119,14 @@ def the_hooks_communication() -> None:
         assert_bit_equal(ours, local, f"{strategy.name}, use_orig_params={orig}")
 
 
+def local_only(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    if shard is not None:
+        shard.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
+
+
 def _parts(model: nn.Module, sharded: bool = False) -> dict[str, Tensor]:
-    """What of each parameter's gradient this rank's shard holds; with `sharded`, cut out of unsharded gradients."""
+    """Return the part of each parameter's gradient in this rank's shard; with `sharded`, cut from unsharded
+    gradients."""
     parts = {}
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:
@@ -152,17 +146,9 @@ def _parts(model: nn.Module, sharded: bool = False) -> dict[str, Tensor]:
     return parts
 
 
-def test_what_a_hook_leaves_in_padding_is_dropped() -> None:
-    run_ranks(3, noise_in_padding)
-
-
-def noisy(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
-    grad.add_(1.0)
-    native(state, grad, shard)
-
-
-def noise_in_padding() -> None:
-    for strategy in STRATEGIES:
+@on_ranks(3)
+def test_values_that_a_hook_leaves_in_padding_are_dropped() -> None:
+    for strategy in (FULL, GRAD_OP, NONE):
         model, other = wrap(CASE, strategy), wrap(CASE, strategy)
         model.register_comm_hook(State(), noisy)
         backward(model)
@@ -180,11 +166,13 @@ def noise_in_padding() -> None:
         assert gaps or strategy is NONE or dist.get_rank() < 2
 
 
+def noisy(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    grad.add_(1.0)
+    native(state, grad, shard)
+
+
+@on_ranks(2)
 def test_one_state_and_both_call_forms_in_a_mixed_tree() -> None:
-    run_ranks(2, mixed_tree)
-
-
-def mixed_tree() -> None:
     for orig in (True, False):
         models = []
         for _ in range(2):
@@ -199,9 +187,18 @@ def mixed_tree() -> None:
         assert sorted(map(len, state.seen)) == [1, 2]
 
 
-def test_a_hook_may_put_other_memory_in_place() -> None:
-    """As torch's compressing hooks do, by assigning `.data` of what they are given."""
-    run_ranks(2, other_memory)
+@on_ranks(2)
+def test_hook_may_replace_the_data_of_gradients() -> None:
+    """torch's compressing hooks assign `.data` of their arguments."""
+    for (strategy, orig), hook in itertools.product(MODES, (replacing, cloning)):
+        model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
+        model.register_comm_hook(State(), hook)
+        for step in range(3):
+            backward(model, step)
+            backward(other, step)
+        # the sum of two float32 numbers in float64, rounded, is the float32 sum
+        assert_bit_equal(local_gradients(model), local_gradients(other), f"{strategy.name}, {orig}")
+        assert_at_rest(model, f"{strategy.name}, {orig}")
 
 
 def replacing(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
@@ -218,24 +215,9 @@ def cloning(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
     native(state, grad, shard)
 
 
-def other_memory() -> None:
-    for (strategy, orig), hook in itertools.product(MODES, (replacing, cloning)):
-        model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
-        model.register_comm_hook(State(), hook)
-        for step in range(3):
-            backward(model, step)
-            backward(other, step)
-        # sums of two float32 numbers in float64, rounded, are the float32 sums
-        assert_bit_equal(local_gradients(model), local_gradients(other), f"{strategy.name}, {orig}")
-        assert_at_rest(model, f"{strategy.name}, {orig}")
-
-
-def test_torchs_fsdp1_calls_hooks_alike() -> None:
-    """The same sizes per call, and the same gradients (division by two is exact)."""
-    run_ranks(2, like_torchs_fsdp1)
-
-
-def like_torchs_fsdp1() -> None:
+@on_ranks(2)
+def test_hooks_are_called_as_by_torchs_fsdp1() -> None:
+    """With the same sizes per call and the same gradients (division by two is exact)."""
     for strategy, orig in MODES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
@@ -252,7 +234,7 @@ def like_torchs_fsdp1() -> None:
         ours.register_comm_hook(states[1], native)
         backward(theirs)
         backward(ours)
-        if not orig:  # then torch aligns each parameter
+        if not orig:  # with original parameters torch aligns each parameter
             assert sorted(states[1].seen) == sorted(states[0].seen)
             grads = zip(ours.parameters(), theirs.parameters())
             for our, their in grads:
@@ -265,12 +247,9 @@ def like_torchs_fsdp1() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_torchs_default_hooks(world_size: int) -> None:
-    """Bit-equal to the native path on 2 ranks; on 3, where they divide by 2 and 1.5, within 3 ulp."""
-    run_ranks(world_size, torchs_default_hooks)
-
-
-def torchs_default_hooks() -> None:
+@on_ranks("world_size")
+def test_torchs_default_hooks_reduce_as_the_native_path(world_size: int) -> None:
+    """Bit-equal on 2 ranks; on 3, where torch divides by 2 and 1.5, within the bound of rounding."""
     for strategy, orig in MODES:
         model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
         hook = default_hooks.allreduce_hook if strategy is NONE else default_hooks.reduce_scatter_hook
@@ -286,8 +265,8 @@ def torchs_default_hooks() -> None:
             assert_close_ulp(ours, theirs, 2 * (1 + 0.5 + 0.5), summed=terms)
 
 
-def test_ours_are_all_of_torchs_compressing_hooks() -> None:
-    """Detection is by membership in torch's list."""
+def test_all_compressing_hooks_of_torch_are_detected() -> None:
+    """By membership in torch's list."""
     assert list(collectives.COMPRESSING_HOOKS) == LOW_PRECISION_HOOKS
     for hook in LOW_PRECISION_HOOKS:
         assert comm_hook.CommHook(None, hook).compresses
@@ -295,17 +274,13 @@ def test_ours_are_all_of_torchs_compressing_hooks() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_torchs_compressing_hooks_on_cpu(world_size: int) -> None:
+@on_ranks("world_size")
+def test_torchs_compressing_hooks_work_on_cpu(world_size: int) -> None:
     """Gradients are cast to 16 bits, divided, summed, divided and cast back, with both call forms.
 
-    On 1 and 2 ranks bit-equal to that arithmetic on the plain model's gradients; on 3 the order of the sum is the
-    backend's: within 2 ulp of 16 bits.
+    On 1 and 2 ranks bit-equal to that arithmetic on the plain model's gradients; on 3 the backend chooses the order of
+    the sum: within 2 ulp of 16 bits.
     """
-    run_ranks(world_size, torchs_compressing_hooks)
-
-
-def torchs_compressing_hooks() -> None:
-    world_size = dist.get_world_size()
     for hook, dtype in (
         (default_hooks.fp16_compress_hook, torch.float16),
         (default_hooks.bf16_compress_hook, torch.bfloat16),
@@ -336,29 +311,12 @@ def torchs_compressing_hooks() -> None:
                 assert_close_ulp(ours, expected, 2, what, summed=summed)
 
 
-def test_hooks_under_mixed_precision() -> None:
-    """Users' hooks get gradients in the reduce dtype. The compressing ones get them as they were computed and
-    decide about the dtype of `.grad`, so bfloat16 is not rounded to again on the way."""
-    run_ranks(2, under_mixed_precision)
+@on_ranks(2)
+def test_dtypes_of_hooks_under_mixed_precision() -> None:
+    """Users' hooks get gradients in the reduce dtype, compressing hooks in the dtype of the computation.
 
-
-class Dtypes:
-    def __init__(self) -> None:
-        self.seen: set[torch.dtype] = set()
-
-
-def by_hand(state: Dtypes, grad: Tensor, shard: Tensor | None = None) -> None:
-    """What `fp16_compress_hook` computes."""
-    state.seen.add(grad.dtype)
-    low = grad.half() / 2
-    dist.all_reduce(low)
-    if shard is None:
-        grad.copy_(low)
-    else:
-        shard.copy_(low.chunk(2)[dist.get_rank()])
-
-
-def under_mixed_precision() -> None:
+    Compressing hooks decide about the dtype of `.grad`, so gradients are not rounded to bfloat16 again.
+    """
     half, single = torch.bfloat16, torch.float32
     for strategy, orig in MODES:
         reference = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, single))
@@ -387,11 +345,24 @@ def under_mixed_precision() -> None:
         assert {grad.dtype for grad in local_gradients(model).values() if grad is not None} == {half}
 
 
-def test_a_copied_model_has_the_hook_and_its_state() -> None:
-    run_ranks(2, copied_model)
+class Dtypes:
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
 
 
-def copied_model() -> None:
+def by_hand(state: Dtypes, grad: Tensor, shard: Tensor | None = None) -> None:
+    """Compute the result of `fp16_compress_hook`."""
+    state.seen.add(grad.dtype)
+    low = grad.half() / 2
+    dist.all_reduce(low)
+    if shard is None:
+        grad.copy_(low)
+    else:
+        shard.copy_(low.chunk(2)[dist.get_rank()])
+
+
+@on_ranks(2)
+def test_copied_model_has_the_hook_and_the_state() -> None:
     model = wrap(CASE, FULL)
     state = State()
     model.register_comm_hook(state, native)
@@ -406,7 +377,7 @@ def copied_model() -> None:
     assert copy.deepcopy(compressing)._low_precision_hook_enabled()
 
 
-# -- nonsense --------------------------------------------------------------------------------------------------------
+# -- failures and invalid hooks --------------------------------------------------------------------------------------
 
 
 class Refusal(Exception):
@@ -414,24 +385,21 @@ class Refusal(Exception):
 
 
 class Fragile:
-    """Fails once, at its `at`-th call."""
+    """A hook that fails once, at the `at`-th call."""
 
     def __init__(self, at: int) -> None:
-        self.left = at
+        self.remaining = at
 
     def __call__(self, state: State, grad: Tensor, shard: Tensor | None = None) -> None:
         native(state, grad, shard)
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             raise Refusal("not today")
 
 
-def test_a_hook_that_raises() -> None:
-    """One error that names the hook, the unit and the cause; the next steps are as if it had not happened."""
-    run_ranks(2, a_hook_that_raises)
-
-
-def a_hook_that_raises() -> None:
+@on_ranks(2)
+def test_hook_that_raises_is_named_and_leaves_no_state() -> None:
+    """The error names the hook, the unit and the cause, and the next steps are right."""
     for strategy, orig in ((FULL, True), (FULL, False), (NONE, False)):
         for at in (1, 4):
             model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
@@ -463,7 +431,7 @@ def gives_a_number(state: Any, grad: Tensor, shard: Tensor | None = None) -> Any
 
 
 def gives_a_future(state: Any, grad: Tensor, shard: Tensor | None = None) -> Any:
-    """What hooks of DistributedDataParallel return."""
+    """Return a future, as hooks of DistributedDataParallel do."""
     return torch.futures.Future()
 
 
@@ -472,7 +440,7 @@ def leaves_another_shape(state: Any, grad: Tensor, shard: Tensor | None = None) 
 
 
 def in_place(state: Any, grad: Tensor, shard: Tensor | None = None) -> Tensor:
-    """Returns what it was given, as an in-place operation does."""
+    """Return the argument, as an in-place operation does."""
     if shard is None:
         return grad.mul_(2)
     return shard.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
@@ -482,11 +450,9 @@ def does_nothing(state: Any, grad: Tensor, shard: Tensor | None = None) -> None:
     pass
 
 
-def test_results_that_make_no_sense() -> None:
-    run_ranks(2, results_that_make_no_sense)
-
-
-def results_that_make_no_sense() -> None:
+@on_ranks(2)
+def test_invalid_results_of_hooks_are_refused() -> None:
+    """A hook may return None or its argument; a shard that it did not fill is NaN."""
     for strategy, orig in ((FULL, True), (FULL, False), (NONE, False)):
         refused: list[tuple[Callable[..., Any], type[Exception], str]] = [
             (gives_a_number, TypeError, "returned a int, and a hook returns None"),
@@ -508,16 +474,9 @@ def results_that_make_no_sense() -> None:
         assert all(grad is None or grad.isnan().all() for grad in _parts(model).values())
 
 
-def test_registration() -> None:
-    """A refused hook is not registered."""
-    run_ranks(2, registration)
-
-
-def takes_no_shard(state: Any, grad: Tensor) -> None:
-    pass
-
-
-def registration() -> None:
+@on_ranks(2)
+def test_invalid_hooks_are_not_registered() -> None:
+    """The error names the expected signature; a valid hook can be registered afterwards, once."""
     model = wrap(CASE, FULL)
     assert model.check_is_root()
     with pytest.raises(AssertionError, match="can only be called on a root instance"):
@@ -540,12 +499,13 @@ def registration() -> None:
         assert instance._comm_hook is native and instance._comm_hook_state is state
 
 
-def test_a_hook_on_some_ranks_only() -> None:
-    """It would wait for the others for ever."""
-    run_ranks(2, some_ranks_only)
+def takes_no_shard(state: Any, grad: Tensor) -> None:
+    pass
 
 
-def some_ranks_only() -> None:
+@on_ranks(2)
+def test_hook_on_some_ranks_only_raises() -> None:
+    """The collectives of the hook would hang."""
     model = wrap(CASE, FULL)
     if dist.get_rank() == 0:
         model.register_comm_hook(State(), native)
@@ -553,11 +513,8 @@ def some_ranks_only() -> None:
         backward(model)
 
 
-def test_training_with_a_compressing_hook_learns_what_the_plain_model_does() -> None:
-    run_ranks(2, training)
-
-
-def training() -> None:
+@on_ranks(2)
+def test_training_with_a_compressing_hook_follows_the_plain_model() -> None:
     schedule = Schedule(steps=10)
     reference = run_plain(CASE, adamw, 2, schedule)
     model = wrap(CASE, FULL)

@@ -16,7 +16,7 @@ from fsdp.__main__ import main
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
@@ -24,7 +24,7 @@ def test_the_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.search(rf"^    {tool} ", out, re.MULTILINE) for tool in ("plan", "migrate", "convert", "run"))
 
 
-def test_run_starts_the_script_in_a_process_where_torchs_names_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_the_script_under_fsdp_compat(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments) or pytest.fail("execv returned"))
     with pytest.raises(pytest.fail.Exception, match="execv returned"):
@@ -32,7 +32,7 @@ def test_run_starts_the_script_in_a_process_where_torchs_names_are_replaced(monk
     assert started == [[sys.executable, "-m", "fsdp.compat", "train.py", "--lr", "0.1"]]
 
 
-def test_the_version_is_in_one_place() -> None:
+def test_version_is_defined_once() -> None:
     """`setup.py` reads it from the package, and the changelog has an entry for it."""
     command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout

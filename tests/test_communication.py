@@ -1,19 +1,19 @@
-"""Collectives, counted exactly: how many, how large, in which order, and how early.
+"""Collectives, counted exactly: number, size, order and time.
 
-Per step, for a unit whose bucket has F bytes (padded to a multiple of the N ranks), in collectives and (bytes given,
-bytes got) of each, natively:
+Per step, for a unit whose bucket has F bytes (padded to a multiple of the N ranks), in collectives and (input bytes,
+output bytes) of each, natively:
 
                     gathers                 reductions                 under no_sync       without gradients
     FULL_SHARD      2 of (F/N, F); root 1   1 reduce-scatter (F, F/N)  as many gathers     1 gather
     SHARD_GRAD_OP   1                       1                          1 gather            1 gather
     NO_SHARD        0                       1 all-reduce (F, F)        0                   0
 
-Nothing is reduced under no_sync. What SHARD_GRAD_OP has gathered there stays gathered until after the next synchronised
-backward, or the next forward without gradients; until then it is not gathered again.
+No gradient is reduced under no_sync. A unit that SHARD_GRAD_OP gathered there stays gathered until after the next
+synchronised backward, or the next forward without gradients, and is not gathered again before.
 
-A frozen bucket is gathered like any other and never reduced; a unit that no gradient reaches is gathered in forward
+A frozen bucket is gathered like a trained one and never reduced; a unit that no gradient reaches is gathered in forward
 only. By the direct exchange each collective is one exchange of ((N - 1) F/N, (N - 1) F/N). At world size 1 there is
-none. What the package says to itself besides (do the ranks agree?) are small all-reduces of integers: not counted.
+none. Small all-reduces of integers, by which ranks agree, are not counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name
 from tests.harness.pairs import by_turns, pairwise
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
 
@@ -61,12 +61,13 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 ROOT = "the root unit"
 
-# (what it is for, operation, bytes given, bytes got) of each collective, and how often
+# number of collectives by (label, operation, input bytes, output bytes)
 Counts = Counter[tuple[str, str, int, int]]
 
 
 def data(log: CollectiveLog) -> list[Collective]:
-    """The collectives that move parameters and gradients. What else there is must be small and of integers."""
+    """Select the collectives of parameters and gradients, and check that all remaining ones are small and of
+    integers."""
     moved = []
     for record in log.records:
         if record.op == "exchange" or (record.dtype is not None and record.dtype.is_floating_point):
@@ -80,10 +81,10 @@ def counts(log: CollectiveLog) -> Counts:
     return Counter((str(r.label), r.op, r.input_nbytes, r.output_nbytes) for r in data(log))
 
 
-def order(log: CollectiveLog, what: str = "") -> list[str]:
-    """Labels of the collectives, or with `what` ("gather") the names of the units they were for."""
+def order(log: CollectiveLog, kind: str = "") -> list[str]:
+    """Return labels of the collectives, or with `kind` ("gather") the names of their units."""
     labels = [str(r.label) for r in data(log)]
-    return [label.removeprefix(what + " ") for label in labels if label.startswith(what)]
+    return [label.removeprefix(kind + " ") for label in labels if label.startswith(kind)]
 
 
 def differences(found: Counts, expected: Counts) -> str:
@@ -95,7 +96,7 @@ def differences(found: Counts, expected: Counts) -> str:
 
 
 class Piece(nn.Module):
-    """A unit of odd sizes with buckets as asked for: parameters, in order, by (dtype, trained)."""
+    """A unit of odd sizes with the given buckets: parameters, in order, by (dtype, trained)."""
 
     def __init__(self, *buckets: tuple[torch.dtype, bool]) -> None:
         super().__init__()
@@ -111,7 +112,7 @@ class Piece(nn.Module):
 
 
 class Chain(nn.Module):
-    """Units one after the other, and a root with a layer of its own at the end."""
+    """Units in sequence, and a root with a layer at the end."""
 
     def __init__(self, *units: nn.Module) -> None:
         super().__init__()
@@ -123,15 +124,17 @@ class Chain(nn.Module):
 
 
 class Formula:
-    """What each unit's collectives should be, from the plain model's parameters alone."""
+    """The expected collectives of each unit, from the plain model's parameters alone."""
 
     def __init__(self, strategy: ShardingStrategy, world_size: int, use_orig_params: bool, way: str) -> None:
         self.strategy = strategy if world_size > 1 else NO_SHARD
         self.world_size, self.use_orig_params, self.way = world_size, use_orig_params, way
 
     def nbytes(self, parameters: list[nn.Parameter]) -> int:
-        """Of a bucket's vector: parameters start at multiples of 16 bytes with original parameters, and the end is
-        padded to equal shards."""
+        """Return the size of a bucket's vector.
+
+        Original parameters start at multiples of 16 bytes, and the end is padded to equal shards.
+        """
         itemsize = parameters[0].element_size()
         alignment = 16 // itemsize if self.use_orig_params else 1
         end = 0
@@ -141,20 +144,20 @@ class Formula:
         return -(-end // ranks) * ranks * itemsize
 
     def unit(self, name: str, parameters: list[nn.Parameter], gathers: int, reductions: int) -> Counts:
-        """Of one unit that is gathered and reduced so often; each of its buckets is."""
+        """Return the collectives of one unit with so many gathers and reductions of each bucket."""
         buckets: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             buckets.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
         found: Counts = Counter()
-        exchanged = 0  # by all buckets' gathers
+        exchanged = 0  # bytes of all buckets' gathers
         for (_, trained), members in buckets.items():
             whole = self.nbytes(members)
             part = whole // self.world_size
-            others = (self.world_size - 1) * part
+            remote = (self.world_size - 1) * part
             if self.strategy is NO_SHARD:
                 forms = (None, ("all_reduce", whole, whole))
             elif self.way == "direct":
-                forms, exchanged = (None, ("exchange", others, others)), exchanged + others
+                forms, exchanged = (None, ("exchange", remote, remote)), exchanged + remote
             else:
                 forms = (("all_gather", part, whole), ("reduce_scatter", whole, part))
             if forms[0] is not None:
@@ -166,14 +169,16 @@ class Formula:
         return +found
 
     def gathers(self, is_root: bool, reached: bool, kept: bool) -> int:
-        """In one step; `reached` by its backward, and `kept` gathered by the step before."""
+        """Return the gathers of one step; `reached` by the backward, and `kept` gathered by the step before."""
         if kept and self.strategy is SHARD_GRAD_OP:
             return 0
         return 2 if self.strategy is FULL_SHARD and reached and not is_root else 1
 
     def step(self, model: Chain, kind: str, before: str | None, unreached: tuple[int, ...] = ()) -> Counts:
-        """One step of kind "step", "no_sync" or "no_grad", and of what kind the one before was; the gradient never gets
-        to the `unreached` units."""
+        """Return the collectives of a step of kind "step", "no_sync" or "no_grad" after one of kind `before`.
+
+        The gradient never reaches the `unreached` units.
+        """
         total: Counts = Counter()
         parts: list[tuple[str, nn.Module]] = [(f"unit 'units.{i}'", unit) for i, unit in enumerate(model.units)]
         for index, (name, module) in enumerate([*parts, (ROOT, model.head)]):
@@ -197,23 +202,7 @@ def step_of(model: FullyShardedDataParallel, kind: str, x: Tensor) -> None:
 KINDS = ["step", "step", "no_grad", "no_sync", "no_sync", "step", "no_grad", "step"]
 
 
-def count_steps(
-    units: list[nn.Module], strategy: ShardingStrategy, use_orig_params: bool, kinds: list[str], way: str = "native"
-) -> list[Counts]:
-    os.environ["FSDP_COLLECTIVES"] = way
-    model = wrap(Chain(*units), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece}))
-    found = []
-    for kind in kinds:
-        with record_collectives() as log:
-            step_of(model, kind, torch.ones(2, 5))
-        assert model.world_size > 1 or not log.records
-        found.append(counts(log))
-        assert_at_rest(model, kind)
-    return found
-
-
 def check_formulas(
-    world_size: int,
     units: list[Piece],
     strategy: ShardingStrategy,
     use_orig_params: bool,
@@ -223,49 +212,58 @@ def check_formulas(
     way: str = "native",
 ) -> None:
     __tracebackhide__ = True
-    formula = Formula(strategy, world_size, use_orig_params, way)
+    formula = Formula(strategy, dist.get_world_size(), use_orig_params, way)
     pairs = zip(kinds, [None, *kinds])
     expected = [formula.step(Chain(*units), kind, before, unreached) for kind, before in pairs]
-    for found in run_ranks(world_size, count_steps, units, strategy, use_orig_params, kinds, way):
-        for number, kind in enumerate(kinds):
-            wrong = differences(found[number], expected[number])
-            assert not wrong, f"step {number} ({kind}):{wrong}"
+    os.environ["FSDP_COLLECTIVES"] = way
+    model = wrap(Chain(*units), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece}))
+    for number, kind in enumerate(kinds):
+        with record_collectives() as log:
+            step_of(model, kind, torch.ones(2, 5))
+        assert model.world_size > 1 or not log.records
+        wrong = differences(counts(log), expected[number])
+        assert not wrong, f"step {number} ({kind}):{wrong}"
+        assert_at_rest(model, kind)
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
+@on_ranks("world_size")
 def test_collectives_per_step(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """The first step and later ones, with and without synchronisation and gradients; none at world size 1."""
-    check_formulas(world_size, [Piece(), Piece(), Piece()], strategy, use_orig_params, KINDS)
+    check_formulas([Piece(), Piece(), Piece()], strategy, use_orig_params, KINDS)
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
+@on_ranks(2)
 def test_collectives_of_several_buckets(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """One gather for each dtype and for what is frozen, and one reduction for each dtype of what is trained."""
+    """One gather for each dtype and for frozen parameters, and one reduction for each dtype of trained ones."""
     mixed = Piece((torch.float32, True), (torch.float64, True), (torch.float32, False), (torch.float32, True))
-    check_formulas(2, [Piece(), mixed, Piece()], strategy, use_orig_params, ["step", "step", "no_sync", "step"])
+    check_formulas([Piece(), mixed, Piece()], strategy, use_orig_params, ["step", "step", "no_sync", "step"])
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
+@on_ranks(2)
 def test_collectives_of_frozen_units(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """A frozen unit that has gradients to pass on is gathered for backward, one that has none is not."""
+    """A frozen unit is gathered for backward only if gradients pass through it."""
     frozen = (torch.float32, False)
     units = [Piece(frozen), Piece(frozen), Piece(), Piece(frozen), Piece()]
-    check_formulas(2, units, strategy, use_orig_params, ["step", "step", "no_sync", "step"], unreached=(0, 1))
+    check_formulas(units, strategy, use_orig_params, ["step", "step", "no_sync", "step"], unreached=(0, 1))
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(2, FULL_SHARD), (3, SHARD_GRAD_OP)])
+@on_ranks("world_size")
 def test_collectives_by_direct_exchange(world_size: int, strategy: ShardingStrategy) -> None:
-    """Bytes on the wire: every rank sends and receives (N - 1) / N of the vector, and nothing else. All buckets of a
-    unit are gathered by one exchange."""
+    """Every rank sends and receives (N - 1) / N of the vector; one exchange gathers all buckets of a unit."""
     units, kinds = [Piece(), Piece(*BUCKETS), Piece()], ["step", "step", "no_sync", "step"]
-    check_formulas(world_size, units, strategy, True, kinds, way="direct")
+    check_formulas(units, strategy, True, kinds, way="direct")
 
 
 BUCKETS = [(dtype, trained) for dtype in (torch.float32, torch.float64, torch.bfloat16) for trained in (True, False)]
 
 
-def gather_several_buckets() -> None:
-    """As one collective of the backend's, if it makes one of several, and by posts of up to ``PARTS`` buckets."""
+@on_ranks(2)
+def test_buckets_are_gathered_together() -> None:
+    """By one collective of a backend that coalesces, or by posts of up to ``PARTS`` buckets."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = new_group()
 
@@ -276,7 +274,7 @@ def gather_several_buckets() -> None:
     def check(parts: list[Gather]) -> None:
         for full, shard, _ in parts:
             numbers = torch.arange(shard.numel())
-            assert torch.equal(full, torch.cat([numbers + 100 * other for other in range(size)]).to(full.dtype))
+            assert torch.equal(full, torch.cat([numbers + 100 * source for source in range(size)]).to(full.dtype))
 
     dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.int16, torch.float64]
     for way, count in (("native", 6), ("direct", 1), ("shared", None)):
@@ -297,20 +295,21 @@ def gather_several_buckets() -> None:
             assert len(log.records) == count
         check(parts)
     lane = Lane.of(group)
-    with mock.patch.object(native, "coalesces", lambda *_: True):  # gloo gains nothing by it, but it can
+    with mock.patch.object(native, "coalesces", lambda *_: True):  # gloo supports it, without a gain
         parts, count = parts_of(dtypes), lane.issued
         lane.gather([part[:2] for part in parts], Event("gather"), asynchronous=False)
         check(parts)
         assert lane.issued == count + 1, "one collective"
 
 
-def run_out_of_memory_half_way() -> None:
-    model, attach, left = wrap(Piece(*BUCKETS), wrap_policy=None), PooledTensor.attach, 3
+@on_ranks(2)
+def test_gather_of_several_buckets_may_be_retried_after_running_out_of_memory() -> None:
+    model, attach, remaining = wrap(Piece(*BUCKETS), wrap_policy=None), PooledTensor.attach, 3
 
     def attach_some(*args: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining == 0:
             raise torch.OutOfMemoryError("there is no more")
         attach(*args)
 
@@ -319,18 +318,21 @@ def run_out_of_memory_half_way() -> None:
     assert model(torch.ones(2, 5)).isfinite().all()
 
 
-def wait_for_a_late_rank(way: str) -> None:
+@pytest.mark.parametrize("way", ["native", "direct", "shared"])
+@on_ranks(2)
+def test_wait_for_a_late_rank_checks_for_divergence_and_may_be_repeated(way: str) -> None:
+    """Also where the backend can only wait until the end."""
     os.environ["FSDP_COLLECTIVES"] = way
     group, store = new_group(), group_store(dist.group.WORLD)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
     communicator.choose(torch.device("cpu"))
     full, shard = torch.ones(4), torch.ones(2)
-    lane, late = Lane.of(group), OutOfStep("the others do not come")
-    for number, what in enumerate(("gather", "reduce")):
-        event, told = Event(what, number), f"{what} {way}"
+    lane, late = Lane.of(group), OutOfStep("a rank is missing")
+    for number, kind in enumerate(("gather", "reduce")):
+        event, key = Event(kind, number), f"{kind} {way}"
         if dist.get_rank() == 1:
-            store.wait([told])
-        if what == "gather":
+            store.wait([key])
+        if kind == "gather":
             pending = communicator.gather([Gather(full, shard)], event)
         else:
             pending = communicator.reduce(shard, full, event)
@@ -338,65 +340,36 @@ def wait_for_a_late_rank(way: str) -> None:
             patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.05))
             with patience, mock.patch.object(lane, "slow", side_effect=late), pytest.raises(OutOfStep):
                 pending.wait()
-            store.set(told, "")
+            store.set(key, "")
         pending.wait()
 
 
-@pytest.mark.parametrize("way", ["native", "direct", "shared"])
-def test_who_waits_for_a_late_rank_looks_around(way: str) -> None:
-    """Also where the backend can only wait to the end; and what is given up is waited for again."""
-    run_ranks(2, wait_for_a_late_rank, way)
-
-
-def test_buckets_are_gathered_together() -> None:
-    """And if one of them finds no memory, later all the same."""
-    run_ranks(2, gather_several_buckets)
-    run_ranks(2, run_out_of_memory_half_way)
-
-
-def count_by_size(numel: int, way: str | None) -> list[str]:
-    os.environ.pop("FSDP_COLLECTIVES", None)
-    if way is not None:
-        os.environ["FSDP_COLLECTIVES"] = way
-    unit = nn.Linear(numel, 1, bias=False)
-    model = wrap(unit)
-    with record_collectives() as log:
-        model(torch.ones(1, numel)).sum().backward()
-    return [r.op for r in data(log)]
-
-
-def test_which_way_a_message_goes() -> None:
-    """Direct from 1 MiB on unless the environment says otherwise."""
+@on_ranks(2)
+def test_large_messages_use_the_direct_exchange() -> None:
+    """From 1 MiB on, unless the environment chooses the transport."""
     mebibyte = 2**18  # elements
     native, direct = ["all_gather", "reduce_scatter"], ["exchange", "exchange"]
     for numel, way, expected in (
-        (mebibyte, None, direct),
-        (mebibyte - 2, None, native),
+        (mebibyte, "", direct),
+        (mebibyte - 2, "", native),
         (mebibyte, "native", native),
         (16, "direct", direct),
         (mebibyte, "auto", direct),
     ):
-        assert run_ranks(2, count_by_size, numel, way) == [expected] * 2, (numel, way)
+        with mock.patch.dict(os.environ, FSDP_COLLECTIVES=way):
+            model = wrap(nn.Linear(numel, 1, bias=False))
+            with record_collectives() as log:
+                model(torch.ones(1, numel)).sum().backward()
+        assert [record.op for record in data(log)] == expected, (numel, way)
 
 
 # -- a unit used twice ---------------------------------------------------------------------------------------------
 
 
-def count_used_twice(strategy: ShardingStrategy, use_orig_params: bool) -> list[Counter[str]]:
-    case = ZOO["used-twice"]
-    model = wrap(case, strategy, use_orig_params)
-    found = []
-    for step in range(3):
-        with record_collectives() as log:
-            case.loss(model, case.make_batch(step, 2)).backward()
-        found.append(Counter(order(log)))
-        assert_at_rest(model, f"step {step}")
-    return found
-
-
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
+@on_ranks(2)
 def test_collectives_of_a_unit_used_twice(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Gathered for each of its forwards and once for its backward; reduced once."""
+    """One gather for each forward and one for the backward; one reduction."""
     expected: Counter[str] = Counter()
     for unit in ("unit 'first'", "unit 'second'", "unit 'shared'", ROOT):
         if strategy is FULL_SHARD:
@@ -404,11 +377,16 @@ def test_collectives_of_a_unit_used_twice(strategy: ShardingStrategy, use_orig_p
         elif strategy is SHARD_GRAD_OP:
             expected[f"gather {unit}"] = 1
         expected[f"reduce {unit}"] = 1
-    for found in run_ranks(2, count_used_twice, strategy, use_orig_params):
-        assert found == [expected] * 3
+    case = ZOO["used-twice"]
+    model = wrap(case, strategy, use_orig_params)
+    for step in range(3):
+        with record_collectives() as log:
+            case.loss(model, case.make_batch(step, 2)).backward()
+        assert Counter(order(log)) == expected, f"step {step}"
+        assert_at_rest(model, f"step {step}")
 
 
-# -- the same on every rank ----------------------------------------------------------------------------------------
+# -- order ---------------------------------------------------------------------------------------------------------
 
 
 def record_case(name: str, strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[str, str, int]]:
@@ -421,7 +399,9 @@ def record_case(name: str, strategy: ShardingStrategy, use_orig_params: bool) ->
     return [(str(r.label), r.op, r.nbytes) for r in log.records]
 
 
-def record_around_a_cast() -> None:
+@on_ranks(2)
+def test_cast_does_not_change_the_order() -> None:
+    """Each unit is still reduced when the last gradient arrives, by other nodes of the graph."""
     for use_orig_params in (False, True):
         model = wrap(
             Chain(Piece(), Piece(), Piece()), FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece})
@@ -435,13 +415,8 @@ def record_around_a_cast() -> None:
         assert orders[1:] == [orders[1]] * 3, orders
 
 
-def test_a_cast_changes_no_order() -> None:
-    """Each unit is reduced as early as before: when its last gradient is there, which other nodes bring now."""
-    run_ranks(2, record_around_a_cast)
-
-
 @pytest.mark.parametrize(
-    ("name", "besides"),
+    ("name", "second"),
     [
         ("encoder-decoder", SHARD_GRAD_OP),
         ("used-twice", NO_SHARD),
@@ -450,19 +425,17 @@ def test_a_cast_changes_no_order() -> None:
         ("segment-reentrant", SHARD_GRAD_OP),
     ],
 )
-def test_order_is_the_same_on_every_rank(name: str, besides: ShardingStrategy) -> None:
-    for strategy in (FULL_SHARD, besides):
-        first, *others = run_ranks(3, record_case, name, strategy, strategy is FULL_SHARD)
-        assert first
-        for other in others:
-            assert other == first
+def test_order_is_equal_on_all_ranks(name: str, second: ShardingStrategy) -> None:
+    for strategy in (FULL_SHARD, second):
+        first, *rest = run_ranks(3, record_case, name, strategy, strategy is FULL_SHARD)
+        assert first and rest == [first] * 2
 
 
-# -- gathered ahead ------------------------------------------------------------------------------------------------
+# -- prefetch ------------------------------------------------------------------------------------------------------
 
 
 class Nested(nn.Module):
-    """A unit with parameters of its own before, between and after the units inside it."""
+    """A unit with parameters before, between and after nested units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -487,9 +460,9 @@ class NestedChain(nn.Module):
 
 
 def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], CollectiveLog]) -> None:
-    """Note in the log when each unit begins to compute: no operation of that pass inside it has run yet.
+    """Mark in the log when each unit begins to compute, before the pass's first operation inside it.
 
-    For a unit around others, note besides when it computes again after the last of them.
+    For a unit around nested ones, mark also when it computes again after the last of them.
     """
 
     def mark_forward(module: nn.Module, text: str) -> None:
@@ -497,7 +470,7 @@ def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], Collectiv
 
     def mark_backward(module: nn.Module, text: str) -> None:
         def returns(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.grad_fn is not None:  # before the operation that made it, and after all hooks on the tensor
+            if output.grad_fn is not None:  # runs before the node's backward, and after all hooks on the tensor
                 output.grad_fn.register_prehook(lambda grads: get_log().mark(text))
 
         module.register_forward_hook(returns)
@@ -513,7 +486,7 @@ def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], Collectiv
 
 
 def trace_passes(name: str, strategy: ShardingStrategy, delayed: bool, options: dict[str, Any]) -> list[list[str]]:
-    """For each of four steps its events: "issue gather X", "wait gather X", "forward X", "backward X" ..."""
+    """Return the events of each of four steps: "issue gather X", "wait gather X", "forward X", "backward X" ..."""
     case = ZOO.get(name)
     if case is None:
         model = wrap(NestedChain(), strategy, True, wrap_policy=ModuleWrapPolicy({Piece, Nested}), **options)
@@ -535,9 +508,9 @@ def trace_passes(name: str, strategy: ShardingStrategy, delayed: bool, options: 
             moved = {record.index for record in data(log)}
             steps.append(
                 [
-                    str(what) if event == "mark" else f"{event} {log.records[int(what)].label}"
-                    for event, what in log.events
-                    if event == "mark" or what in moved
+                    str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"
+                    for event, entry in log.events
+                    if event == "mark" or entry in moved
                 ]
             )
     return steps
@@ -548,15 +521,15 @@ def only(events: list[str], prefix: str) -> list[str]:
 
 
 def split(events: list[str]) -> tuple[list[str], list[str]]:
-    """Forward and backward. The root's output is where the one ends and the other begins."""
+    """Split the events into forward and backward, at the root's output."""
     middle = events.index(f"backward {ROOT}")
-    while middle and events[middle - 1].startswith("issue gather"):  # ahead, in the root's own hook
+    while middle and events[middle - 1].startswith("issue gather"):  # prefetched by a hook of the root
         middle -= 1
     return events[:middle], events[middle:]
 
 
 def overlapped(events: list[str], computes: str) -> int:
-    """Units whose gather was issued before what is computed before them, and awaited after."""
+    """Count the units whose gather was issued before the computation preceding them, and awaited after it."""
     marks = [i for i, event in enumerate(events) if event.startswith((f"{computes} ", f"again {computes}"))]
     count = 0
     for before, current in itertools.pairwise(marks):
@@ -569,9 +542,11 @@ def overlapped(events: list[str], computes: str) -> int:
 @pytest.mark.parametrize(
     ("name", "delayed"), [("encoder-decoder", True), ("nested", False), ("nested", True), ("mlp", False)]
 )
-def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
-    """Later steps gather in the order of the first, which gathered on demand; every unit but the first of a pass
-    is gathered while the one before it computes."""
+def test_prefetch_follows_the_recorded_order(name: str, delayed: bool) -> None:
+    """Later steps gather in the order of the first, which gathers on demand.
+
+    Every unit but the first of a pass is gathered while the preceding unit computes.
+    """
     forward = {
         "encoder-decoder": ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
         "nested": ["first", "outer", "outer.inner.0", "outer.inner.1", "last"],
@@ -581,11 +556,11 @@ def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
     forward, backward = ([ROOT, *(f"unit {unit!r}" for unit in units)] for units in (forward, backward))
     for steps in run_ranks(2, trace_passes, name, FULL_SHARD, delayed, {}):
         for number, events in enumerate(steps):
-            there, back = split(events)
-            assert only(there, "forward") == forward and only(back, "backward") == backward
-            assert only(there, "issue gather") == forward, f"step {number}"
+            ahead, back = split(events)
+            assert only(ahead, "forward") == forward and only(back, "backward") == backward
+            assert only(ahead, "issue gather") == forward, f"step {number}"
             assert only(back, "issue gather") == backward[1:], f"step {number}"  # the root was kept
-            assert overlapped(there, "forward") == (0 if number == 0 else len(forward) - 1), f"step {number}"
+            assert overlapped(ahead, "forward") == (0 if number == 0 else len(forward) - 1), f"step {number}"
             assert overlapped(back, "backward") == (0 if number == 0 else len(backward) - 1), f"step {number}"
 
 
@@ -593,16 +568,16 @@ def test_forward_gathers_under_shard_grad_op_overlap() -> None:
     forward = [ROOT, *(f"unit 'blocks.{index}'" for index in range(3))]
     for steps in run_ranks(2, trace_passes, "mlp", SHARD_GRAD_OP, True, {}):
         for number, events in enumerate(steps):
-            there, back = split(events)
-            assert only(there, "issue gather") == forward and not only(back, "issue gather")
-            assert overlapped(there, "forward") == (0 if number == 0 else 3)
+            ahead, back = split(events)
+            assert only(ahead, "issue gather") == forward and not only(back, "issue gather")
+            assert overlapped(ahead, "forward") == (0 if number == 0 else 3)
 
 
 # -- an order that changes -----------------------------------------------------------------------------------------
 
 
 class Planned(nn.Module):
-    """Runs its units in an order that the caller chooses."""
+    """A model with an order of units chosen by the caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -645,7 +620,7 @@ def build_planned() -> nn.Module:
 
 
 def change_order(plans: list[list[int]], strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[int, int]]:
-    """Gathers in forward and backward of each step, after comparing everything with the plain model."""
+    """Compare training with the plain model's, and return the gathers in forward and backward of each step."""
     program = planned(plans)
     reference = Reference(build_planned, program)
     model = wrap(build_planned(), strategy, use_orig_params, wrap_policy=units_of)
@@ -654,14 +629,14 @@ def change_order(plans: list[list[int]], strategy: ShardingStrategy, use_orig_pa
     found = []
     for plan in plans:
         x = torch.ones(2, 7)
-        with record_collectives() as there:
+        with record_collectives() as ahead:
             output = model(x, plan)
         kept = {""} | {f"units.{index}" for index in plan if strategy is SHARD_GRAD_OP}
         gathered = {name for name, unit, _ in units_in(model) if unit.handles[0].full.untyped_storage().nbytes()}
-        assert gathered == kept, f"{plan}: what was gathered ahead in vain is not kept for the backward"
+        assert gathered == kept, f"{plan}: a unit that was prefetched and not used is kept for the backward"
         with record_collectives() as back:
             output.sum().backward()
-        found.append((len(order(there, "gather")), len(order(back, "gather"))))
+        found.append((len(order(ahead, "gather")), len(order(back, "gather"))))
         assert_at_rest(model, str(plan))
     return found
 
@@ -671,44 +646,44 @@ def units_of(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 
 @pytest.mark.parametrize("change", PLANS)
-def test_order_that_changes(change: str) -> None:
-    """From one step to the next, for good and back again; a change costs at most one gather in each pass. Every
-    other change is tried with what stays gathered for the backward, too."""
+@on_ranks(2)
+def test_change_of_order_costs_at_most_one_gather_in_each_pass(change: str) -> None:
+    """From one step to the next, for good and back again; every second change also under SHARD_GRAD_OP."""
     plan = PLANS[change]
     plans = [USUAL, USUAL, plan, plan, USUAL, plan]
     for strategy in (FULL_SHARD, SHARD_GRAD_OP)[: 2 - list(PLANS).index(change) % 2]:
-        for found in run_ranks(2, change_order, plans, strategy, strategy is FULL_SHARD):
-            for step, (current, (forward, backward)) in enumerate(zip(plans, found)):
-                changed = int(step > 0 and plans[step - 1] != current)
-                # Every forward of a unit and every unit's backward needs one, and the root one for both.
-                there, back = len(current) + 1, len(set(current))
-                if strategy is SHARD_GRAD_OP:
-                    there, back = len(set(current)) + 1, 0
-                assert there <= forward <= there + changed, f"step {step}, forward: {forward} gathers, needs {there}"
-                assert back <= backward <= back + changed, f"step {step}, backward: {backward} gathers, needs {back}"
+        found = change_order(plans, strategy, strategy is FULL_SHARD)
+        for step, (current, (forward, backward)) in enumerate(zip(plans, found)):
+            changed = int(step > 0 and plans[step - 1] != current)
+            # Every forward of a unit and every unit's backward needs one, and the root one for both.
+            needed, back = len(current) + 1, len(set(current))
+            if strategy is SHARD_GRAD_OP:
+                needed, back = len(set(current)) + 1, 0
+            assert needed <= forward <= needed + changed, f"step {step}, forward: {forward} gathers, needs {needed}"
+            assert back <= backward <= back + changed, f"step {step}, backward: {backward} gathers, needs {back}"
 
 
 # -- checkpointing -------------------------------------------------------------------------------------------------
 
 SEGMENT = 4
-GATHERED = 2  # units at a time, with one gathered ahead
+GATHERED = 2  # units at a time, one of them prefetched
 
 
 class Checkpointed(nn.Module):
     """Units with activation checkpointing inside, outside, or over a segment of all of them."""
 
-    def __init__(self, where: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> None:
+    def __init__(self, position: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 5)
-        self.where, self.reentrant = where, reentrant
+        self.position, self.reentrant = position, reentrant
         impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         self.units = nn.ModuleList()
         for _ in range(SEGMENT):
             unit: nn.Module = Piece()
-            if where == "inside":
+            if position == "inside":
                 unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
             unit = wrap(unit, strategy, True, **options)
-            self.units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if where == "outside" else unit)
+            self.units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if position == "outside" else unit)
 
     def run(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -717,41 +692,36 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        return checkpoint(self.run, x, use_reentrant=self.reentrant) if self.where == "segment" else self.run(x)
-
-
-def count_checkpointed(where: str, reentrant: bool, strategy: ShardingStrategy) -> list[Counter[str]]:
-    model = wrap(Checkpointed(where, reentrant, strategy), strategy, True)
-    found = []
-    for step in range(3):
-        with record_collectives() as log:
-            model(torch.ones(2, 5)).sum().backward()
-        assert_at_rest(model, f"step {step}")
-        found.append(Counter(label.split(" unit ")[0] if " unit " in label else label for label in order(log)))
-    return found
+        return checkpoint(self.run, x, use_reentrant=self.reentrant) if self.position == "segment" else self.run(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("where", ["inside", "outside", "segment"])
-def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
-    """A unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
-    gather. A segment of k units is recomputed as a whole before its backward: all but the last two of them
-    are gathered once more.
+@pytest.mark.parametrize("position", ["inside", "outside", "segment"])
+@on_ranks(2)
+def test_gathers_under_checkpointing(position: str, reentrant: bool) -> None:
+    """A recomputed unit is gathered once for recomputation and backward, so that checkpointing costs no gather.
+
+    A segment of k units is recomputed as a whole before the backward: all but the last two are gathered once more.
     """
     for strategy in (FULL_SHARD, SHARD_GRAD_OP):
         gathers = SEGMENT
         if strategy is FULL_SHARD:
             gathers = 2 * SEGMENT
-            if where == "segment":
+            if position == "segment":
                 gathers += SEGMENT - GATHERED
         expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
-        for found in run_ranks(2, count_checkpointed, where, reentrant, strategy):
-            for step, counted in enumerate(found):
-                assert counted == expected, f"{strategy}, step {step}"
+        model = wrap(Checkpointed(position, reentrant, strategy), strategy, True)
+        for step in range(3):
+            with record_collectives() as log:
+                model(torch.ones(2, 5)).sum().backward()
+            assert_at_rest(model, f"step {step}")
+            labels = [label.split(" unit ")[0] if " unit " in label else label for label in order(log)]
+            assert Counter(labels) == expected, f"{strategy}, step {step}"
 
 
-def trace_distance() -> list[list[str]]:
-    """For each of three steps its events, as `trace_passes` has them."""
+@on_ranks(2)
+def test_recomputed_unit_counts_once_in_the_prefetch_distance() -> None:
+    """One gather serves the recomputation and the backward, of the unit and of each prefetched one."""
     options = {"backward_prefetch_distance": 2}
     model = wrap(Checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
     logs: list[CollectiveLog] = []
@@ -760,39 +730,16 @@ def trace_distance() -> list[list[str]]:
         with record_collectives() as log:
             logs.append(log)
             model(torch.ones(2, 5)).sum().backward()
-    return [
-        [str(what) if event == "mark" else f"{event} {log.records[int(what)].label}" for event, what in log.events]
-        for log in logs
-    ]
-
-
-def test_a_unit_that_is_recomputed_counts_once_in_the_distance() -> None:
-    """It is gathered for its recomputation and its backward at once, and so are those after it."""
-    for steps in run_ranks(2, trace_distance):
-        for events in steps[1:]:
-            last = {event: index for index, event in enumerate(events)}
-            for index in range(SEGMENT - 1, 1, -1):
-                ahead, before = f"issue gather unit 'units.{index - 2}'", f"forward unit 'units.{index - 1}'"
-                assert last[ahead] < last[before], f"{ahead} comes too late in {events}"
+    for log in logs[1:]:
+        last: dict[str, int] = {}
+        for index, (event, entry) in enumerate(log.events):
+            last[str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"] = index
+        for index in range(SEGMENT - 1, 1, -1):
+            ahead, before = f"issue gather unit 'units.{index - 2}'", f"forward unit 'units.{index - 1}'"
+            assert last[ahead] < last[before], f"{ahead} comes too late"
 
 
 # -- late collectives ----------------------------------------------------------------------------------------------
-
-
-def train_delayed(name: str, strategy: ShardingStrategy, use_orig_params: bool, way: str, seeds: list[int]) -> None:
-    os.environ["FSDP_COLLECTIVES"] = way
-    case, schedule = ZOO[name], Schedule(steps=2, micro=2)
-    arguments: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params, "no_sync": [True, False]}
-    usual = run_fsdp(case, adamw, schedule, **arguments)
-    assert all(step.loss.isfinite() for step in usual), "the runs agree on what never arrived"
-    for seed in seeds:
-        with delay_collectives(seed, max_ms=1.0):
-            delayed = run_fsdp(case, adamw, schedule, **arguments)
-        for step, (ours, theirs) in enumerate(zip(delayed, usual)):
-            what = f"{name}, seed {seed}, step {step}"
-            assert_bit_equal({"loss": ours.loss}, {"loss": theirs.loss}, what)
-            assert_bit_equal(ours.grads, theirs.grads, what)
-            assert_bit_equal(ours.params, theirs.params, what)
 
 
 DELAYED = [
@@ -806,8 +753,19 @@ DELAYED = [
 
 
 @pytest.mark.parametrize(("name", "strategy", "use_orig_params", "way"), DELAYED)
-def test_nothing_is_read_before_its_wait(
+@on_ranks(2)
+def test_no_result_is_read_before_the_wait(
     name: str, strategy: ShardingStrategy, use_orig_params: bool, way: str
 ) -> None:
-    """Collectives that start late and deliver in `wait()` alone change no bit."""
-    run_ranks(2, train_delayed, name, strategy, use_orig_params, way, [1])
+    """Collectives that start late and deliver only in `wait()` change no bit."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    case, schedule = ZOO[name], Schedule(steps=2, micro=2)
+    arguments: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params, "no_sync": [True, False]}
+    usual = run_fsdp(case, adamw, schedule, **arguments)
+    assert all(step.loss.isfinite() for step in usual), "poison in the usual run"
+    with delay_collectives(1, max_ms=1.0):
+        delayed = run_fsdp(case, adamw, schedule, **arguments)
+    for number, (late, step) in enumerate(zip(delayed, usual)):
+        assert_bit_equal({"loss": late.loss}, {"loss": step.loss}, f"step {number}")
+        assert_bit_equal(late.grads, step.grads, f"step {number}")
+        assert_bit_equal(late.params, step.params, f"step {number}")

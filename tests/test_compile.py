@@ -1,7 +1,7 @@
-"""torch.compile around, inside and between units: eager's numbers, and graph breaks at the units' borders only.
+"""torch.compile around, inside and between units: eager's numbers, and graph breaks only at the borders of units.
 
-With ``use_orig_params=False`` torch's compiler leaves a unit's modules as they are ("Dynamo only supports FSDP with
-use_orig_params=True"), as it does under torch's FSDP1.
+With `use_orig_params=False` torch's compiler leaves a unit's modules alone ("Dynamo only supports FSDP with
+use_orig_params=True"), as under torch's FSDP1.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
-STEPS = 5
+STEPS = 3  # the first compiles, the second sees optimizer state for the first time, the third must not compile
 
 
 class Block(nn.Module):
@@ -63,8 +63,8 @@ def build(way: str, backend: Any, use_orig_params: bool) -> Any:
 
 
 def train(model: Any) -> tuple[list[Tensor], list[tuple[int, int, int]]]:
-    """The loss of each step, and after it the compiler's counts: graphs, graph breaks, frames."""
-    import torch._dynamo.utils as dynamo  # it takes a second, and fills the memory of every other test
+    """Return the loss of each step, and after it the compiler's counts: graphs, graph breaks, frames."""
+    import torch._dynamo.utils as dynamo  # here, since this import is slow and would burden every test
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses, counts = [], []
@@ -91,7 +91,7 @@ WAYS = [
 
 
 def compile_kernels_once() -> None:
-    """Compile the block's kernels on rank 0 with few optimizations; the other ranks then find them on disk."""
+    """Compile the block's kernels on rank 0 with few optimizations; the remaining ranks find them on disk."""
     import torch._inductor.compile_fx
     import torch._inductor.config as config
 
@@ -109,32 +109,33 @@ def compare_with_eager(backend: str, ways: list[str], use_orig_params: bool) -> 
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler hides it
     if backend == "inductor":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it imports its compiler
+            warnings.simplefilter("ignore", DeprecationWarning)  # raised while torch imports the compiler
             compile_kernels_once()
     eager, _ = train(build("eager", None, use_orig_params))
     for way in ways:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         losses, counts = train(build(way, backend, use_orig_params))
-        what = f"{backend}, {way}, use_orig_params={use_orig_params}: {counts}"
-        if backend == "inductor":  # it fuses operations, and rounds otherwise
-            torch.testing.assert_close(losses, eager, msg=lambda text, what=what: f"{what}\n{text}")
+        case = f"{backend}, {way}, use_orig_params={use_orig_params}: {counts}"
+        if backend == "inductor":  # fused operations round differently
+            torch.testing.assert_close(losses, eager, msg=lambda text, case=case: f"{case}\n{text}")
         else:
-            assert all(torch.equal(a, b) for a, b in zip(losses, eager)), what
-        assert counts[1:] == counts[1:2] * (STEPS - 1), f"compiled again, {what}"
+            assert all(torch.equal(a, b) for a, b in zip(losses, eager)), case
+        assert counts[1:] == counts[1:2] * (STEPS - 1), f"compiled again, {case}"
         graphs, breaks, _ = counts[-1]
-        assert graphs == (1 if use_orig_params else 0), what  # both blocks share one
-        assert breaks <= 2, what  # at the border of the root, and in its loop over the blocks
+        assert graphs == (1 if use_orig_params else 0), case  # both blocks share one
+        assert breaks <= 2, case  # at the border of the root, and in the loop over the blocks
 
 
-def test_a_compiled_model_trains_as_in_eager_mode() -> None:
+@pytest.mark.parametrize("ways, use_orig_params", [(WAYS, True), ([WAYS[0], WAYS[3]], False)], ids=["orig", "flat"])
+@on_ranks(2, timeout=240)
+def test_compiled_model_trains_as_in_eager_mode(ways: list[str], use_orig_params: bool) -> None:
     """Compile before and after wrapping, the model and its blocks, with aot_eager: equal bits, and one compilation."""
-    run_ranks(2, compare_with_eager, "aot_eager", WAYS, True, timeout=240)
-    run_ranks(2, compare_with_eager, "aot_eager", [WAYS[0], WAYS[3]], False, timeout=240)
+    compare_with_eager("aot_eager", ways, use_orig_params)
 
 
 def _compiler_fault() -> str:
-    """Why nothing can be compiled here; empty where it can."""
+    """Return the C++ compiler's error; empty where it works."""
     command = [os.environ.get("CXX", "g++"), "-x", "c++", "-fsyntax-only", "-"]
     try:
         return subprocess.run(command, input=b"#include <vector>", capture_output=True, check=False).stderr.decode()
@@ -142,14 +143,19 @@ def _compiler_fault() -> str:
         return str(error)
 
 
-def test_a_model_compiled_with_inductor_trains_as_in_eager_mode() -> None:
+def test_model_compiled_with_inductor_trains_as_in_eager_mode() -> None:
     """Losses agree within the rounding of torch's default backend, which fuses operations."""
     if fault := _compiler_fault():
         pytest.skip(f"no C++ compiler works, which inductor needs: {fault}")
     run_ranks(2, compare_with_eager, "inductor", [WAYS[0], WAYS[3]], True, timeout=240)
 
 
-def whole_steps() -> None:
+@on_ranks(2, timeout=240)
+def test_training_step_may_be_one_compiled_function() -> None:
+    """Forward, backward and optimizer are in one function; graph breaks are those of a plain model.
+
+    The optimizer is SGD, because compiled Adam rounds differently for a plain model as well.
+    """
     import torch._dynamo
 
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
@@ -179,20 +185,9 @@ def whole_steps() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*losses.values())), use_orig_params
 
 
-def test_one_compiled_function_may_hold_a_whole_training_step() -> None:
-    """Forward, backward and optimizer; the graph breaks where torch's compiler breaks it for a plain model, too.
-
-    The optimizer is SGD, because compiled Adam rounds differently for a plain model as well.
-    """
-    run_ranks(2, whole_steps, timeout=240)
-
-
-def markers() -> None:
+@on_ranks(2)
+def test_ignored_modules_are_not_marked_for_the_compiler() -> None:
     model = Model()
     wrapped = FullyShardedDataParallel(model, ignored_modules=[model.blocks[1]], use_orig_params=True)
     marked = {name for name, module in wrapped.module.named_modules() if hasattr(module, "_is_fsdp_managed_module")}
     assert marked == {name for name, _ in model.named_modules() if not name.startswith("blocks.1")}
-
-
-def test_ignored_modules_are_not_marked_for_the_compiler() -> None:
-    run_ranks(2, markers)

@@ -1,4 +1,4 @@
-"""Agreement among ranks: all go on or all raise, with the words of those that failed; nobody waits for what is over."""
+"""Agreement among ranks: all succeed or all raise with the errors of the failed ranks, and none hangs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from fsdp.comm import consensus, threads
 from fsdp.comm.consensus import CPU, TrainingRanks, failures_in
 from fsdp.comm.lane import Lane
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
 WORLD = 3
 
 
 def unanimous(groups: Sequence[Any], action: Callable[[], int], label: str) -> int:
-    """Do `action` on every rank of `groups`, and raise on all if it fails on one."""
+    """Run `action` on every rank of `groups`, and raise on all if it fails on one."""
     return TrainingRanks(groups, CPU).together(label, action)
 
 
@@ -33,7 +33,9 @@ def failing_on(ranks: set[int], kind: type[BaseException]) -> Callable[[], int]:
     return action
 
 
-def agreements() -> None:
+@on_ranks(WORLD)
+def test_all_ranks_raise_or_all_succeed() -> None:
+    """Also where a rank is interrupted; calls with different labels or numbers are never confused."""
     rank, world = dist.get_rank(), dist.group.WORLD
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     own: list[Any] = [world, pairs[rank // 2]]
@@ -46,15 +48,15 @@ def agreements() -> None:
             with pytest.raises(expected, match=f"not on {rank if rank in ranks else min(ranks)}"):
                 unanimous(groups, failing_on(ranks, kind), "try")
             assert unanimous(groups, failing_on(set(), ValueError), "try again") == 7
-    for here, there, told in ((["a"], ["b"], "differs from"), (["a", "c"], ["c", "a"], "in another order")):
-        found = failures_in([world], None, "compare", CPU, {world: there if rank == 1 else here})
-        assert told in next(iter(found.values())).text
+    for usual, odd, words in ((["a"], ["b"], "differs from"), (["a", "c"], ["c", "a"], "in another order")):
+        found = failures_in([world], None, "compare", CPU, {world: odd if rank == 1 else usual})
+        assert words in next(iter(found.values())).text
     assert not failures_in([world], None, "compare", CPU, {world: ["a"]})
     different = failures_in(own, None, "compare", CPU, {own[1]: ["a"] if rank == 1 else []})
-    assert "differs" in next(iter(different.values())).text  # rank 2 learns of it, too
+    assert "differs" in next(iter(different.values())).text  # on rank 2, too
     with pytest.raises(RuntimeError, match=r"in '.*', collective .*, while others are in"):
         unanimous([world], failing_on(set(), ValueError), "save" if rank == 0 else "load")
-    Lane.of(world).issued += rank == 1  # it has come farther than the others
+    Lane.of(world).issued += rank == 1  # one collective ahead
     with pytest.raises(RuntimeError, match=r"rank.*: in 'load', collective"):
         unanimous([world], failing_on(set(), ValueError), "load")
     Lane.of(world).issued -= rank == 1
@@ -62,89 +64,33 @@ def agreements() -> None:
     dist.destroy_process_group(own[1])
 
 
-def test_all_ranks_raise_or_none() -> None:
-    """Also where a rank is interrupted; calls of different names or numbers are never taken for one another."""
-    run_ranks(WORLD, agreements)
-
-
-def check_results_of_the_first_rank() -> None:
+@on_ranks(4)
+def test_first_runs_on_rank_0_and_returns_or_raises_on_all() -> None:
     world, rank = dist.group.WORLD, dist.get_rank()
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for groups in ([world], [rows[rank // 2], columns[rank % 2]]):
         ranks = TrainingRanks(groups, CPU)
-        asked: list[int] = []
+        ran_on: list[int] = []
 
-        def action(asked: list[int] = asked) -> int:
-            asked.append(rank)
+        def action(ran_on: list[int] = ran_on) -> int:
+            ran_on.append(rank)
             return 7
 
         assert ranks.first("ask", action) == 7
-        assert asked == ([0] if rank == 0 else [])
+        assert ran_on == ([0] if rank == 0 else [])
         with pytest.raises(ValueError, match="not on 0"):
             ranks.first("ask", failing_on({0}, ValueError))
         assert ranks.first("ask again", action) == 7
 
 
-def test_first_runs_on_rank_0_and_gives_every_rank_the_result_or_the_error() -> None:
-    run_ranks(4, check_results_of_the_first_rank)
-
-
-def test_one_rank_alone() -> None:
+def test_one_rank_agrees_without_a_group() -> None:
     assert unanimous([None], lambda: 7, "try") == 7
     with pytest.raises(ZeroDivisionError):
         unanimous([], lambda: 1 // 0, "try")
 
 
-# -- beside the training -----------------------------------------------------------------------------------------------
-
-
-def rounds_over_a_tree() -> None:
-    rank, size, heard = dist.get_rank(), dist.get_world_size(), list[int]()
-    connect, receive = dist.ProcessGroupGloo, consensus._SideGroup.receive
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        connected: list[int] = []
-        patch.setattr(dist, "ProcessGroupGloo", lambda *place: (connected.append(place[2]), connect(*place))[1])
-        patch.setattr(consensus, "FAN_OUT", 1, raising=False)  # a chain
-        patch.setattr(consensus._SideGroup, "receive", lambda side, rank: (heard.append(rank), receive(side, rank))[1])
-        ranks = consensus.Ranks(dist.new_group())
-        with ranks.call("try"):
-            assert ranks.round("list", lambda: 10 * rank, lambda all: [2 * its for its in all]) == 20 * rank
-            assert heard == [its for its in (rank + 1, rank - 1) if 0 <= its < size]  # up, and down again
-            assert connected == [2] * ((rank > 0) + (rank < size - 1))
-            assert ranks.round("join", lambda: [rank], lambda all: [all] * size, sum_of_lists) == [*range(size)]
-            for failing in ({3}, {1, 2}, {0}):
-                with pytest.raises(ValueError, match=f"not on {min(failing)}"):
-                    ranks.together("fail", failing_on(failing, ValueError))
-            with pytest.raises(ValueError, match="not on 0"):
-                ranks.first("fail", failing_on({0}, ValueError))
-            with pytest.raises(RuntimeError, match=r"rank 2: it is in try \(b\), and rank 0 in try \(a\)"):
-                ranks.together("a" if rank < 2 else "b", lambda: None)
-            with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # where ranks 1 to 3 meet rank 0
-                ranks.round("join", lambda: None, lambda all: [all] * size, not_on_0)
-        left = r"rank 3 left leave \(b\)|not on 3"
-        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=left)
-        with expected, ranks.call("leave"):  # far from rank 0, which is told by those between
-            ranks.together("b", failing_on({3}, KeyboardInterrupt))
-        with ranks.call("go on"):
-            assert ranks.first("b", lambda: 5) == 5
-        patch.setattr(threads, "PATIENCE", timedelta(0))
-        patch.setattr(consensus._SideGroup, "_raise_if_dead", lambda side: interrupt() if rank == 3 else None)
-        if rank == 3:  # it leaves while it waits for the others to come, and they come later
-            with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
-                raise AssertionError("nobody else has come")
-        else:
-            while ranks._side.why() is None:
-                time.sleep(0.01)
-            with pytest.raises(RuntimeError, match="rank 3 left wait: KeyboardInterrupt"), ranks.call("wait"):
-                raise AssertionError("rank 3 has left")
-        patch.undo()
-        with ranks.call("go on"):
-            assert ranks.first("b", lambda: 5) == 5
+# -- side group --------------------------------------------------------------------------------------------------------
 
 
 def sum_of_lists(several: list[list[int]]) -> list[int]:
@@ -156,21 +102,66 @@ def not_on_0(several: list[Any]) -> Any:
         raise TypeError("cannot join")
 
 
-def test_ranks_talk_over_a_tree() -> None:
-    """Each connects to its parent and its children, and hears them alone."""
-    run_ranks(4, rounds_over_a_tree)
+@on_ranks(4)
+def test_side_group_communicates_over_a_tree() -> None:
+    """Each rank connects to the parent and the children, and receives from these alone."""
+    rank, size, peers = dist.get_rank(), dist.get_world_size(), list[int]()
+    connect, receive = dist.ProcessGroupGloo, consensus._SideGroup.receive
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        connected: list[int] = []
+        patch.setattr(dist, "ProcessGroupGloo", lambda *args: (connected.append(args[2]), connect(*args))[1])
+        patch.setattr(consensus, "FAN_OUT", 1, raising=False)  # a chain
+        patch.setattr(consensus._SideGroup, "receive", lambda side, rank: (peers.append(rank), receive(side, rank))[1])
+        ranks = consensus.Ranks(dist.new_group())
+        with ranks.call("try"):
+            assert ranks.round("list", lambda: 10 * rank, lambda all: [2 * value for value in all]) == 20 * rank
+            assert peers == [peer for peer in (rank + 1, rank - 1) if 0 <= peer < size]  # up, and down again
+            assert connected == [2] * ((rank > 0) + (rank < size - 1))
+            assert ranks.round("join", lambda: [rank], lambda all: [all] * size, sum_of_lists) == [*range(size)]
+            for failing in ({3}, {1, 2}, {0}):
+                with pytest.raises(ValueError, match=f"not on {min(failing)}"):
+                    ranks.together("fail", failing_on(failing, ValueError))
+            with pytest.raises(ValueError, match="not on 0"):
+                ranks.first("fail", failing_on({0}, ValueError))
+            with pytest.raises(RuntimeError, match=r"rank 2: it is in try \(b\), and rank 0 in try \(a\)"):
+                ranks.together("a" if rank < 2 else "b", lambda: None)
+            with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # rank 0 joins the values
+                ranks.round("join", lambda: None, lambda all: [all] * size, not_on_0)
+        left = r"rank 3 left leave \(b\)|not on 3"
+        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=left)
+        with expected, ranks.call("leave"):  # ranks 1 and 2 pass the error on to rank 0
+            ranks.together("b", failing_on({3}, KeyboardInterrupt))
+        with ranks.call("go on"):
+            assert ranks.first("b", lambda: 5) == 5
+        patch.setattr(threads, "PATIENCE", timedelta(0))
+        patch.setattr(consensus._SideGroup, "_raise_if_dead", lambda side: interrupt() if rank == 3 else None)
+        if rank == 3:  # it is interrupted while it waits, before its peers arrive
+            with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
+                raise AssertionError("no peer has arrived")
+        else:
+            while ranks._side.why() is None:
+                time.sleep(0.01)
+            with pytest.raises(RuntimeError, match="rank 3 left wait: KeyboardInterrupt"), ranks.call("wait"):
+                raise AssertionError("rank 3 has left")
+        patch.undo()
+        with ranks.call("go on"):
+            assert ranks.first("b", lambda: 5) == 5
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 10, 75, 4096])
-def test_a_tree_has_all_ranks_once_and_few_floors(size: int) -> None:
+def test_tree_has_all_ranks_once_and_logarithmic_depth(size: int) -> None:
     found = [consensus.tree(rank, size) for rank in range(size)]
     assert [rank for rank, (parent, _) in enumerate(found) if parent is None] == [0]
     for rank, (parent, children) in enumerate(found):
         assert len(children) <= consensus.FAN_OUT
-        behind = [other for child in children for other in child]
+        behind = [descendant for child in children for descendant in child]
         assert behind == [*range(rank + 1, rank + 1 + len(behind))]
         assert all(found[child[0]][0] == rank for child in children)
-        floors = 0
+        depth = 0
         while parent is not None:
-            parent, floors = found[parent][0], floors + 1
-        assert consensus.FAN_OUT ** (floors - 1) <= size
+            parent, depth = found[parent][0], depth + 1
+        assert consensus.FAN_OUT ** (depth - 1) <= size

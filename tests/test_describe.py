@@ -1,4 +1,4 @@
-"""`fsdp.describe`: what it says of a model is what the ranks hold, and it remarks on what is probably not meant."""
+"""`fsdp.describe`: the figures equal the model's, and remarks name probable mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.tools.text import Table, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 WIDTH = 7
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A frozen embedding, tied to the output; blocks that are alike and one that is not."""
+    """A frozen embedding tied to the output, two equal blocks, and a third partly frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def _wrapped(module: nn.Module, *kinds: type[nn.Module], **options: Any) -> Full
         return FullyShardedDataParallel(module, auto_wrap_policy=policy, **options)
 
 
-def _held() -> None:
-    """The bytes and numbers are those of the parameters and gradients that are there."""
+@on_ranks(2)
+def test_figures_equal_those_of_parameters_and_gradients() -> None:
     for options in ({}, {"use_orig_params": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
         model = _wrapped(Net(), Block, **options)
         found = fsdp.describe(model)
@@ -84,12 +84,12 @@ def _held() -> None:
 
 
 def _remarks() -> list[str]:
-    """What is remarked on, model by model; and the first as text."""
+    """Return the first model's description as text, and the remarks on each of several models."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     usual = fsdp.describe(_wrapped(Net(), Block, mixed_precision=precision))
     pair = nn.ModuleList([_wrapped(Block()), nn.Linear(2, 3)])
     scaled = Net()
-    scaled.scales = nn.ModuleList(nn.PReLU() for _ in range(5))  # more modules, of fewer parameters
+    scaled.scales = nn.ModuleList(nn.PReLU() for _ in range(5))  # more modules with fewer parameters
     several = {
         "whole": _wrapped(scaled),
         "nothing": _wrapped(Net(), nn.LSTM),
@@ -101,14 +101,11 @@ def _remarks() -> list[str]:
     return [str(usual), *("\n".join(fsdp.describe(model).remarks) for model in several.values())]
 
 
-def _refused() -> None:
+def test_tools_refuse_arguments_that_are_no_model_or_no_parameter() -> None:
     with pytest.raises(ValueError, match=r"describe\(\) is for wrapped models, and nothing in this Net is: wrap it"):
         fsdp.describe(Net())
-
-
-def test_what_is_no_model_or_no_parameter_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    asked: list[Callable[[Any], Any]] = [
+    tools: list[Callable[[Any], Any]] = [
         fsdp.describe,
         fsdp.num_params,
         fsdp.shard_info,
@@ -118,9 +115,9 @@ def test_what_is_no_model_or_no_parameter_is_refused() -> None:
         lambda model: fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer),
     ]
     wrong = {"a str": "x", "a NoneType": None, "a SGD": optimizer, "the class Linear: make one": nn.Linear}
-    for ask, (kind, value) in itertools.product(asked, wrong.items()):
+    for tool, (kind, value) in itertools.product(tools, wrong.items()):
         with pytest.raises(TypeError, match=f"expected a model, an nn.Module, but got {kind}"):
-            ask(value)
+            tool(value)
     for of_tensors in (fsdp.full_tensor, fsdp.full_grad, fsdp.global_shape):
         with pytest.raises(TypeError, match=r"expected a parameter, one of model.parameters\(\), but got a Linear"):
             of_tensors(nn.Linear(1, 1))  # type: ignore[operator]
@@ -128,12 +125,7 @@ def test_what_is_no_model_or_no_parameter_is_refused() -> None:
         fsdp.FullyShardedDataParallel.group(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_it_says_what_the_ranks_hold() -> None:
-    run_ranks(2, _held)
-    _refused()
-
-
-def test_it_remarks_on_what_is_probably_not_meant() -> None:
+def test_remarks_name_probable_mistakes() -> None:
     text, whole, nothing, most, low, unmanaged, fine = run_ranks(2, _remarks)[1]
     rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     precision = "float32 -> bfloat16 -> float32"
@@ -152,7 +144,7 @@ def test_it_remarks_on_what_is_probably_not_meant() -> None:
     assert fine == ""
 
 
-def test_numbers_and_tables_for_people() -> None:
+def test_format_of_sizes_and_tables() -> None:
     sizes = [0, 999, 1000, 999_400, 999_600, 12_345_678, 7_100_000_000, 2_500_000_000_000]
     assert [in_bytes(size) for size in sizes] == [
         *("0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "12.3 MB", "7.10 GB", "2.50 TB")
@@ -162,6 +154,6 @@ def test_numbers_and_tables_for_people() -> None:
     assert table.markdown() == "| a | bc |\n| --- | ---: |\n| def | 1 |\n| g | 234 |"
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_unknown_name_of_the_package_raises() -> None:
     with pytest.raises(AttributeError, match="module 'fsdp' has no attribute 'nothing'"):
         fsdp.nothing  # type: ignore[attr-defined]  # noqa: B018

@@ -1,7 +1,7 @@
-"""Random programs in which one rank differs at one place; `scripts/fuzz_ranks.py` runs many more of them. And a loop
-that goes on with the next step after one that failed.
+"""Random programs in which one rank deviates once, and training loops that continue after a failed step.
 
-Every living rank is told within seconds, with both sides named, and they go on together and train right.
+Every living rank raises within seconds, with both sides named; afterwards the ranks train together and right.
+`scripts/fuzz_ranks.py` runs many more programs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tests.harness.pool import Died, run_fresh, run_ranks
     "world_size, seeds, shard_size",
     [(2, [*range(0, 14, 2), 395], 0), (3, [80, *range(100, 107, 2)], 0), (4, [0, 8, 17, 63], 2)],
 )
-def test_one_rank_differs(world_size: int, seeds: list[int], shard_size: int) -> None:
-    """Another unit, another order, another pass, a call that is missing or made alone, an exception. With a shard size
-    there are replicas: ranks that share no group with the odd one are told as well."""
+def test_deviation_of_one_rank_raises_on_every_rank(world_size: int, seeds: list[int], shard_size: int) -> None:
+    """Another unit, order or pass, a missing or additional call, an exception.
+
+    With a shard size there are replicas: ranks without a group in common with the odd one raise as well.
+    """
     by_rank = run_ranks(world_size, run_programs, seeds, False, shard_size, timeout=180.0)
     for seed, outcomes in zip(seeds, zip(*by_rank, strict=True), strict=True):
         program = Program.make(seed, world_size, exits=False)
         assert not (found := faults(program, list(outcomes))), "\n".join([str(program), *found])
 
 
-def test_one_rank_ends() -> None:
-    """Its process does, while the others are in the middle of a step."""
+def test_rank_that_exits_during_a_step_is_named_by_its_peers() -> None:
     by_rank = run_fresh(3, run_programs, [1], True)
     program = Program.make(1, 3, exits=True)
     assert by_rank[program.odd] == Died(3)
@@ -42,9 +43,12 @@ def test_one_rank_ends() -> None:
 
 
 @impatient
-def lose_steps(where: str, at: int) -> tuple[list[str], list[str]]:
-    """Rank 1 fails once, in step `at`, in a loop that goes on with the next step; what became of each step, and of the
-    parameters beside those of the plain model that was trained in the steps that did not fail."""
+def lose_steps(position: str, at: int) -> tuple[list[str], list[str]]:
+    """Train in a loop that continues after failed steps; rank 1 fails once, in step `at`.
+
+    Return the outcome of each step, and the parameters that differ from a plain model's, trained in the remaining
+    steps.
+    """
     torch.manual_seed(0)
     plain = Chain(UNEQUAL)
     model = build(copy.deepcopy(plain), new_group(), use_orig_params=True)
@@ -62,7 +66,7 @@ def lose_steps(where: str, at: int) -> tuple[list[str], list[str]]:
     }
     for step in range(at + 4):
         inputs = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)) for _ in range(2)]
-        handle = register[where](fail) if rank == 1 and step == at else None
+        handle = register[position](fail) if rank == 1 and step == at else None
         try:
             model(inputs[rank]).square().sum().backward()
             optimizers[1].step()
@@ -85,10 +89,9 @@ def lose_steps(where: str, at: int) -> tuple[list[str], list[str]]:
     return done, wrong
 
 
-@pytest.mark.parametrize(("where", "at"), [("a unit's forward", 0), ("the root's forward", 3), ("the backward", 0)])
-def test_a_step_that_fails_on_one_rank_is_lost_by_all(where: str, at: int) -> None:
-    """Ranks that go on with the next step train the same steps together: a rank is not told of its own failure in a
-    step more, which the others would then begin without it."""
-    (first, wrong), (second, also) = run_ranks(2, lose_steps, where, at)
+@pytest.mark.parametrize(("position", "at"), [("a unit's forward", 0), ("the root's forward", 3), ("the backward", 0)])
+def test_step_that_fails_on_one_rank_is_lost_by_all(position: str, at: int) -> None:
+    """The failing rank's next step must not raise the same failure again, as the peers would begin it alone."""
+    (first, wrong), (second, also) = run_ranks(2, lose_steps, position, at)
     assert [word == "done" for word in first] == [word == "done" for word in second], (first, second)
     assert first.count("done") == at + 3 and second[at] == "ValueError" and not wrong and not also

@@ -25,7 +25,7 @@ DOCUMENTS = [
     for folder in ("", "examples/**/", "fsdp/**/", "scripts/", "tests/**/")
     for path in sorted(ROOT.glob(f"{folder}README.md"))
 ]
-FILES = {  # what a document's snippets write, where that is their point
+FILES = {  # files that a document's snippets are expected to write
     "README.md": {"checkpoints", "weights"},
     "fsdp/checkpoint/README.md": {"step_1000", "checkpoints", "model.safetensors", "dcp"},
     "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
@@ -34,22 +34,22 @@ WITH_SNIPPETS = [name for name in DOCUMENTS if SNIPPET.search((ROOT / name).read
 
 
 class Model(nn.Linear):
-    """A model with a method besides `forward`, as language models have."""
+    """A model with a second method, as language models have."""
 
     def generate(self) -> torch.Tensor:
         return self(torch.ones(1, 4))
 
 
 def _run(snippets: list[str], directory: str) -> None:
-    """Run the snippets one after the other in `directory`.
+    """Run the snippets in sequence in `directory`.
 
-    A snippet that is no program of its own goes on from a wrapped model that has taken one step.
+    A snippet that is not a whole program starts with a wrapped model that has taken one step.
     """
     model = FullyShardedDataParallel(Model(4, 4), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    going_on: dict[str, Any] = {
+    names: dict[str, Any] = {
         "FSDP": FullyShardedDataParallel,
         "fsdp": fsdp,
         "torch": torch,
@@ -64,7 +64,7 @@ def _run(snippets: list[str], directory: str) -> None:
         for code in snippets:
             program = "init_process_group" in code
             with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
-                exec(compile(code, "README.md", "exec"), {"__name__": "__main__"} if program else {**going_on})
+                exec(compile(code, "README.md", "exec"), {"__name__": "__main__"} if program else {**names})
     finally:
         os.chdir(before)
         disable_dcp()
@@ -72,22 +72,22 @@ def _run(snippets: list[str], directory: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_SNIPPETS)
-def test_the_snippets_of_a_document_run(name: str, tmp_path: Path) -> None:
+def test_snippets_of_a_document_run(name: str, tmp_path: Path) -> None:
     run_ranks(2, _run, SNIPPET.findall((ROOT / name).read_text()), str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == FILES.get(name, set())
 
 
-def test_the_documents_whose_snippets_matter_have_some() -> None:
+def test_documents_with_expected_files_have_snippets() -> None:
     assert set(FILES) <= set(WITH_SNIPPETS)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_links_of_a_document_lead_somewhere(name: str) -> None:
+def test_links_of_a_document_lead_to_files(name: str) -> None:
     document = ROOT / name
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
     lost = [link for link in links if not (document.parent / link).exists()]
     assert not lost
 
 
-def test_the_readme_is_read_to_its_end() -> None:
+def test_readme_has_at_most_250_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250

@@ -1,4 +1,4 @@
-"""Environment variables: wrong values, unknown names, and values that differ between ranks."""
+"""Environment variables: invalid values, unknown names, and values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel, environment
 from fsdp.runtime import mistakes
 from tests.harness.agreeing import PATIENT, UNEQUAL, Chain, build, new_group, train
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
+from tests.test_wrapper import StandIn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WRONG = {
@@ -29,25 +30,20 @@ WRONG = {
 }
 
 
-def wrap_with(name: str, value: str) -> str:
+@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), ("FSDP_SHARD_ALIGNMENT", "0")])
+def test_invalid_value_is_refused_when_a_module_is_wrapped(name: str, value: str) -> None:
+    """The error names the variable, the value and the allowed values."""
     with mock.patch.dict(os.environ, {name: value}), pytest.raises(ValueError) as caught:
         mistakes.check_variables.cache_clear()
-        FullyShardedDataParallel(torch.nn.Linear(2, 2))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), ("FSDP_SHARD_ALIGNMENT", "0")])
-def test_a_wrong_value_is_refused_when_a_module_is_wrapped(name: str, value: str) -> None:
-    """By name and value, with the values that are allowed."""
-    for error in run_ranks(2, wrap_with, name, value):
-        assert error.startswith(f"{name} is {value!r}; it may be "), error
+        FullyShardedDataParallel(torch.nn.Linear(2, 2), StandIn())
+    assert str(caught.value).startswith(f"{name} is {value!r}; it may be ")
 
 
 def test_every_variable_is_checked() -> None:
     assert set(WRONG) == {variable.name for variable in environment.VARIABLES}
 
 
-def test_values_that_are_allowed() -> None:
+def test_allowed_values_are_read() -> None:
     for name, value, expected in (
         ("FSDP_DEBUG", "", False),
         ("FSDP_DEBUG", "0", False),
@@ -62,33 +58,19 @@ def test_values_that_are_allowed() -> None:
             assert variable.value == expected, (name, value)
 
 
-def test_an_unknown_name_is_warned_of() -> None:
-    """Once in a process, with the name that is meant; but not a variable of another program."""
+def test_unknown_name_warns_once() -> None:
+    """The warning suggests the nearest name; variables of foreign programs are ignored."""
     foreign = {"FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_VERSION": "1"}
     mistakes.check_variables.cache_clear()
     with mock.patch.dict(os.environ, {"FSDP_COLECTIVES": "native", "FSDP_NEW": "", **foreign}):
-        with pytest.warns(UserWarning) as told:
+        with pytest.warns(UserWarning) as caught:
             mistakes.check_variables()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             mistakes.check_variables()
-    first, second = (str(warning.message) for warning in told)
+    first, second = (str(warning.message) for warning in caught)
     assert "FSDP_COLECTIVES" in first and first.endswith("did you mean FSDP_COLLECTIVES?"), first
     assert "FSDP_NEW" in second and "FSDP_SHARD_ALIGNMENT" in second, second
-
-
-def differ(name: str, values: list[str]) -> list[str]:
-    """The errors of the first pass and of a save of the values of rank 0; then the ranks have the same value."""
-    group, told = new_group(), []
-    with mock.patch.dict(os.environ, {name: values[dist.get_rank()]}):
-        for synchronizes in (False, True):
-            started = time.monotonic()
-            with pytest.raises(RuntimeError) as caught:
-                train(build(Chain(UNEQUAL), group, sync_module_states=synchronizes))
-            assert time.monotonic() - started < PATIENT / 2
-            told.append(str(caught.value))
-    train(build(Chain(UNEQUAL), group))
-    return told
 
 
 @pytest.mark.parametrize(
@@ -100,13 +82,21 @@ def differ(name: str, values: list[str]) -> list[str]:
         ("FSDP_USE_FULL_PREC_IN_EVAL", ["0", "0", "1"], "'0' on ranks 0-1 and '1' on rank 2"),
     ],
 )
-def test_a_value_that_differs_between_ranks_is_named(name: str, values: list[str], expected: str) -> None:
-    """At the first use of a model, on every rank and at once; where the values are alike the ranks go on."""
-    for told in run_ranks(3, differ, name, values):
-        assert told == 2 * [f"the environment variable {name} is {expected}: set it alike on all ranks"]
+@on_ranks(3)
+def test_value_that_differs_between_ranks_is_named(name: str, values: list[str], expected: str) -> None:
+    """Every rank raises at once, at the first use of a model; with equal values the ranks train afterwards."""
+    group = new_group()
+    with mock.patch.dict(os.environ, {name: values[dist.get_rank()]}):
+        for synchronizes in (False, True):
+            started = time.monotonic()
+            with pytest.raises(RuntimeError) as caught:
+                train(build(Chain(UNEQUAL), group, sync_module_states=synchronizes))
+            assert time.monotonic() - started < PATIENT / 2
+            assert str(caught.value) == f"the environment variable {name} is {expected}: set it alike on all ranks"
+    train(build(Chain(UNEQUAL), group))
 
 
-def test_one_file_alone_reads_the_variables() -> None:
+def test_variables_are_read_in_one_file() -> None:
     for path in (REPOSITORY / "fsdp").rglob("*.py"):
         reads = re.search(r"environ\b.*FSDP_|getenv", path.read_text())
         assert path.name == "environment.py" or not reads, path

@@ -1,7 +1,7 @@
-"""The example and the scripts: some as a user starts them, as commands in processes of their own.
+"""The examples and scripts: some as commands in processes of their own, as users start them.
 
-Interpreters that import torch are most of what a command costs. So the others run in ranks that the test's process has
-forked: `main` of the script, which finds a process group where it would have made one.
+Most of a command's time goes to interpreters that import torch. So the remaining ones run `main` in ranks that the
+test's process has forked, with the existing process group.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fsdp.checkpoint import load_plain
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_fresh, run_ranks
+from tests.harness.pool import on_ranks, run_fresh, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "25", "--width", "32", "--depth", "2", "--context", "32", "--batch", "4"]
@@ -45,11 +45,11 @@ def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]
 
 
 def train(ranks: int, *options: str) -> str:
-    """What `examples/train_gpt.py` prints."""
-    return run_ranks(ranks, train_here, [*SMALL, *options])[0]
+    """Run `examples/train_gpt.py` and return the printed text."""
+    return run_ranks(ranks, run_train_gpt, [*SMALL, *options])[0]
 
 
-def train_here(options: list[str]) -> str:
+def run_train_gpt(options: list[str]) -> str:
     sys.path.insert(0, str(ROOT / "examples"))
     train_gpt = importlib.import_module("train_gpt")
     sys.path.pop(0)
@@ -68,9 +68,9 @@ def train_here(options: list[str]) -> str:
 
 
 class Spawned:
-    """`torch.multiprocessing` for a script that starts its ranks by itself: forked ones, whose output is shown.
+    """A replacement of `torch.multiprocessing` for scripts that spawn ranks: forked ranks, whose output is printed.
 
-    `constants` are those of the script that are others in the ranks.
+    `constants` replace the script's constants of these names in the ranks.
     """
 
     SimpleQueue = queue.SimpleQueue
@@ -82,20 +82,20 @@ class Spawned:
         return self
 
     def spawn(self, function: Callable[..., Any], arguments: Sequence[Any], nprocs: int) -> None:
-        told = next((value for value in arguments if isinstance(value, queue.SimpleQueue)), None)
-        plain = [None if value is told else value for value in arguments]
+        results = next((value for value in arguments if isinstance(value, queue.SimpleQueue)), None)
+        plain = [None if value is results else value for value in arguments]
         call = function.__module__, function.__name__, plain, self.constants
         printed, values = run_fresh(nprocs, run_spawned, *call, timeout=120)[0]
         print(printed, end="")
         for value in values:
-            told.put(value)  # type: ignore[union-attr]
+            results.put(value)  # type: ignore[union-attr]
 
 
 def run_spawned(module: str, function: str, arguments: list[Any], constants: dict[str, int]) -> tuple[str, list[Any]]:
-    """What it printed, and what it put into the queue that stood among its arguments."""
+    """Return the function's output, and the values that it put into the queue among the arguments."""
     values: list[Any] = []
-    told, printed = SimpleNamespace(put=values.append), io.StringIO()
-    given = [told if value is None else value for value in arguments]
+    results, printed = SimpleNamespace(put=values.append), io.StringIO()
+    given = [results if value is None else value for value in arguments]
     script = importlib.import_module(module)
     with (
         redirect_stdout(printed),
@@ -109,7 +109,7 @@ def run_spawned(module: str, function: str, arguments: list[Any], constants: dic
 
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs `main` of a script: its exit status, and what it printed."""
+    """Return a function that runs `main` of a script and returns exit status and output."""
 
     def run_main(name: str, *options: str, **constants: int) -> tuple[int, str]:
         monkeypatch.setenv("FSDP_FORCE_SHARDED", "")
@@ -128,55 +128,55 @@ def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def numbers(report: str, row: str) -> list[float]:
-    """The numbers that stand in the line of ``report`` that begins with ``row``."""
+    """Return the numbers in the line of `report` that begins with `row`."""
     line = re.search(rf"^  {re.escape(row)}(.*)$", report, re.MULTILINE)
     assert line is not None, f"no line {row!r} in\n{report}"
     return [float(word.replace(",", "").rstrip("%")) for word in line[1].split() if word[0].isdigit()]
 
 
 def held_losses(report: str) -> list[str]:
-    """The losses on the held batch, digit by digit: when it was saved, and after it was loaded."""
+    """Return the losses on the held batch, digit by digit: at the save and after the load."""
     return re.findall(r"the loss on a held batch was (\S+) and is (\S+)$", report, re.MULTILINE)[0]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `sharded` has saved checkpoints: after 15 of its 25 steps, and at its end."""
+    """Return the directory of the checkpoints of `sharded`, after step 15 and at the end."""
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
 def sharded(saved: Path) -> str:
-    """The report of a run on two ranks with everything sharded."""
+    """Return the report of a run on two ranks under full sharding."""
     return train(2, "--save", str(saved), "--save-every", "15")
 
 
-def test_training_reports_what_happened(sharded: str) -> None:
+def test_training_reports_losses_memory_and_collectives(sharded: str) -> None:
     assert "2 x cpu (gloo), full_shard" in sharded
     for row in LOSSES:
         start, end = numbers(sharded, row)
-        assert 5 < start < 6, "an untrained model knows next to nothing of a byte: ln 256 is 5.55"
+        assert 5 < start < 6, "an untrained model is expected near ln 256 = 5.55"
         assert end < start - 1
     for row in ("parameters", "gradients", "optimizer state"):
-        mine, whole, percent = numbers(sharded, row)
-        assert whole > 4 * 30_000 and mine == pytest.approx(whole / 2, rel=2e-2) and 49 < percent < 51
+        local, whole, percent = numbers(sharded, row)
+        assert whole > 4 * 30_000 and local == pytest.approx(whole / 2, rel=2e-2) and 49 < percent < 51
     gradients = numbers(sharded, "gradients")[0]
     assert gradients == numbers(sharded, "parameters")[0]
     # The root's unit is gathered once, each of the two blocks for forward and again for backward; each is reduced once.
     calls, received = numbers(sharded, "all_gather_")
     assert calls == 1 + 2 + 2 and gradients < received < 2 * gradients
     assert numbers(sharded, "reduce_scatter_") == [1 + 2, gradients]
-    # Besides, only the few bytes by which the ranks see that they are in step.
+    # The remaining collectives are small: the ranks check that they are in step.
     total_calls, total_received = numbers(sharded, "total")
     assert total_calls <= calls + 3 + 2 and total_received <= received + gradients + 64
     assert "\n  | def " in sharded
 
 
-def test_training_without_sharding_holds_everything_and_learns_the_same(sharded: str) -> None:
+def test_training_without_sharding_has_the_same_losses_and_full_memory(sharded: str) -> None:
     printed = train(2, "--strategy", "no_shard")
     for row in ("parameters", "gradients"):
-        mine, whole, percent = numbers(printed, row)
-        assert mine == whole and percent == 100
+        local, whole, percent = numbers(printed, row)
+        assert local == whole and percent == 100
     for row in LOSSES:
         assert numbers(printed, row) == pytest.approx(numbers(sharded, row), abs=5e-3)
     calls, received = numbers(printed, "all_reduce")
@@ -185,33 +185,33 @@ def test_training_without_sharding_holds_everything_and_learns_the_same(sharded:
 
 
 def values(directory: Path) -> dict[str, Any]:
-    """All tensors of a checkpoint, and its numbers as tensors, by name."""
+    """Return all tensors of a checkpoint, and all numbers as tensors, by name."""
     plain = load_plain(directory)
     assert plain.optimizer is not None
-    state = {(name, key): value for name, of in plain.optimizer["state"].items() for key, value in of.items()}
-    extra = {(rank, key): of[key] for rank, of in enumerate(plain.extra) for key in of if key != "processor"}
+    state = {(name, key): value for name, states in plain.optimizer["state"].items() for key, value in states.items()}
+    extra = {(rank, key): own[key] for rank, own in enumerate(plain.extra) for key in own if key != "processor"}
     extra |= {key: states[0] for key, states in extra.items() if key[1] == "random"}
     rates = {"lr": [group["lr"] for group in plain.optimizer["param_groups"]]}
     return {str(key): torch.as_tensor(value) for key, value in {**plain.model, **state, **extra, **rates}.items()}
 
 
-def test_a_resumed_run_is_that_which_never_stopped(sharded: str, saved: Path, tmp_path: Path) -> None:
-    """From the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
+def test_resumed_run_equals_the_uninterrupted_run(sharded: str, saved: Path, tmp_path: Path) -> None:
+    """From the checkpoint of step 15 to step 25 on the same number of ranks, bit for bit."""
     assert "saved" in sharded
     printed = train(2, "--resume", str(saved / "checkpoint_00000001"), "--save", str(tmp_path))
     assert "step 15 from" in printed and "10 steps in" in printed
-    was, is_ = held_losses(printed)
-    assert was == is_
-    ours = values(tmp_path)
-    assert ours["(1, 'step')"] == 25 and ours["(1, 'loss')"] == ours["(0, 'loss')"]
-    assert_bit_equal(ours, values(saved))
+    saved_loss, loaded_loss = held_losses(printed)
+    assert saved_loss == loaded_loss
+    resumed = values(tmp_path)
+    assert resumed["(1, 'step')"] == 25 and resumed["(1, 'loss')"] == resumed["(0, 'loss')"]
+    assert_bit_equal(resumed, values(saved))
     assert numbers(printed, LOSSES[1])[1] == numbers(sharded, LOSSES[1])[1]
 
 
-def test_the_check_of_the_held_batch_fails(
+def test_checkpoint_restores_the_random_state_and_checks_the_held_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint brings back the random state, and one parameter that is not what it was ends the run."""
+    """One parameter that differs from the saved one ends the run."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_gpt
 
@@ -227,8 +227,8 @@ def test_the_check_of_the_held_batch_fails(
     expected = torch.rand(5), next(batches)
     assert checkpoints.load(tmp_path) == 3
     assert torch.equal(torch.rand(5), expected[0]) and torch.equal(next(batches), expected[1])
-    was, is_ = held_losses(capsys.readouterr().out)
-    assert was == is_
+    saved_loss, loaded_loss = held_losses(capsys.readouterr().out)
+    assert saved_loss == loaded_loss
 
     def load_wrongly(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         extra = train_gpt_load(path, model, optimizer)
@@ -242,7 +242,7 @@ def test_the_check_of_the_held_batch_fails(
         checkpoints.load(tmp_path)
 
 
-def test_training_does_not_mix_its_checkpoints_with_those_of_another_run(
+def test_training_refuses_a_directory_with_checkpoints_of_another_run(
     sharded: str, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sharded
@@ -282,7 +282,7 @@ def test_training_must_be_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -
         runpy.run_path(str(ROOT / "examples/train_gpt.py"), run_name="__main__")
 
 
-def test_demo_help_and_bad_options_need_no_environment() -> None:
+def test_demo_shows_help_and_bad_options_without_an_environment() -> None:
     result = run("bash", "scripts/demo.sh", "--steps", "3", "--help", timeout=10)
     assert result.returncode == 0
     for option in ("--steps", "--strategy", "--ranks", "--trace", "--resume", "--help"):
@@ -293,14 +293,14 @@ def test_demo_help_and_bad_options_need_no_environment() -> None:
         assert "demo.sh: --ranks" in result.stderr
 
 
-def test_a_run_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
     first = train(1, "--steps", "4", "--save", str(tmp_path))
     traced = tmp_path / "traced"
     second = train(2, "--steps", "4", "--save", str(tmp_path), "--resume", str(tmp_path), "--trace", str(traced))
     assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
     assert f"step 4 from {tmp_path}, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
-    was, is_ = held_losses(second)
-    assert was == is_ and f"/checkpoint_00000001, the loss on a held batch is {was}" in first
+    saved_loss, loaded_loss = held_losses(second)
+    assert saved_loss == loaded_loss and f"/checkpoint_00000001, the loss on a held batch is {saved_loss}" in first
     assert load_plain(tmp_path).extra[1]["step"] == 5
     assert f"a step of rank 0, in {traced}/trace.json" in second
     assert re.search(r"^blocks\.1 +[\d.]+ ms +[\d.]+ ms +2 ", second, re.MULTILINE)
@@ -312,8 +312,8 @@ if [ "$1" = -c ]; then echo 0; echo "check ${*:3}" >>calls; else echo "$*" >>cal
 """
 
 
-def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) -> None:
-    """Which commands it starts, in a repository of its own; the tests around this one run what they start."""
+def test_demo_trains_and_then_resumes_with_one_more_process(tmp_path: Path) -> None:
+    """Check the commands that it starts, in a separate repository; the tests around this one run these commands."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts/demo.sh")
     python = tmp_path / "python"
@@ -339,8 +339,8 @@ def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) ->
     ]
 
 
-def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
-    """Killed in the middle of a save on 2 ranks, resumed from the last whole checkpoint on 3."""
+def test_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
+    """A rank of two is killed during a save; the run resumes from the last complete checkpoint on three."""
     result = run(sys.executable, "examples/resume_elastic.py")
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (
@@ -357,7 +357,7 @@ def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
     assert float(rows[-1][1]) < 0.2 * float(rows[0][1])
 
 
-def test_the_elastic_example_fails_where_losses_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_example_fails_if_losses_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import resume_elastic
 
@@ -369,7 +369,7 @@ def test_the_elastic_example_fails_where_losses_differ(monkeypatch: pytest.Monke
 # -- hybrid sharding -----------------------------------------------------------------------------------------------
 
 
-def hybrid_here(replicas: int, steps: int, save: str = "", resume: str = "") -> list[float]:
+def run_hybrid(replicas: int, steps: int, save: str = "", resume: str = "") -> list[float]:
     sys.path.insert(0, str(ROOT / "examples"))
     hybrid = importlib.import_module("hybrid")
     sys.path.pop(0)
@@ -380,21 +380,19 @@ def hybrid_here(replicas: int, steps: int, save: str = "", resume: str = "") -> 
     return losses
 
 
-def hybrid_on_meshes(folder: str) -> list[list[float]]:
-    """Uninterrupted on 2 x 2; then to the middle, and from there on every mesh of four ranks."""
-    whole, half = hybrid_here(2, 8), hybrid_here(2, 4, save=folder)
-    return [whole, half, *(hybrid_here(replicas, 8, resume=folder) for replicas in (1, 2, 4))]
+@on_ranks(4)
+def test_hybrid_run_resumes_on_any_mesh(tmp_path: Path) -> None:
+    """An uninterrupted run on 2 x 2 ranks; half of it, and the rest on every mesh of four ranks."""
+    folder = str(tmp_path)
+    whole, half = run_hybrid(2, 8), run_hybrid(2, 4, save=folder)
+    resumed = [run_hybrid(replicas, 8, resume=folder) for replicas in (1, 2, 4)]
+    assert half == whole[:4] and resumed[1] == whole  # bit for bit on the same mesh
+    for losses in resumed:  # float64 sums in another order, as in resume_elastic.py
+        assert losses == pytest.approx(whole, rel=1e-12, abs=0)
+    assert whole[-1] < 0.5 * whole[0]
 
 
-def test_a_hybrid_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path: Path) -> None:
-    for whole, half, *resumed in run_ranks(4, hybrid_on_meshes, str(tmp_path)):
-        assert half == whole[:4] and resumed[1] == whole  # on the same mesh bit for bit
-        for losses in resumed:  # float64 sums in another order, as in resume_elastic.py
-            assert losses == pytest.approx(whole, rel=1e-12, abs=0)
-        assert whole[-1] < 0.5 * whole[0]
-
-
-def test_a_launch_on_several_machines_is_one_torchrun_on_each(tmp_path: Path) -> None:
+def test_launch_on_several_machines_starts_torchrun_with_the_rendezvous(tmp_path: Path) -> None:
     torchrun = tmp_path / "torchrun"
     torchrun.write_text('#!/bin/sh\necho "$@"\n')
     torchrun.chmod(0o755)
@@ -411,7 +409,7 @@ def test_a_launch_on_several_machines_is_one_torchrun_on_each(tmp_path: Path) ->
 RunScript = Callable[..., tuple[int, str]]
 
 
-def test_gpu_check_says_that_there_is_no_accelerator(run_script: RunScript) -> None:
+def test_gpu_check_reports_a_missing_accelerator(run_script: RunScript) -> None:
     printed = "gpu_check.py: there is no accelerator here, nothing is checked\n"
     assert run_script("gpu_check") == (0, printed)
 
@@ -419,19 +417,19 @@ def test_gpu_check_says_that_there_is_no_accelerator(run_script: RunScript) -> N
 def test_bench_scale_measures_many_ranks_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And no wait for a group that answers at once takes a thread."""
+    """Waits for a group that answers at once start no thread."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     bench_scale = importlib.import_module("bench_scale")
     threads = set(threading.enumerate())
     found = bench_scale.measure(512, ["fsdp"], 2, 1)
     assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "fsdp wait"]
-    assert found["fsdp"]["bytes"] == 2 * 2 * 4  # of 2 units an element each of 432, as a parameter and as a gradient
+    assert found["fsdp"]["bytes"] == 2 * 2 * 4  # one element of each of 2 units, as a parameter and as a gradient
     bench_scale.show(512, found)
     assert re.search(r"^512 ranks +wrap ms.*\nfsdp +[\d.]+ ", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:
-    """What of it can run without an accelerator: parity, in a group of one and of two, and situations."""
+def test_gpu_check_passes_on_cpu(run_script: RunScript) -> None:
+    """Parity in a group of one and of two, and those situations that need no accelerator."""
     options = ("--device", "cpu", "--steps", "2", "--brief")
     status, printed = run_script("gpu_check", *options, WIDTH=33, HIDDEN=67, BLOCKS=2)
     assert status == 0, printed
@@ -440,7 +438,7 @@ def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
-def test_checkpoint_benchmark_measures_everything(run_script: RunScript) -> None:
+def test_checkpoint_benchmark_measures_every_contender(run_script: RunScript) -> None:
     small = ("--width", "16", "--depth", "1", "--vocabulary", "101", "--rounds", "1", "--device", "cpu")
     status, printed = run_script("bench_checkpoint", *small)
     assert status == 0, printed
