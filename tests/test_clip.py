@@ -1,6 +1,7 @@
-"""`clip_grad_norm_`: one norm of all gradients, the same on every rank, whatever is sharded, replicated or ignored.
+"""`clip_grad_norm_`: one norm of all gradients, equal on every rank, over sharded, replicated and ignored
+parameters.
 
-Gradients come from real backwards. The oracle takes the same gradients, put together in full shapes, in float64.
+Gradients come from real backwards. The oracle takes the same gradients in full shapes and float64.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pairs import pairwise
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -36,7 +37,7 @@ WIDTH = 7
 
 
 class Scale(nn.Module):
-    """One element: on several ranks, all but the first hold padding alone."""
+    """One element: all ranks but the first hold only padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class Scale(nn.Module):
 
 
 class Model(nn.Module):
-    """Parameters of the root, two blocks, a unit of one element, a frozen parameter and one that nothing uses."""
+    """Parameters of the root, two blocks, a unit of one element, a frozen and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,14 +88,14 @@ def tree(kind: str, orig: bool, dtype: torch.dtype = torch.float32, **options: A
 
 
 def backward(model: nn.Module, seed: int | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """One pass over a batch that differs by rank, or with `seed` is the same on all."""
+    """Run one pass over a batch that differs by rank, or with `seed` is equal on all."""
     generator = torch.Generator().manual_seed(100 + (dist.get_rank() if seed is None else seed))
     x = torch.randn(4, WIDTH, generator=generator).to(dtype)
     (model(x).square().sum() * 10).backward()
 
 
 def oracle(grads: Iterable[Tensor | None], p: float) -> float:
-    """The p-norm of all elements of all gradients, in float64."""
+    """Compute the p-norm of all elements of all gradients in float64."""
     elements = torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
     return float(torch.linalg.vector_norm(elements, p))
 
@@ -113,7 +114,7 @@ def padding_is_zero(model: nn.Module) -> None:
 
 
 def local_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what this rank has."""
+    """Copy this rank's gradients."""
     return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
 
 
@@ -121,12 +122,9 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
 def test_norms_of_all_orders_and_trees(world_size: int) -> None:
     """Within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
-    run_ranks(world_size, norms_of_all_orders_and_trees)
-
-
-def norms_of_all_orders_and_trees() -> None:
     for kind in TREES:
         for orig in (True, False):
             model = tree(kind, orig)
@@ -137,12 +135,12 @@ def norms_of_all_orders_and_trees() -> None:
                 expected = oracle(everything.values(), p)
                 max_norm = expected * 0.37
                 norm = model.clip_grad_norm_(max_norm, norm_type=p)
-                what = f"{kind}, use_orig_params={orig}, p={p}"
-                assert norm.dtype == torch.float32 and norm.shape == (), what
-                assert float(norm) == pytest.approx(expected, rel=1e-6), what
+                case = f"{kind}, use_orig_params={orig}, p={p}"
+                assert norm.dtype == torch.float32 and norm.shape == (), case
+                assert float(norm) == pytest.approx(expected, rel=1e-6), case
                 ranks_agree(norm)
                 factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-                assert_bit_equal(local_gradients(model), {name: grad * factor for name, grad in before.items()}, what)
+                assert_bit_equal(local_gradients(model), {name: grad * factor for name, grad in before.items()}, case)
                 padding_is_zero(model)
                 for name, param in model.named_parameters():
                     if param.grad is not None:
@@ -151,12 +149,9 @@ def norms_of_all_orders_and_trees() -> None:
             assert_bit_equal(local_gradients(model), before, f"{kind}: below the bound nothing changes")
 
 
-def test_low_and_high_precision() -> None:
-    """Bfloat16 gradients have a float32 norm, float64 ones a float64 norm."""
-    run_ranks(2, low_and_high_precision)
-
-
-def low_and_high_precision() -> None:
+@on_ranks(2)
+def test_norm_has_at_least_float32() -> None:
+    """Gradients in 16 bits have a float32 norm, float64 gradients a float64 norm."""
     for dtype, result, bound in (
         (torch.bfloat16, torch.float32, 1e-6),
         (torch.float16, torch.float32, 1e-6),
@@ -175,12 +170,9 @@ def low_and_high_precision() -> None:
             assert_bit_equal(full_gradients(model), scaled)
 
 
-def test_gradients_of_lower_precision_than_the_parameters() -> None:
-    """`keep_low_precision_grads` leaves bfloat16 in `.grad`; the norm has float32 all the same."""
-    run_ranks(2, kept_in_low_precision)
-
-
-def kept_in_low_precision() -> None:
+@on_ranks(2)
+def test_norm_of_low_precision_gradients_has_float32() -> None:
+    """`keep_low_precision_grads` leaves bfloat16 gradients on float32 parameters."""
     for keep in (True, False):
         for orig in (True, False):
             precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keep)
@@ -201,9 +193,20 @@ def kept_in_low_precision() -> None:
     assert model.clip_grad_norm_(0.5).dtype == torch.float64
 
 
-def test_complex_and_mixed_dtypes() -> None:
-    """A unit with float32, float64 and complex parameters."""
-    run_ranks(2, complex_and_mixed_dtypes)
+@on_ranks(2)
+def test_norm_of_complex_and_mixed_dtypes() -> None:
+    """A unit with float32, float64 and complex parameters has a float64 norm."""
+    for orig in (True, False):
+        for p in (1.0, 2.0, math.inf, 3.0):
+            model = wrap(Mixture(), FULL, orig, wrap_policy=None)
+            model(torch.tensor(1.0 + dist.get_rank())).backward()
+            before = full_gradients(model)
+            expected = oracle((grad.abs() for grad in before.values() if grad is not None), p)
+            norm = model.clip_grad_norm_(0.1, p)
+            assert norm.dtype == torch.float64 and float(norm) == pytest.approx(expected, rel=1e-6)
+            ranks_agree(norm)
+            after = full_gradients(model)
+            assert oracle((g.abs() for g in after.values() if g is not None), p) == pytest.approx(0.1, rel=1e-5)
 
 
 class Mixture(nn.Module):
@@ -218,26 +221,9 @@ class Mixture(nn.Module):
         return x * (self.one.sum() + self.two.square().sum() + (self.three * self.three).abs().sum())
 
 
-def complex_and_mixed_dtypes() -> None:
-    for orig in (True, False):
-        for p in (1.0, 2.0, math.inf, 3.0):
-            model = wrap(Mixture(), FULL, orig, wrap_policy=None)
-            model(torch.tensor(1.0 + dist.get_rank())).backward()
-            before = full_gradients(model)
-            expected = oracle((grad.abs() for grad in before.values() if grad is not None), p)
-            norm = model.clip_grad_norm_(0.1, p)
-            assert norm.dtype == torch.float64 and float(norm) == pytest.approx(expected, rel=1e-6)
-            ranks_agree(norm)
-            after = full_gradients(model)
-            assert oracle((g.abs() for g in after.values() if g is not None), p) == pytest.approx(0.1, rel=1e-5)
-
-
+@on_ranks(1)
 def test_long_vectors_are_summed_accurately() -> None:
     """Float32 sums along 3 million elements are off by more than 1e-5."""
-    run_ranks(1, long_vectors)
-
-
-def long_vectors() -> None:
     grad = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     assert abs(float(torch.linalg.vector_norm(grad, 1)) / oracle([grad], 1) - 1) > 1e-5
     model = wrap(nn.Linear(3000, 1000, bias=False), FULL, wrap_policy=None)
@@ -247,22 +233,19 @@ def long_vectors() -> None:
     assert torch.equal(model.params[0].grad, grad)
 
 
-def test_ranks_without_gradients() -> None:
-    """A rank without gradients takes part, without a warning, and later norms are as before."""
-    run_ranks(3, ranks_without_gradients)
-
-
-def ranks_without_gradients() -> None:
+@on_ranks(3)
+def test_rank_without_gradients_takes_part() -> None:
+    """There is no warning, and later norms are as before."""
     for orig in (True, False):
         for p in (math.inf, 2.0):
             model = tree("sharded", orig)
             backward(model)
             everything = oracle(full_gradients(model).values(), p)
-            mine = [param.grad for param in model.parameters() if param.grad is not None]
+            own = [param.grad for param in model.parameters() if param.grad is not None]
             if dist.get_rank() == 1:
                 model.zero_grad()
             kept: list[Any] = [None] * 3
-            dist.all_gather_object(kept, [] if dist.get_rank() == 1 else [grad.clone() for grad in mine])
+            dist.all_gather_object(kept, [] if dist.get_rank() == 1 else [grad.clone() for grad in own])
             norm = model.clip_grad_norm_(1.0, p)
             assert float(norm) == pytest.approx(oracle([grad for grads in kept for grad in grads], p), rel=1e-6)
             ranks_agree(norm)
@@ -273,33 +256,9 @@ def ranks_without_gradients() -> None:
             assert float(model.clip_grad_norm_(1.0, p)) == pytest.approx(everything, rel=1e-6)
 
 
-def test_the_norm_does_not_depend_on_the_number_of_ranks() -> None:
-    """The same data on 1, 2 and 4 ranks, so the same gradients; a local norm would be off by sqrt(N)."""
-    results = {size: run_ranks(size, norms_on_equal_data)[0] for size in (1, 2, 4)}
-    assert results[1].keys() == results[2].keys() == results[4].keys()
-    for key, norm in results[1].items():
-        for size in (2, 4):
-            assert results[size][key] == pytest.approx(norm, rel=1e-6), (key, size)
-
-
-def norms_on_equal_data() -> dict[tuple[str, bool, float], float]:
-    norms = {}
-    for kind in TREES:
-        for orig in (True, False):
-            model = tree(kind, orig)
-            for p in (1.0, 2.0, math.inf):
-                model.zero_grad()
-                backward(model, seed=0)
-                norms[kind, orig, p] = float(model.clip_grad_norm_(1.0, p))
-    return norms
-
-
-def test_one_rank_without_a_number() -> None:
-    """NaN or infinity on one rank is seen by all; `error_if_nonfinite` raises on all and changes nothing."""
-    run_ranks(3, one_rank_without_a_number)
-
-
-def one_rank_without_a_number() -> None:
+@on_ranks(3)
+def test_nonfinite_gradient_on_one_rank_is_seen_by_all() -> None:
+    """`error_if_nonfinite` raises on all ranks and changes no gradient."""
     trees = {way: tree(*way) for way in (("sharded", True), ("sharded", False), ("mixed", True))}
     for way, bad, p, culprit in pairwise([*trees], (math.nan, math.inf, -math.inf), (1.0, 2.0, math.inf), (0, 2)):
         model = trees[way]
@@ -318,55 +277,42 @@ def one_rank_without_a_number() -> None:
         padding_is_zero(model)
 
 
-# -- what counts, and how often --------------------------------------------------------------------------------------
+# -- ignored parameters, groups and collectives ----------------------------------------------------------------------
 
 
-def test_parameters_that_no_unit_manages() -> None:
-    """Ignored ones count once; where their gradients differ by rank, every rank still clips alike."""
-    run_ranks(2, unmanaged_parameters)
-
-
-def unmanaged_parameters() -> None:
+@on_ranks(2)
+def test_ignored_parameters_count_once() -> None:
+    """Where their gradients differ by rank, every rank still clips alike."""
     rank = dist.get_rank()
-    for kind in ("sharded", "replicated"):
-        for orig in (True, False):
-            for p in (2.0, math.inf):
-                plain = build()
-                model = wrap(
-                    plain,
-                    FULL if kind == "sharded" else NONE,
-                    orig,
-                    wrap_policy=ModuleWrapPolicy(UNITS),
-                    ignored_modules=[plain.head],
-                )
-                backward(model)
-                managed = [grad for grad in full_gradients(model).values() if grad is not None]
-                for step in ("equal", "different"):
-                    for param in plain.head.parameters():
-                        param.grad = torch.full_like(param, 2.0 if step == "equal" else 2.0 + rank)
-                    ignored = torch.cat([param.grad.flatten() for param in plain.head.parameters()])
-                    if step == "equal":
-                        expected = oracle([*managed, ignored], p)
-                    elif p == 2.0:
-                        mean = (torch.full_like(ignored, 2.0).square() + torch.full_like(ignored, 3.0).square()) / 2
-                        expected = oracle([*managed, mean.sqrt()], p)
-                    else:
-                        expected = oracle([*managed, torch.tensor([3.0])], p)
-                    with record_collectives() as log:
-                        norm = model.clip_grad_norm_(math.inf, p)
-                    assert float(norm) == pytest.approx(expected, rel=1e-6), (kind, orig, p, step)
-                    assert log.ops() == ["all_reduce"]
-                    ranks_agree(norm)
-                model.clip_grad_norm_(expected / 4, p)
-                torch.testing.assert_close(plain.head.bias.grad, torch.full_like(plain.head.bias, (2.0 + rank) / 4))
+    for strategy, orig, p in pairwise((FULL, NONE), (True, False), (2.0, math.inf)):
+        plain = build()
+        policy = ModuleWrapPolicy(UNITS)
+        model = wrap(plain, strategy, orig, wrap_policy=policy, ignored_modules=[plain.head])
+        backward(model)
+        managed = [grad for grad in full_gradients(model).values() if grad is not None]
+        for step in ("equal", "different"):
+            for param in plain.head.parameters():
+                param.grad = torch.full_like(param, 2.0 if step == "equal" else 2.0 + rank)
+            ignored = torch.cat([param.grad.flatten() for param in plain.head.parameters()])
+            if step == "equal":
+                expected = oracle([*managed, ignored], p)
+            elif p == 2.0:
+                mean = (torch.full_like(ignored, 2.0).square() + torch.full_like(ignored, 3.0).square()) / 2
+                expected = oracle([*managed, mean.sqrt()], p)
+            else:
+                expected = oracle([*managed, torch.tensor([3.0])], p)
+            with record_collectives() as log:
+                norm = model.clip_grad_norm_(math.inf, p)
+            assert float(norm) == pytest.approx(expected, rel=1e-6), (strategy, orig, p, step)
+            assert log.ops() == ["all_reduce"]
+            ranks_agree(norm)
+        model.clip_grad_norm_(expected / 4, p)
+        torch.testing.assert_close(plain.head.bias.grad, torch.full_like(plain.head.bias, (2.0 + rank) / 4))
 
 
+@on_ranks(2)
 def test_one_collective_per_shard_group() -> None:
-    """One all-reduce of one number in the usual case, labelled; none where nothing is sharded."""
-    run_ranks(2, one_collective)
-
-
-def one_collective() -> None:
+    """Usually one all-reduce of one number, labelled; none where no parameter is sharded."""
     for kind, expected in (("sharded", 1), ("mixed", 1), ("mixed, whole root", 1), ("replicated", 0)):
         for orig in (True, False):
             model = tree(kind, orig)
@@ -379,18 +325,15 @@ def one_collective() -> None:
                 assert log.nbytes() <= 16
 
 
-def test_units_of_other_groups() -> None:
-    """What is sharded over pairs is summed over the pair, the rest over all four ranks."""
-    run_ranks(4, units_of_other_groups)
-
-
-def units_of_other_groups() -> None:
+@on_ranks(4)
+def test_units_sharded_over_subgroups() -> None:
+    """Norms of units sharded over a pair are summed over the pair, the remaining norms over all four ranks."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = pairs[dist.get_rank() // 2]
+    pair = pairs[dist.get_rank() // 2]
     for orig in (True, False):
         for p in (2.0, 1.0, math.inf):
             model = build()
-            model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=mine)
+            model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=pair)
             wrapped = wrap(model, FULL, orig, wrap_policy=None)
             backward(wrapped, seed=0)
             plain = build()
@@ -400,7 +343,7 @@ def units_of_other_groups() -> None:
             assert log.ops() == ["all_reduce"] * 2
             assert float(norm) == pytest.approx(oracle((param.grad for param in plain.parameters()), p), rel=2e-6)
             ranks_agree(norm)
-            # Pairs that had other data have other gradients of what they alone share. All clip alike nevertheless.
+            # Pairs with different data have different gradients of the units they share, and still clip alike.
             wrapped.zero_grad()
             backward(wrapped)
             inner = [param for param in wrapped.first.parameters() if param.grad is not None]
@@ -417,12 +360,12 @@ def units_of_other_groups() -> None:
                 expected = ((first**p + second**p) / 2 + rest**p) ** (1 / p)
             assert float(norm) == pytest.approx(expected, rel=1e-6)
     for group in pairs:
-        if group is mine:
+        if group is pair:
             dist.destroy_process_group(group)
 
 
 class HostReads(TorchDispatchMode):
-    """Counts how often the host asks for a value."""
+    """Counter of reads of a value by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,11 +376,8 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nobody_waits_for_the_value() -> None:
-    run_ranks(2, nobody_waits)
-
-
-def nobody_waits() -> None:
+@on_ranks(2)
+def test_clipping_does_not_synchronize_the_host() -> None:
     for kind in ("mixed", "replicated"):
         for p in ORDERS:
             model = tree(kind, False)
@@ -453,62 +393,33 @@ def nobody_waits() -> None:
 # -- the references --------------------------------------------------------------------------------------------------
 
 
-def test_plain_model_has_the_same_norm() -> None:
-    """torch's own clip on the plain model, which sees the mean of the ranks' gradients; float64, so within 1e-12."""
-    run_ranks(2, like_the_plain_model)
-
-
-def like_the_plain_model() -> None:
-    for kind in TREES:
-        for orig in (True, False):
-            for p in (1.0, 2.0, math.inf, 0.5):
-                model = tree(kind, orig, torch.float64)
-                backward(model, dtype=torch.float64)
-                plain = build(torch.float64)
-                for rank in range(2):
-                    backward(plain, seed=rank, dtype=torch.float64)
-                for param in plain.parameters():
-                    if param.grad is not None:
-                        param.grad /= 2
-                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 2.5, p)
-                norm = model.clip_grad_norm_(2.5, p)
-                torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-                grads = full_gradients(model)
-                for name, param in plain.named_parameters():
-                    if param.grad is not None:
-                        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_torchs_fsdp1_has_the_same_norm_and_gradients() -> None:
-    """M16-M19, with float32 sums as short as these: within 1e-6."""
-    run_ranks(2, like_torchs_fsdp1)
-
-
-def like_torchs_fsdp1() -> None:
-    for orig in (True, False):
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
-            for p in (1.0, 2.0, math.inf, 0.5):
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
-                    theirs = TorchFSDP(
-                        _trainable(),
-                        sharding_strategy=TorchStrategy[strategy],
-                        auto_wrap_policy=TorchModuleWrapPolicy(UNITS),
-                        use_orig_params=orig,
-                        device_id=torch.device("cpu"),
-                    )
-                ours = wrap(_trainable(), ShardingStrategy[strategy], orig, wrap_policy=ModuleWrapPolicy(UNITS))
-                backward(theirs)
-                backward(ours)
-                expected = theirs.clip_grad_norm_(1.5, p)
-                torch.testing.assert_close(ours.clip_grad_norm_(1.5, p), expected, rtol=1e-6, atol=0)
-                with TorchFSDP.summon_full_params(theirs, with_grads=orig):
-                    named = {clean_name(name): param for name, param in theirs.named_parameters()}
-                    if orig:
-                        grads = full_gradients(ours)
-                        for name, param in named.items():
-                            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6)
-                        assert grads.keys() == named.keys()
+@on_ranks(2)
+def test_norm_and_gradients_equal_torchs_fsdp1() -> None:
+    """Float32 sums as short as these are within 1e-6."""
+    for p, strategy, orig in pairwise(
+        (1.0, 2.0, math.inf, 0.5), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
+            theirs = TorchFSDP(
+                _trainable(),
+                sharding_strategy=TorchStrategy[strategy],
+                auto_wrap_policy=TorchModuleWrapPolicy(UNITS),
+                use_orig_params=orig,
+                device_id=torch.device("cpu"),
+            )
+        ours = wrap(_trainable(), ShardingStrategy[strategy], orig, wrap_policy=ModuleWrapPolicy(UNITS))
+        backward(theirs)
+        backward(ours)
+        expected = theirs.clip_grad_norm_(1.5, p)
+        torch.testing.assert_close(ours.clip_grad_norm_(1.5, p), expected, rtol=1e-6, atol=0)
+        with TorchFSDP.summon_full_params(theirs, with_grads=orig):
+            named = {clean_name(name): param for name, param in theirs.named_parameters()}
+            if orig:
+                grads = full_gradients(ours)
+                for name, param in named.items():
+                    torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6)
+                assert grads.keys() == named.keys()
 
 
 def _trainable() -> nn.Module:
@@ -518,8 +429,8 @@ def _trainable() -> nn.Module:
     return model
 
 
-def test_the_private_norm_of_a_list() -> None:
-    """`_get_grad_norm(params, norm_type, zero, device)` is this rank's part alone."""
+def test_private_norm_of_a_list_is_local() -> None:
+    """`_get_grad_norm(params, norm_type, zero, device)` returns this rank's part alone."""
     params = [
         nn.Parameter(torch.ones(3)),
         nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
@@ -536,11 +447,8 @@ def test_the_private_norm_of_a_list() -> None:
 # -- errors and warnings ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_refused() -> None:
-    run_ranks(2, what_is_refused)
-
-
-def what_is_refused() -> None:
+@on_ranks(2)
+def test_invalid_calls_are_refused() -> None:
     for orig in (True, False):
         model = tree("sharded", orig)
         backward(model)
@@ -570,12 +478,9 @@ def what_is_refused() -> None:
         assert float(model.clip_grad_norm_(1.0)) > 0
 
 
+@on_ranks(2)
 def test_torchs_own_clip_on_shards_warns() -> None:
-    """It takes each rank's own norm; where nothing is sharded there is no warning."""
-    run_ranks(2, torchs_own_clip)
-
-
-def torchs_own_clip() -> None:
+    """Torch's function would take each rank's own norm; without sharding there is no warning."""
     clip = torch.nn.utils.clip_grad_norm_
     for orig in (True, False):
         model = tree("sharded", orig)
