@@ -1,4 +1,4 @@
-"""`fsdp.export.changes`: what a step has changed of bf16 weights, found by each rank alone and applied elsewhere."""
+"""`fsdp.export.changes`: changed bf16 weights of a step, found by each rank alone and applied elsewhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import fsdp.export
 from fsdp import ShardingStrategy
 from fsdp.export import Changes
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_export import FULL, HYBRID, NONE, Model, build, copied, expected, train
 
 
 def of_all_ranks(own: Changes) -> list[Changes]:
-    """As a program brings them together, pickled."""
+    """Gather the pickled changes of all ranks, as a program would."""
     packed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(packed, pickle.dumps(own))
     return [pickle.loads(each) for each in packed]
@@ -36,7 +36,15 @@ def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
     return plain, plain.state_dict()
 
 
-def _follows_training(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+CASES = [(size, FULL, orig) for size in (1, 2, 3) for orig in (True, False)] + [(2, NONE, True), (4, HYBRID, True)]
+
+
+@pytest.mark.parametrize("world_size, strategy, use_orig_params", CASES)
+@on_ranks("world_size")
+def test_plain_copy_follows_the_training_bit_for_bit(
+    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Running statistics, tied weights, an ignored and a channels-last parameter are copied without a collective."""
     options: dict[str, Any] = {}
     if strategy is HYBRID:
         options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
@@ -55,22 +63,11 @@ def _follows_training(use_orig_params: bool, strategy: ShardingStrategy) -> None
         assert sum(part.nbytes for part in parts) > 0
         changed = sum(change.indices.numel() for part in parts for change in part.tensors)
         assert changed <= 2 * sum(tensor.numel() for tensor in state.values())
-    assert not fsdp.export.changes(model, snapshot).tensors  # nothing has happened since
+    assert not fsdp.export.changes(model, snapshot).tensors  # no step since
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_plain_copy_follows_the_training_bit_for_bit(world_size: int, use_orig_params: bool) -> None:
-    """With running statistics, tied weights, an ignored parameter and a channels-last one; without a collective."""
-    run_ranks(world_size, _follows_training, use_orig_params, FULL)
-
-
-def test_a_plain_copy_follows_the_training_of_replicas() -> None:
-    run_ranks(2, _follows_training, True, NONE)
-    run_ranks(4, _follows_training, True, HYBRID)
-
-
-def _refuses() -> None:
+@on_ranks(2)
+def test_changes_that_do_not_fit_are_refused_before_a_write() -> None:
     model = build(True)
     plain, state = receiver(copied(fsdp.export.weights(model, dtype=torch.bfloat16)))
     snapshot = fsdp.export.snapshot(model, dtype=torch.bfloat16)
@@ -101,7 +98,3 @@ def _refuses() -> None:
     other = fsdp.export.snapshot(build(True, as_it_is=True), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="the snapshot is of another model"):
         fsdp.export.changes(model, other)
-
-
-def test_changes_that_do_not_fit_are_refused_before_anything_is_written() -> None:
-    run_ranks(2, _refuses)

@@ -1,7 +1,7 @@
-"""Models and optimizers together, through every way out and back in, over world sizes, strategies and modes.
+"""Models with optimizers, saved and loaded in every form of state, by world size, strategy and mode.
 
-What is saved is a training run with everything that makes state hard: ties, few elements and empty shards, memory in
-another order, frozen parameters, parameters without state, several groups.
+The training run has everything that makes state hard: ties, few elements and empty shards, memory in another order,
+frozen parameters, parameters without state, several groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.disk import FaultyDisk, on_disk
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.test_state_dict import kind_of
 
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A unit whose shards are empty on all ranks but one."""
+    """A unit with empty shards on all ranks but one."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -117,14 +117,14 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
 
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of all there is, by name: parameters and buffers, optimizer state, hyperparameters."""
+    """Copy all parameters, buffers, optimizer state and hyperparameters by name."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
     everything = {**of_model, **of_optimizer}
     return {key: torch.as_tensor(value).clone() for key, value in everything.items() if value is not None}
 
 
-# -- out and back in ---------------------------------------------------------------------------------------------------
+# -- save and load -----------------------------------------------------------------------------------------------------
 
 Run = tuple[FullyShardedDataParallel, Optimizer]
 KINDS = {
@@ -141,13 +141,13 @@ KINDS = {
 
 
 def carry(kind: str, source: Run, target: Run, folder: str) -> None:
-    """The state of one run into another."""
+    """Load the state of one run into another."""
     if kind == "directory":
         save(folder, *source, keep=1)
         load(folder, *target)
         return
     states = []
-    with kind_of(source[0], "full"):  # it quiets what is said about NO_SHARD
+    with kind_of(source[0], "full"):  # silences the warning about NO_SHARD
         for model, optimizer in (source, target):
             with FSDP.state_dict_type(model, *KINDS[kind]):
                 if not states:
@@ -160,126 +160,133 @@ def carry(kind: str, source: Run, target: Run, folder: str) -> None:
                 FSDP.optim_state_dict_to_load(model, optimizer, states[1], load_directly=True)
 
 
-def carried_on(root: str) -> None:
+def save_and_continue(root: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = [*KINDS, "directory"]
     for number, (strategy, mode) in enumerate(WAYS):
-        if world_size == 4 and number != 3:  # nobody goes on from these
+        if world_size == 4 and number != 3:  # `load_elsewhere` does not load these
             continue
         if world_size in (1, 3) and not through_a_directory(world_size, number):
             continue
         run = build(1, strategy, mode)
         train(*run, range(2))
-        half, goes_on = whole(*run), build(2, strategy, mode)
-        for turn in range(len(kinds)):  # the last of them, another one for each way, is trained further
+        half, continued = whole(*run), build(2, strategy, mode)
+        for turn in range(len(kinds)):  # the last kind, a different one for each way, is trained further
             kind = kinds[(number + world_size + turn) % len(kinds)]
-            is_loaded = kind == "directory" and through_a_directory(world_size, number)  # by other numbers of ranks
+            is_loaded = kind == "directory" and through_a_directory(world_size, number)  # by `load_elsewhere`
             is_next = world_size == 2 and (turn + number // 2) % 3 == 0
             if turn < len(kinds) - 1 and not is_loaded and not is_next:
                 continue
-            target = goes_on if turn == len(kinds) - 1 else build(2, strategy, mode)
+            target = continued if turn == len(kinds) - 1 else build(2, strategy, mode)
             carry(kind, run, target, f"{root}/{world_size}-{number}")
             assert_bit_equal(whole(*target), half, f"{kind}, {strategy}, use_orig_params={mode}")
         later = 5 if through_a_directory(world_size, number) else 1
-        for one in (run, goes_on):
-            train(*one, range(2, 2 + later))
-        what = f"{kind}, {strategy}, use_orig_params={mode}, {later} steps later"
-        assert_bit_equal(whole(*goes_on), whole(*run), what)
+        for trained in (run, continued):
+            train(*trained, range(2, 2 + later))
+        case = f"{kind}, {strategy}, use_orig_params={mode}, {later} steps later"
+        assert_bit_equal(whole(*continued), whole(*run), case)
         if rank == 0:
             torch.save(half, f"{root}/{world_size}-{number}.expected")
 
 
 def through_a_directory(world_size: int, number: int) -> bool:
-    """Whether way `number` is saved to one, where kinds of state come by turns."""
+    """Return whether way `number` is saved to a directory; the kinds of state take turns."""
     return (world_size + number) % 2 == 0
 
 
-def carried_over(root: str) -> None:
-    """What other numbers of ranks have saved, under other strategies and modes: on one rank all of it, by turns two of
-    three such directories on 2 ranks, and the third on 4."""
-    here = dist.get_world_size()
-    for there, number in itertools.product((1, 2, 3), range(len(WAYS))):
-        third = number // 2 == there % 3
-        if not through_a_directory(there, number) or (here == 2 and third) or (here == 4 and not third):
+def load_elsewhere(root: str) -> None:
+    """Load directories saved by other numbers of ranks, under different strategies and modes.
+
+    One rank loads all of them, two ranks two thirds and four ranks the rest.
+    """
+    size = dist.get_world_size()
+    for saved_by, number in itertools.product((1, 2, 3), range(len(WAYS))):
+        third = number // 2 == saved_by % 3
+        if not through_a_directory(saved_by, number) or (size == 2 and third) or (size == 4 and not third):
             continue
-        run = build(3, *WAYS[(number // 2 + there + here) % len(WAYS)])
-        load(f"{root}/{there}-{number}", *run)
-        assert_bit_equal(whole(*run), torch.load(f"{root}/{there}-{number}.expected"), f"{there} ranks, {WAYS[number]}")
+        run, path = build(3, *WAYS[(number // 2 + saved_by + size) % len(WAYS)]), f"{root}/{saved_by}-{number}"
+        load(path, *run)
+        assert_bit_equal(whole(*run), torch.load(f"{path}.expected"), f"{saved_by} ranks, {WAYS[number]}")
 
 
-def test_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """Every kind of state with every strategy and in both modes on 2 ranks, by turns on others, bit for bit, and
-    steps later, by turns five; and from 1, 2 and 3 ranks to 1, 2 and 4."""
+def test_training_continues_bit_for_bit_from_any_kind_of_state(tmp_path: Path) -> None:
+    """With every kind of state, strategy and mode on 2 ranks, and a part of them on 1, 3 and 4.
+
+    Directories of 1, 2 and 3 ranks are loaded on 1, 2 and 4.
+    """
     for world_size in (1, 2, 3, 4):
-        run_ranks(world_size, carried_on, str(tmp_path), timeout=180)
+        run_ranks(world_size, save_and_continue, str(tmp_path), timeout=180)
     for world_size in (1, 2, 4):
-        run_ranks(world_size, carried_over, str(tmp_path), timeout=180)
+        run_ranks(world_size, load_elsewhere, str(tmp_path), timeout=180)
 
 
-def holders() -> None:
-    """State of a parent, of a unit and of a module inside of one, each of its own kind, into that of another model."""
+@on_ranks(2)
+def test_state_of_parents_and_nested_units() -> None:
+    """Every kind of state is loaded where it was saved: a parent module, a nested unit, or a module between."""
     for mode, kind in itertools.product((False, True), ("full", "sharded", "local", "ragged")):
-        (model, _), (other, _) = (build(seed, STRATEGIES[0], mode) for seed in (1, 2))
+        (model, _), (target, _) = (build(seed, STRATEGIES[0], mode) for seed in (1, 2))
         for find in (
             lambda m: nn.Sequential(nn.ReLU(), m),
             lambda m: m.module.blocks[0],
             lambda m: m.module.blocks,
             lambda m: m.module.idle,
         ):
-            into, source = find(other), find(model)
+            into, source = find(target), find(model)
             with FSDP.state_dict_type(source, *KINDS[kind]), FSDP.state_dict_type(into, *KINDS[kind]):
                 assert into.load_state_dict(source.state_dict()) == ([], [])
             with kind_of(source, "full"), kind_of(into, "full"):
                 assert_bit_equal(into.state_dict(), source.state_dict(), f"{kind}, use_orig_params={mode}")
 
 
-def test_every_kind_of_state_of_parents_and_nested_units() -> None:
-    """There and back, alone."""
-    run_ranks(2, holders)
-
-
-def buffers(root: str) -> None:
-    """With a dtype of their own for buffers, and after a failed forward, from which nobody has recovered."""
+@on_ranks(2)
+def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path: Path) -> None:
+    """Buffers are computed with in bfloat16, and the units have not been reset after the failure."""
     low = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     for strategy, mode in WAYS[::2] + WAYS[1::4]:
         policy = ModuleWrapPolicy({Block})
-        model, other = (wrap(plain(s), strategy, mode, wrap_policy=policy, mixed_precision=low) for s in (1, 2))
-        for one in (model, other):
-            one.module.tiny.register_forward_hook(fail)
+        model, target = (wrap(plain(s), strategy, mode, wrap_policy=policy, mixed_precision=low) for s in (1, 2))
+        for each in (model, target):
+            each.module.tiny.register_forward_hook(fail)
             with pytest.raises(ZeroDivisionError):
-                one(torch.arange(6))
+                each(torch.arange(6))
         expected = plain(1).state_dict()
         expected["shift"] = expected["shift"].bfloat16().float()
         for kind in KINDS:
-            with kind_of(model, "full"), kind_of(other, "full"):
-                other.load_state_dict(plain(2).state_dict())
-                with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(other, *KINDS[kind]):
+            with kind_of(model, "full"), kind_of(target, "full"):
+                target.load_state_dict(plain(2).state_dict())
+                with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(target, *KINDS[kind]):
                     state = model.state_dict()
                     assert kind == "rank 0" or state["shift"].dtype == torch.float32
-                    other.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
-                assert other.module.shift.dtype == torch.bfloat16
-                assert_bit_equal(other.state_dict(), expected, f"{kind}, {strategy}, use_orig_params={mode}")
-        save(root, model)
-        other.load_state_dict(plain(2).state_dict())
-        load(root, other)
-        with kind_of(other, "full"):
-            assert_bit_equal(other.state_dict(), expected, f"{strategy}, use_orig_params={mode}")
+                    target.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
+                assert target.module.shift.dtype == torch.bfloat16
+                assert_bit_equal(target.state_dict(), expected, f"{kind}, {strategy}, use_orig_params={mode}")
+        save(tmp_path, model)
+        target.load_state_dict(plain(2).state_dict())
+        load(tmp_path, target)
+        with kind_of(target, "full"):
+            assert_bit_equal(target.state_dict(), expected, f"{strategy}, use_orig_params={mode}")
 
 
 def fail(*args: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_state_after_a_failure_and_buffers_of_another_dtype(tmp_path: Path) -> None:
-    """What was trained can be saved after an exception; buffers leave in the dtype that they had."""
-    run_ranks(2, buffers, str(tmp_path))
+@on_ranks(2)
+def test_buffers_of_a_root_without_parameters_have_the_original_dtype() -> None:
+    module = nn.Sequential(nn.Linear(5, 5))
+    module.register_buffer("scale", torch.full((1,), 2.0))
+    low = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = wrap(module, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=low)
+    model(torch.ones(1, 5))
+    assert module.scale.dtype == torch.bfloat16
+    assert model.state_dict()["scale"].dtype == torch.float32
 
 
 # -- at any time -------------------------------------------------------------------------------------------------------
 
 
-def everything_at(run: Run, root: str, kind: str, *, loads: bool) -> None:
-    """What there is to do with state of this kind, with no effect on values."""
+def use_state(run: Run, root: str, kind: str, *, loads: bool) -> None:
+    """Save, and with `loads` load, state of this kind, without an effect on values."""
     model, optimizer = run
     if kind == "directory":
         save(root, model, optimizer, keep=1)
@@ -294,8 +301,8 @@ def everything_at(run: Run, root: str, kind: str, *, loads: bool) -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
 
 
-def refused(model: nn.Module, root: str) -> None:
-    """Model state while a unit runs; on every rank, whatever the kind, and nothing is left of the attempt."""
+def assert_state_is_refused(model: nn.Module, root: str) -> None:
+    """Check that state of every kind is refused on every rank while a unit runs."""
     attempts: list[Callable[[], Any]] = [lambda: model.load_state_dict({}, strict=False), lambda: save(root, model)]
     for kind in KINDS:
         with kind_of(model, "full"), FSDP.state_dict_type(model, *KINDS[kind]):
@@ -304,9 +311,16 @@ def refused(model: nn.Module, root: str) -> None:
                     attempt()
 
 
-def interrupted(root: str, numbers: Sequence[int]) -> None:
-    """One accumulation over three backwards, and the step; with and without everything in between: at each place
-    another kind of state in each of the ways."""
+@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 2, 3)), (3, (1, 4))])
+@on_ranks("world_size", timeout=180)
+def test_state_during_an_accumulation_is_exact_or_refused(
+    tmp_path: Path, world_size: int, numbers: Sequence[int]
+) -> None:
+    """State is refused while a unit runs; anywhere else values are exact and gradients stay.
+
+    An accumulation over three backwards, and the step, with and without saves and loads between.
+    """
+    root = str(tmp_path)
     kinds = [*KINDS, "directory"]
     for number in numbers:
         strategy, mode = WAYS[number]
@@ -318,19 +332,19 @@ def interrupted(root: str, numbers: Sequence[int]) -> None:
             reached: list[str] = []
 
             def at(
-                place: str,
+                moment: str,
                 run: Run = run,
                 disturbed: bool = disturbed,
                 reached: list[str] = reached,
                 turn: int = number,
             ) -> None:
-                if disturbed and place not in reached:
-                    reached.append(place)
-                    if "middle" in place:
-                        refused(run[0], root)
-                    else:  # before a backward, that would refuse what was loaded
+                if disturbed and moment not in reached:
+                    reached.append(moment)
+                    if "middle" in moment:
+                        assert_state_is_refused(run[0], root)
+                    else:  # a backward would refuse parameters loaded since the forward
                         kind = kinds[(turn + len(reached)) % len(kinds)]
-                        everything_at(run, root, kind, loads="before backward" not in place)
+                        use_state(run, root, kind, loads="before backward" not in moment)
 
             def in_backward(grad: Tensor, at: Callable[..., None] = at) -> None:
                 at("the middle of a unit's backward")
@@ -362,19 +376,13 @@ def interrupted(root: str, numbers: Sequence[int]) -> None:
         assert_bit_equal(results[1], results[0], f"{strategy}, use_orig_params={mode}")
 
 
-def test_state_in_the_middle_of_anything(tmp_path: Path) -> None:
-    """Refused while a unit runs; anywhere else in an accumulation values are exact and gradients stay."""
-    for world_size, numbers in ((1, (5,)), (2, (0, 2, 3)), (3, (1, 4))):
-        run_ranks(world_size, interrupted, str(tmp_path / str(world_size)), numbers, timeout=180)
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
-SLACK = 64 * 1024  # bytes of a file that are no values
+SLACK = 64 * 1024  # bytes of a file besides the values
 
 
 def payload(state: Any) -> int:
-    """Bytes of the values in a nested state that this rank holds."""
+    """Count the bytes of this rank's values in a nested state."""
     total = 0
     for leaf in tree_leaves(state, is_leaf=lambda x: isinstance(x, ShardedTensor)):
         if isinstance(leaf, ShardedTensor):
@@ -386,7 +394,10 @@ def payload(state: Any) -> int:
     return total
 
 
-def sizes(root: str, mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(3)
+def test_files_have_little_more_than_the_values(tmp_path: Path, mode: bool) -> None:
+    """Each file of each kind of state, of models and optimizers, is within 64 KiB of the rank's values."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = nn.Sequential(*(nn.Linear(250, 250) for _ in range(3)))
     model = wrap(module, use_orig_params=mode, wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -403,81 +414,75 @@ def sizes(root: str, mode: bool) -> None:
                 held = {"full": values, "rank 0": values if rank == 0 else 0}.get(kind, values // world_size)
                 assert abs(payload(state) - held) <= SLACK // 4, kind
                 assert payload(state) <= len(file.getvalue()) <= payload(state) + SLACK, kind
-    folder = save(root, model, optimizer, extra={"x": torch.ones(30_000)[:10]})
+    folder = save(tmp_path, model, optimizer, extra={"x": torch.ones(30_000)[:10]})
     for path in folder.iterdir():
         held = 3 * total / world_size if path.suffix == ".safetensors" else 0
         assert path.stat().st_size <= held + SLACK, path
 
 
-@pytest.mark.parametrize("mode", [False, True])
-def test_files_have_little_more_than_the_values(tmp_path: Path, mode: bool) -> None:
-    """Each file of each kind of state, of models and optimizers, within 64 KiB of what the rank holds."""
-    run_ranks(3, sizes, str(tmp_path), mode)
-
-
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- state that does not fit -------------------------------------------------------------------------------------------
 
 
 def quoted(text: str, after: str) -> set[str]:
-    """The names that an error lists."""
+    """Return the names that an error lists."""
     line = next(line for line in text.split("\n") if after in line)
     return set(line.split('"')[1::2])
 
 
-def renamed_keys() -> None:
+@on_ranks(2)
+def test_renamed_keys_are_listed_on_every_rank_and_not_loaded() -> None:
+    """Prefixes added by wrappers, in front and in between, in every kind of state."""
     kinds = ("full", "sharded", "ragged", "rank 0")
-    added_by_others = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-    places = ("", "blocks.0.", "blocks.1.")  # the last one is wrapped for checkpointing
-    cases = pairwise((False, True), kinds, added_by_others, places)
-    for (mode, kind), of_these in itertools.groupby(cases, key=lambda case: case[:2]):
+    wrappers = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+    prefixes = ("", "blocks.0.", "blocks.1.")  # the last block is wrapped for checkpointing
+    cases = pairwise((False, True), kinds, wrappers, prefixes)
+    for (mode, kind), group in itertools.groupby(cases, key=lambda case: case[:2]):
         model, _ = build(1, STRATEGIES[0], mode)
-        other, _ = build(2, STRATEGIES[0], mode)
+        source, _ = build(2, STRATEGIES[0], mode)
         with kind_of(model, "full"):
             before = model.state_dict()
-        with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(other, *KINDS[kind]):
-            good = other.state_dict()
+        with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(source, *KINDS[kind]):
+            good = source.state_dict()
             if kind == "rank 0" and dist.get_rank() > 0:
                 good = {}
-            for _, _, added, place in of_these:
-                renamed = {f"{place}{added}{k.removeprefix(place)}" if k.startswith(place) else k: k for k in before}
+            for _, _, added, prefix in group:
+                renamed = {f"{prefix}{added}{k.removeprefix(prefix)}" if k.startswith(prefix) else k: k for k in before}
                 state = {new: good[old] for new, old in renamed.items() if old in good}
                 with pytest.raises(RuntimeError) as caught:
                     model.load_state_dict(state)
                 wrong = {new: old for new, old in renamed.items() if new != old}
-                assert quoted(str(caught.value), "Unexpected key(s) in") == set(wrong), (kind, added, place)
-                assert quoted(str(caught.value), "Missing key(s) in") == set(wrong.values()), (kind, added, place)
+                assert quoted(str(caught.value), "Unexpected key(s) in") == set(wrong), (kind, added, prefix)
+                assert quoted(str(caught.value), "Missing key(s) in") == set(wrong.values()), (kind, added, prefix)
         with kind_of(model, "full"):
             assert_bit_equal(model.state_dict(), before)
 
 
-def test_renamed_keys_are_all_listed_on_every_rank_and_nothing_is_loaded() -> None:
-    """Whatever other wrappers add, in front and in between, in every kind of state."""
-    run_ranks(2, renamed_keys)
-
-
-# -- what one rank alone has -------------------------------------------------------------------------------------------
+# -- arguments of one rank that differ ---------------------------------------------------------------------------------
 
 
 def states_in(optimizers: list[Any]) -> dict[str, Tensor]:
-    """Of optimizers, or of their dicts."""
-    dicts = [one if isinstance(one, dict) else one.state_dict() for one in optimizers]
+    """Flatten the state of optimizers, or of their state dicts."""
+    dicts = [each if isinstance(each, dict) else each.state_dict() for each in optimizers]
     return {
         f"{number} {key} {name}": value
-        for number, one in enumerate(dicts)
-        for key, states in one["state"].items()
+        for number, state in enumerate(dicts)
+        for key, states in state["state"].items()
         for name, value in states.items()
     }
 
 
-def one_rank_differs(root: str) -> None:
+@on_ranks(3)
+def test_state_that_differs_on_one_rank_raises_on_every_rank(tmp_path: Path) -> None:
+    """The error names the difference, and no rank has loaded, waits or aborts."""
+    root = str(tmp_path)
     rank = dist.get_rank()
     for mode in (False, True):
         run, (other, other_optimizer) = build(1, STRATEGIES[0], mode), build(2, STRATEGIES[0], mode)
-        for one in (run, (other, other_optimizer)):
-            train(*one, range(1))
+        for trained in (run, (other, other_optimizer)):
+            train(*trained, range(1))
         model, optimizer = run
         before = whole(*run)
-        # model state: a parameter that only some ranks would load
+        # model state: a parameter that one rank would not load
         for kind, without in itertools.product(("full", "sharded"), (0, 1, 2)):
             if (kind == "full") == (without % 2 == mode):  # by turns
                 continue
@@ -496,7 +501,7 @@ def one_rank_differs(root: str) -> None:
         name, state = "blocks.0.linear.weight", good["state"]
         raw = copy.deepcopy(optimizer.state_dict())
         lacks = {key: value for key, value in state.items() if not key.startswith("blocks.0.")}
-        for what, states in (
+        for words, states in (
             (f"state dict differs from that here in .*'exp_avg' of '{name}'", lacks),
             (rf"'exp_avg' of '{name}' has shape \(7,\)", state | {name: {**state[name], "exp_avg": torch.ones(7)}}),
             ("optimizer holds no parameter 'nobody'", None),
@@ -504,32 +509,32 @@ def one_rank_differs(root: str) -> None:
             given = dict(good)
             if rank == 1:
                 given = {**good, "state": states} if states else {**good, "param_groups": [{"params": ["nobody"]}]}
-            with pytest.raises((RuntimeError, ValueError, KeyError), match=what):
+            with pytest.raises((RuntimeError, ValueError, KeyError), match=words):
                 FSDP.flatten_sharded_optim_state_dict(given, model, optimizer)
-        # in a directory: what the optimizer of one rank trains is not there
+        # a directory: one rank's optimizers train parameters without a saved state
         several = [AdamW(model.blocks.parameters()), AdamW(model.tiny.parameters())]
         loss_of(model, 5).backward()
-        for one in several:
-            one.step()
+        for each in several:
+            each.step()
         save(f"{root}/{mode}", model, several)
-        known = [copy.deepcopy(one.state_dict()) for one in several]
+        known = [copy.deepcopy(each.state_dict()) for each in several]
         loss_of(model, 5).backward()
-        for one in several:
-            one.step()
-        later = [copy.deepcopy(one.state_dict()) for one in several]
+        for each in several:
+            each.step()
+        later = [copy.deepcopy(each.state_dict()) for each in several]
         idle = AdamW(model.idle.parameters())
-        for others, words in (
+        for odd, words in (
             ([several[0], idle], r"rank 1: the checkpoint .* has optimizer state of 'tiny\.gain', which no optimizer"),
             ([*several, idle], r"rank 1: the optimizer trains 'idle\.gain', which no parameter group"),
         ):
             with pytest.raises(RuntimeError, match=words):
-                load(f"{root}/{mode}", model, others if rank == 1 else several)
+                load(f"{root}/{mode}", model, odd if rank == 1 else several)
             assert_bit_equal(states_in(several), states_in(later))
         load(f"{root}/{mode}", model, several)
         assert_bit_equal(states_in(several), states_in(known))
         model.zero_grad()
         before = whole(*run)
-        # on the way out
+        # state dicts of optimizers
         stranger = AdamW([*model.parameters(), *([nn.Parameter(torch.ones(3))] if rank == 1 else [])])
         with pytest.raises(KeyError, match=r"rank 1: the optimizer holds a parameter of shape \(3,\)"):
             FSDP.full_optim_state_dict(model, stranger)
@@ -542,11 +547,6 @@ def one_rank_differs(root: str) -> None:
         train(*run, range(1, 2))
 
 
-def test_what_one_rank_alone_was_given_is_an_error_on_all(tmp_path: Path) -> None:
-    """In words that name it, and nothing was loaded; nobody waits, and no process is aborted."""
-    run_ranks(3, one_rank_differs, str(tmp_path))
-
-
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -554,8 +554,8 @@ def listed(root: Path) -> tuple[list[str], str]:
     return sorted(os.listdir(root)), (root / "latest").read_text()
 
 
-def save_in_vain(root: Path, run: Run, failing: int, at: int) -> None:
-    """One rank's disk fails at its `at`-th operation: all ranks are told, and the save is there whole or not at all."""
+def save_on_a_full_disk(root: Path, run: Run, failing: int, at: int) -> None:
+    """Let one rank's disk fail at the `at`-th operation: all ranks raise, and the save is complete or absent."""
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
     names, latest = listed(root)
     dist.barrier()
@@ -564,19 +564,21 @@ def save_in_vain(root: Path, run: Run, failing: int, at: int) -> None:
     assert caught.value.errno == errno.ENOSPC
     assert f"rank {failing}: " in str(caught.value) or dist.get_world_size() == 1
     dist.barrier()
-    if listed(root) != (names, latest):  # it failed after the last rename
+    if listed(root) != (names, latest):  # the failure came after the last rename
         assert listed(root)[1] != latest
         assert listed(root)[0] == sorted([*names, listed(root)[1].split()[0]])
     dist.barrier()
 
 
-def faults(folder: str, numbers: Sequence[int]) -> None:
-    """Operations of each rank's disk fail, others in each of the ways `numbers`; then each file is damaged."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3, 4)), (3, (1,)), (4, (2,))])
+@on_ranks("world_size", timeout=180)
+def test_failed_saves_and_damaged_files_change_nothing(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
+    """Disk operations of each rank fail, then each file is damaged: all ranks raise, and the old checkpoint stays."""
+    rank = dist.get_rank()
     damage = itertools.cycle(("flip", "cut", "lost", "exchanged"))
     for number in numbers:
         strategy, mode = WAYS[number]
-        root, run, fresh = Path(folder) / str(number), build(1, strategy, mode), build(2, strategy, mode)
+        root, run, fresh = tmp_path / str(number), build(1, strategy, mode), build(2, strategy, mode)
         train(*run, range(1))
         with on_disk(counting := FaultyDisk()):
             save(root, *run)
@@ -585,7 +587,7 @@ def faults(folder: str, numbers: Sequence[int]) -> None:
         train(*run, range(1, 2))
         for turn in range(3):
             at = (number + turn * len(WAYS)) * operations // (3 * len(WAYS))
-            save_in_vain(root, run, failing=(number + turn) % world_size, at=at)
+            save_on_a_full_disk(root, run, failing=(number + turn) % world_size, at=at)
         load(root / "checkpoint_00000001", *fresh)
         assert_bit_equal(whole(*fresh), old, "the old checkpoint")
         save(root, *run)
@@ -618,9 +620,3 @@ def hurt(path: Path, how: str, paths: list[Path]) -> None:
         path.unlink()
     else:
         path.write_bytes(paths[paths.index(path) - 1].read_bytes())
-
-
-@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3, 4)), (3, (1,)), (4, (2,))])
-def test_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
-    """On all ranks, in both modes; the old checkpoint stays, and what is damaged changes nothing."""
-    run_ranks(world_size, faults, str(tmp_path), numbers, timeout=180)

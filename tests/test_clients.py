@@ -1,7 +1,7 @@
-"""Trainers save and load here as they do with torch's FSDP1: their sequences of calls, argument by argument.
+"""Sequences of calls that trainers make to save and load with torch's FSDP1 work here, argument by argument.
 
-Each recipe is what one of them does, on one number of ranks to save and on another to load, and has to bring back the
-model and the optimizer bit for bit.
+Each recipe is one trainer's. It saves on one number of ranks and loads on another, and has to restore the model and
+the optimizer bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
 from tests.test_dcp import same_state
 from tests.test_optim_state import adamw, ours, quiet, row_major, torchs, train
@@ -250,7 +250,7 @@ def composer_now_load(model: FSDP, optimizer: Any, folder: str) -> None:
 
 
 def torchsnapshot_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    """Its adapter relies on settings made once; each rank stores what it gets."""
+    """Rely on settings made once, and store each rank's values, as the adapter does."""
     FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT
     state = model.state_dict()
@@ -274,7 +274,7 @@ def torchsnapshot_load(model: FSDP, optimizer: Any, folder: str) -> None:
 
 
 def bytecheckpoint_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    """Keeps its own two functions in the class for as long as it saves, which call what was there."""
+    """Replace two functions of the class, which call the originals, during the save."""
     seen: list[str] = []
     theirs = FSDP.optim_state_dict, FSDP.optim_state_dict_to_load
 
@@ -352,11 +352,11 @@ def fms_load(model: FSDP, optimizer: Any, folder: str) -> None:
         optimizer.load_state_dict(loadable)
 
 
-# -- what they read ----------------------------------------------------------------------------------------------------
+# -- attributes that trainers read -------------------------------------------------------------------------------------
 
 
 def shampoo_metadata(library: Any, model: nn.Module) -> list[tuple[Any, ...]]:
-    """Of every parameter: name, shape, size, the part that this rank has, and how its unit is sharded."""
+    """Return name, shape, size, this rank's range and the unit's strategy of every parameter."""
     found = []
     for wrapper in library.fsdp_modules(model):
         if wrapper._flat_param is None:
@@ -389,7 +389,7 @@ def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
 
 
 def verl_metadata(model: nn.Module) -> list[Any]:
-    """What it looks at before it moves the shards."""
+    """Return the attributes that verl reads before it moves the shards."""
     found = []
     for handle in model._all_handles:
         flat = handle.flat_param
@@ -405,7 +405,10 @@ def verl_metadata(model: nn.Module) -> list[Any]:
     return found
 
 
-def compare_metadata() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
+    """The attributes that Shampoo and ByteCheckpoint read."""
     for uop in (False, True):
         model, theirs = ours(uop, module=row_major()), torchs(uop, module=row_major())
         assert bytecheckpoint_metadata(FSDP, model) == bytecheckpoint_metadata(TorchFSDP, theirs), uop
@@ -420,12 +423,15 @@ def compare_metadata() -> None:
                 "_numels_with_padding",
                 "_num_params",
             )
-            for wrapper, other in zip(FSDP.fsdp_modules(model), TorchFSDP.fsdp_modules(theirs), strict=True):
+            for wrapper, torchs_own in zip(FSDP.fsdp_modules(model), TorchFSDP.fsdp_modules(theirs), strict=True):
                 for fact in facts:
-                    assert getattr(wrapper._flat_param, fact) == getattr(other._flat_param, fact), fact
+                    assert getattr(wrapper._flat_param, fact) == getattr(torchs_own._flat_param, fact), fact
 
 
-def compare_handles() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_handles_have_torchs_attributes(world_size: int) -> None:
+    """The attributes that verl and Composer read."""
     for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):
         seen = []
         for make in (ours, torchs):
@@ -439,14 +445,9 @@ def compare_handles() -> None:
         assert seen[0] == seen[1], (uop, strategy)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_they_read_of_a_handle_is_torchs(world_size: int) -> None:
-    """Verl's and Composer's reads."""
-    run_ranks(world_size, compare_handles)
-
-
-def after_evaluation() -> None:
-    """Verl reshards the root by its handle after each evaluation, whatever has gathered it."""
+@on_ranks(2)
+def test_handle_reshards_its_unit() -> None:
+    """Verl reshards the root by the handle after each evaluation, whatever has gathered it."""
     case = ZOO["mlp"]
     for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")):
         states = []
@@ -473,12 +474,8 @@ def after_evaluation() -> None:
         handle.remove()
 
 
-def test_a_handle_reshards_its_unit() -> None:
-    run_ranks(2, after_evaluation)
-
-
 def weights_unit_by_unit(model: FSDP) -> dict[str, torch.Tensor]:
-    """As verl collects adapters layer by layer."""
+    """Collect the weights layer by layer, as verl collects adapters."""
     found: dict[str, torch.Tensor] = {}
     for name, inner in model.named_modules():
         if isinstance(inner, FSDP) and inner is not model:
@@ -492,7 +489,7 @@ def weights_unit_by_unit(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 def weights_at_once(model: FSDP) -> dict[str, torch.Tensor]:
-    """As verl collects what it sends to an engine for the first time: moved to host memory, and back."""
+    """Collect the weights in host memory, as verl does before it first sends them to an engine."""
     with FSDP.summon_full_params(model, writeback=False):
         device = next(model.parameters()).device
         state = {key: value.detach().clone() for key, value in model.to("cpu").state_dict().items()}
@@ -500,7 +497,9 @@ def weights_at_once(model: FSDP) -> dict[str, torch.Tensor]:
     return state
 
 
-def collect() -> None:
+@on_ranks(2)
+def test_weights_may_be_collected_between_steps() -> None:
+    """verl does so unit by unit, with `_is_root` assigned, and at once, with the summoned model moved."""
     case, step = ZOO["mlp"], 0
     for uop, strategy, first in itertools.product((False, True), ("FULL_SHARD", "NO_SHARD"), (False, True)):
         states = []
@@ -524,13 +523,9 @@ def collect() -> None:
         assert_bit_equal(*states)
 
 
-def test_weights_that_are_collected_between_the_steps() -> None:
-    """verl does it unit by unit, for which it assigns `_is_root`, and at once, for which it moves what is shown."""
-    run_ranks(2, collect)
-
-
-def between_phases(device: str) -> None:
-    """Steps, and between them what verl does to the shards of a model that another one takes turns with."""
+@on_ranks(2)
+def test_shards_may_be_moved_between_phases() -> None:
+    """verl keeps them in host memory while another model computes."""
     for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):
         case, states = ZOO["mlp"], []
         for moves in (False, True):
@@ -540,7 +535,7 @@ def between_phases(device: str) -> None:
                 case.loss(model, rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())).backward()
                 for handle in model._all_handles if moves else ():
                     before = handle.flat_param._local_shard
-                    handle.flat_param_to(device, non_blocking=True, copy=True)
+                    handle.flat_param_to("cpu", non_blocking=True, copy=True)
                     handle.flat_param._local_shard = handle.flat_param.data
                     assert before.data_ptr() != handle.flat_param.data_ptr()
                 optimizer.step()
@@ -552,38 +547,24 @@ def between_phases(device: str) -> None:
         pytest.raises(RuntimeError, match="can be moved or cast only while it does not run"),
         model.summon_full_params(model),
     ):
-        model._all_handles[0].flat_param_to(device)
+        model._all_handles[0].flat_param_to("cpu")
 
 
-def test_shards_that_are_moved_between_phases() -> None:
-    """verl has them in host memory while another model computes."""
-    run_ranks(2, between_phases, "cpu")
-
-
-def away() -> None:
-    """No device is at hand that a shard could be on beside the one that computes: what would be put there is seen."""
+@on_ranks(2)
+def test_moved_shard_keeps_its_compute_device() -> None:
+    """Without a second device, the test checks the call that would move the shard."""
     model = wrap(ZOO["mlp"], ShardingStrategy.FULL_SHARD, True)
     handle, unit = model._all_handles[0], units_of(model)[0]
-    others = [other.flat_param._local_shard for other in model._all_handles[1:]]
+    remaining = [each.flat_param._local_shard for each in model._all_handles[1:]]
     with mock.patch.object(unit.handles[0], "replace_shard") as replaced:
         handle.flat_param_to("meta", non_blocking=True)
     (new, computed_on, _), _ = replaced.call_args
-    assert new.is_meta and new.shape == handle.flat_param.shape and others
+    assert new.is_meta and new.shape == handle.flat_param.shape and remaining
     assert computed_on == unit.device == torch.device("cpu")
-    assert all(now.flat_param._local_shard is before for now, before in zip(model._all_handles[1:], others))
+    assert all(now.flat_param._local_shard is before for now, before in zip(model._all_handles[1:], remaining))
 
 
-def test_a_shard_that_is_moved_is_computed_with_where_it_was() -> None:
-    run_ranks(2, away)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_they_read_of_a_flat_parameter_is_torchs(world_size: int) -> None:
-    """Shampoo's and ByteCheckpoint's reads."""
-    run_ranks(world_size, compare_metadata)
-
-
-# -- all of them -------------------------------------------------------------------------------------------------------
+# -- all recipes -------------------------------------------------------------------------------------------------------
 
 RECIPES = {
     "accelerate, full": accelerate(StateDictType.FULL_STATE_DICT),
@@ -599,42 +580,40 @@ RECIPES = {
 }
 
 
-def module(seed: int) -> nn.Module:
-    return row_major(seed)
-
-
 def save_all(folder: str, uop: bool, names: list[str]) -> None:
     for name in names:
-        model = ours(uop, module=module(0))
+        model = ours(uop, module=row_major(0))
         into = Path(folder, name)
         into.mkdir(parents=True, exist_ok=True)
         RECIPES[name].save(model, train(adamw(model.parameters())), str(into))
 
 
 def load_all(folder: str, uop: bool, names: list[str]) -> None:
-    expected = ours(uop, module=module(0))
+    expected = ours(uop, module=row_major(0))
     expected_optimizer = train(adamw(expected.parameters()))
     for name in names:
-        model = ours(uop, module=module(1))
+        model = ours(uop, module=row_major(1))
         optimizer = adamw(model.parameters())
         RECIPES[name].load(model, optimizer, str(Path(folder, name)))
         same_state(model, optimizer, expected, expected_optimizer, f"{name}, use_orig_params={uop}")
 
 
 @pytest.mark.parametrize("uop", [False, True])
-def test_they_get_back_what_they_saved(tmp_path: Path, uop: bool) -> None:
-    """What each of them calls to save and to load; at another number of ranks where its format allows that."""
+def test_trainers_load_the_state_that_they_saved(tmp_path: Path, uop: bool) -> None:
+    """At another number of ranks where the trainer's format allows that."""
     names = [name for name, recipe in RECIPES.items() if uop in recipe.modes]
     run_ranks(2, save_all, str(tmp_path), uop, names)
     run_ranks(2, load_all, str(tmp_path), uop, names)
     run_ranks(3, load_all, str(tmp_path), uop, [name for name in names if RECIPES[name].resharded])
 
 
-# -- parameters in another dtype than they came in ---------------------------------------------------------------------
+# -- parameters cast after wrapping ------------------------------------------------------------------------------------
 
 
-def upcast() -> None:
-    """As accelerate does it when a model comes in low precision and mixed precision is on."""
+@on_ranks(2)
+def test_flat_parameters_may_be_cast_after_wrapping() -> None:
+    """accelerate sets the flat parameter's data and the handle's dtype; training then equals that of a model wrapped
+    in that dtype."""
     case, low = ZOO["mlp"], torch.bfloat16
     policy = ModuleWrapPolicy(case.blocks)
     precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
@@ -667,16 +646,11 @@ def upcast() -> None:
         assert_bit_equal(full_parameters(model), full_parameters(expected))
 
 
-def test_parameters_that_trainers_cast_after_wrapping() -> None:
-    """accelerate sets the flat parameter's data and the handle's dtype; then all is as if they had come like that."""
-    run_ranks(2, upcast)
-
-
-# -- a step inside of a forward ----------------------------------------------------------------------------------------
+# -- a step inside a forward -------------------------------------------------------------------------------------------
 
 
 class Task(nn.Module):
-    """As Lightning's modules with manual optimisation: what its trainer calls runs inside of the wrapper's forward."""
+    """A module with manual optimisation, as Lightning's: the trainer's step runs inside the wrapper's forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -690,7 +664,8 @@ class Task(nn.Module):
         return loss
 
 
-def step_inside() -> None:
+@on_ranks(2)
+def test_optimizer_may_step_inside_a_forward() -> None:
     for use_orig_params, policy in ((False, None), (True, ModuleWrapPolicy({nn.Linear}))):
         trained = []
         for inside in (False, True):
@@ -705,7 +680,7 @@ def step_inside() -> None:
                 optimizer.step()
                 for param in params:
                     param.grad = None
-                optimizer.step()  # moves nothing
+                optimizer.step()  # a no-op without gradients
 
             for number in range(3):
                 x = torch.full((2, 4), 1.0 + number + rank())
@@ -715,7 +690,3 @@ def step_inside() -> None:
                     step(model(x))
             trained.append(full_parameters(model))
         assert_bit_equal(*trained)
-
-
-def test_an_optimizer_steps_inside_of_a_forward() -> None:
-    run_ranks(2, step_inside)

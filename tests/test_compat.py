@@ -1,4 +1,4 @@
-"""`enable_dcp()`: torch's own state-dict functions, for models of this package and beside it for all others."""
+"""`enable_dcp()`: torch's own state-dict functions for models of this package, unchanged for all remaining models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import checkpoint
 from fsdp.compat import disable_dcp, enable_dcp, torchs_optim
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.test_dcp import same_state, trained
 from tests.test_optim_state import (
     FSDP,
@@ -79,45 +79,51 @@ CHOICES: list[dict[str, bool]] = [
 ]
 
 
-def check_there_and_back() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> None:
+    """Every form of state, in both modes, equals that of `fsdp.checkpoint` and of torch's FSDP1."""
     for uop in (False, True):
         model, optimizer = trained(uop)
         theirs = torchs(uop, module=row_major())
         their_optimizer = train(adamw(theirs.parameters()))
         for number, chosen in enumerate(CHOICES):
-            if dist.get_world_size() == 3 and uop == (number % 2 == 0):  # by turns
+            if world_size == 3 and uop == (number % 2 == 0):  # by turns
                 continue
-            what, options = f"use_orig_params={uop}, {chosen}", StateDictOptions(**chosen)
+            case, options = f"use_orig_params={uop}, {chosen}", StateDictOptions(**chosen)
             with enabled():
                 saved = get_state_dict(model, optimizer, options=options)
                 if number == 3:
-                    assert_same(deep(get_model_state_dict(model, options=options)), deep(saved[0]), what)
-                    assert_same(deep(get_optimizer_state_dict(model, optimizer, options=options)), deep(saved[1]), what)
+                    assert_same(deep(get_model_state_dict(model, options=options)), deep(saved[0]), case)
+                    assert_same(deep(get_optimizer_state_dict(model, optimizer, options=options)), deep(saved[1]), case)
                 if "cpu_offload" not in chosen or not chosen.get("full_state_dict"):  # torch's fails on CPU
                     expected = quiet(get_state_dict, theirs, their_optimizer, options=options)
-                    assert_same(deep(saved[0]), deep(expected[0]), f"{what}, model as torch's FSDP1")
-                    assert_same(deep(saved[1]), deep(expected[1]), f"{what}, optimizer as torch's FSDP1")
+                    assert_same(deep(saved[0]), deep(expected[0]), f"{case}, model as torch's FSDP1")
+                    assert_same(deep(saved[1]), deep(expected[1]), f"{case}, optimizer as torch's FSDP1")
             own = checkpoint.get_state_dict(model, optimizer, options=options)
-            assert_same(deep(own[0]), deep(saved[0]), f"{what}, fsdp.checkpoint")
-            assert_same(deep(own[1]), deep(saved[1]), f"{what}, fsdp.checkpoint")
+            assert_same(deep(own[0]), deep(saved[0]), f"{case}, fsdp.checkpoint")
+            assert_same(deep(own[1]), deep(saved[1]), f"{case}, fsdp.checkpoint")
             if chosen == CHOICES[4]:
                 assert (saved == ({}, {})) is (dist.get_rank() > 0)
-                continue  # the others have nothing to load
-            other = ours(uop, module=row_major(1))
-            other_optimizer = adamw(other.parameters())
+                whole = checkpoint.get_state_dict(model, optimizer, options=StateDictOptions(**FULL))
+                if dist.get_rank() == 0:
+                    assert_same(deep(dict(enumerate(own))), deep(dict(enumerate(whole))), f"{case}, without offload")
+                continue  # only rank 0 has state to load
+            target = ours(uop, module=row_major(1))
+            target_optimizer = adamw(target.parameters())
             with enabled():
                 if uop == (number % 2 == 0):
                     given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-                    found = set_state_dict(other, other_optimizer, **given, options=options)
+                    found = set_state_dict(target, target_optimizer, **given, options=options)
                 else:
-                    set_optimizer_state_dict(other, other_optimizer, saved[1], options=options)
-                    found = set_model_state_dict(other, saved[0], options=options)
+                    set_optimizer_state_dict(target, target_optimizer, saved[1], options=options)
+                    found = set_model_state_dict(target, saved[0], options=options)
             assert (found.missing_keys, found.unexpected_keys) == ([], [])
-            same_state(other, other_optimizer, model, optimizer, what)
+            same_state(target, target_optimizer, model, optimizer, case)
 
 
 def deep(value: Any) -> Any:
-    """With sharded values settled, and each parameter's states in one order."""
+    """Settle sharded values, and sort each parameter's states."""
     if isinstance(value, dict):
         return {key: deep(inner) for key, inner in sorted(value.items())}
     if isinstance(value, tuple):
@@ -125,47 +131,43 @@ def deep(value: Any) -> Any:
     return settle_all({"": value})[""]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_torchs_functions_give_and_take_what_they_do_for_torchs_fsdp(world_size: int) -> None:
-    """Every form, in both modes, on 3 ranks by turns; as `fsdp.checkpoint` and as for torch's FSDP1."""
-    run_ranks(world_size, check_there_and_back)
-
-
 def half_frozen(seed: int = 0) -> nn.Module:
-    """Tied parameters, and a unit that is frozen as a whole, as torch's FSDP1 wants it."""
+    """Return a model with tied parameters and a unit that is frozen as a whole, as torch's FSDP1 requires."""
     model = row_major(seed)
     model.blocks[1].requires_grad_(False)
     return model
 
 
-def check_options() -> None:
+@on_ranks(2)
+def test_options_of_torchs_functions() -> None:
+    """Results for frozen and tied parameters, submodules and partial states equal those for torch's FSDP1."""
     for uop in (False, True):
         model, theirs = ours(uop, module=half_frozen()), torchs(uop, module=half_frozen())
         optimizer, their_optimizer = train(adamw(model.parameters())), train(adamw(theirs.parameters()))
         with enabled():
             for chosen in ({}, {"ignore_frozen_params": True}, {"keep_submodule_prefixes": False}):
                 for full in (False, True):
-                    options, what = StateDictOptions(**chosen, full_state_dict=full), f"{uop}, {chosen}, {full}"
-                    mine = get_state_dict(model, optimizer, options=options)
+                    options, case = StateDictOptions(**chosen, full_state_dict=full), f"{uop}, {chosen}, {full}"
+                    state = get_state_dict(model, optimizer, options=options)
                     expected = quiet(get_state_dict, theirs, their_optimizer, options=options)
-                    assert_same(deep(mine), deep(expected), what)
-                    of = [{dict(m.named_modules())["_fsdp_wrapped_module.blocks"]} for m in (model, theirs)]
-                    mine = quiet(get_model_state_dict, model, submodules=of[0], options=options)
-                    expected = quiet(get_model_state_dict, theirs, submodules=of[1], options=options)
+                    assert_same(deep(state), deep(expected), case)
+                    blocks = [{dict(m.named_modules())["_fsdp_wrapped_module.blocks"]} for m in (model, theirs)]
+                    state = quiet(get_model_state_dict, model, submodules=blocks[0], options=options)
+                    expected = quiet(get_model_state_dict, theirs, submodules=blocks[1], options=options)
                     keep = options.keep_submodule_prefixes
-                    assert mine and all(name.startswith("blocks.") is keep for name in mine)
-                    assert_same(deep(mine), deep(expected), f"{what}, submodules")
+                    assert state and all(name.startswith("blocks.") is keep for name in state)
+                    assert_same(deep(state), deep(expected), f"{case}, submodules")
             whole = StateDictOptions(full_state_dict=True)
             everything = quiet(get_model_state_dict, model, submodules={model.module}, options=whole)
             assert_same(deep(everything), deep(get_model_state_dict(model, options=whole)), "all submodules")
             part = quiet(get_model_state_dict, model, submodules={model.blocks[0].module}, options=whole)
-            other = ours(uop, module=half_frozen(1))
+            target = ours(uop, module=half_frozen(1))
             loose = StateDictOptions(full_state_dict=True, strict=False)
-            found = set_model_state_dict(other, {**part, "nobody": torch.ones(1)}, options=loose)
+            found = set_model_state_dict(target, {**part, "nobody": torch.ones(1)}, options=loose)
             assert found.unexpected_keys == ["nobody"] and "bias" in found.missing_keys
-            assert_same({k: get_model_state_dict(other, options=whole)[k] for k in part}, part, "loaded")
+            assert_same({k: get_model_state_dict(target, options=whole)[k] for k in part}, part, "loaded")
             with pytest.raises(RuntimeError, match="bias"):
-                set_model_state_dict(other, part, options=whole)
+                set_model_state_dict(target, part, options=whole)
             by_module = {model.blocks[1]: {k.removeprefix("blocks.0."): v.flip(0) for k, v in part.items()}}
             by_module[model.blocks[1]]["linear.weight"] = torch.ones(5, 3)
             by_module[model.blocks[1]]["linear.bias"] = torch.ones(5)
@@ -176,9 +178,9 @@ def check_options() -> None:
             del joined["param_groups"][0]["params"][joined["param_groups"][0]["params"].index("bias")]
             del joined["state"]["bias"]
             with pytest.raises(RuntimeError, match="the optimizer trains 'bias', which no"):
-                set_optimizer_state_dict(other, adamw(other.parameters()), joined, options=whole)
-            if uop:  # flat parameters have a state as a whole
-                set_optimizer_state_dict(other, adamw(other.parameters()), joined, options=loose)
+                set_optimizer_state_dict(target, adamw(target.parameters()), joined, options=whole)
+            if uop:  # the state of a flat parameter is for the whole unit
+                set_optimizer_state_dict(target, adamw(target.parameters()), joined, options=loose)
             assert get_state_dict(model, (), options=whole)[1] == {}
             alone = ours(uop, module=half_frozen())  # optimizer state alone, from rank 0
             alone_optimizer = adamw(alone.parameters())
@@ -191,8 +193,9 @@ def check_options() -> None:
                 get_state_dict(model, optimizer, options=StateDictOptions(broadcast_from_rank0=True))
 
 
-def check_mixed_units() -> None:
-    """Frozen and trained parameters of two dtypes in one unit: several flat parameters, which FSDP1 does not have."""
+@on_ranks(2)
+def test_unit_with_several_flat_parameters_has_the_plain_models_state() -> None:
+    """Frozen and trained parameters of two dtypes in one unit, which torch's FSDP1 does not support."""
     for uop in (False, True):
         model = ours(uop, blocks=False, module=mixed_plain())
         plain = mixed_plain()
@@ -204,21 +207,17 @@ def check_mixed_units() -> None:
             saved = get_state_dict(model, optimizer, options=options)
             assert_same(deep(saved[0]), deep(expected[0]), f"use_orig_params={uop}")
             assert_same(deep(saved[1]["state"]), deep(expected[1]["state"]), f"use_orig_params={uop}")
-            other = ours(uop, blocks=False, module=mixed_plain())
-            other_optimizer = adamw([param for param in other.parameters() if param.requires_grad])
+            target = ours(uop, blocks=False, module=mixed_plain())
+            target_optimizer = adamw([param for param in target.parameters() if param.requires_grad])
             loose = StateDictOptions(full_state_dict=True, strict=False)
-            set_state_dict(other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=loose)
-        same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}")
+            given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+            set_state_dict(target, target_optimizer, **given, options=loose)
+        same_state(target, target_optimizer, model, optimizer, f"use_orig_params={uop}")
 
 
-def test_options_frozen_tied_and_mixed_parameters() -> None:
-    """User-pain 25: as for torch's FSDP1 where that can, else as for the plain model."""
-    run_ranks(2, check_options)
-    run_ranks(2, check_mixed_units)
-
-
-def check_around() -> None:
-    """Wrapped models inside others, fresh optimizers, several, and what torch's patching functions make of a model."""
+@on_ranks(2)
+def test_state_of_parents_several_optimizers_and_patched_models() -> None:
+    """Also of compiled models; an optimizer of another model is refused."""
     model, optimizer = trained(True)
     plain = row_major()
     plain_optimizer = train(adamw(plain.parameters()))
@@ -238,27 +237,28 @@ def check_around() -> None:
         blocks, rest = adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])
         joined = get_optimizer_state_dict(model, [blocks, rest], options=whole)
         assert len(joined["param_groups"]) == 2 and "step" in joined["state"]["bias"]
-        others = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
+        fresh_pair = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
         train(blocks)
         saved = get_state_dict(model, blocks, options=whole)
         joined = get_optimizer_state_dict(model, [blocks, rest], options=whole)
-        set_optimizer_state_dict(model, others, joined, options=whole)
-        assert_same_states(others[0].state_dict(), blocks.state_dict(), "several optimizers")
+        set_optimizer_state_dict(model, fresh_pair, joined, options=whole)
+        assert_same_states(fresh_pair[0].state_dict(), blocks.state_dict(), "several optimizers")
 
-        other = ours(True, module=row_major(1))
-        other_optimizer = adamw(other.parameters())
-        for patched, its in ((model, optimizer), (other, other_optimizer)):
+        target = ours(True, module=row_major(1))
+        target_optimizer = adamw(target.parameters())
+        for patched, its_optimizer in ((model, optimizer), (target, target_optimizer)):
             torch_state_dict._patch_model_state_dict(patched, options=whole)
-            torch_state_dict._patch_optimizer_state_dict(patched, optimizers=its, options=whole)
+            torch_state_dict._patch_optimizer_state_dict(patched, optimizers=its_optimizer, options=whole)
         assert_same(deep(model.state_dict()), deep(saved[0]), "patched")
-        other.load_state_dict(model.state_dict())
-        other_optimizer.load_state_dict(optimizer.state_dict())
-        for thing in (model, other, optimizer, other_optimizer):
-            del thing.state_dict, thing.load_state_dict
-        same_state(other, other_optimizer, model, optimizer, "patched")
+        target.load_state_dict(model.state_dict())
+        target_optimizer.load_state_dict(optimizer.state_dict())
+        for patched in (model, target, optimizer, target_optimizer):
+            del patched.state_dict, patched.load_state_dict
+        same_state(target, target_optimizer, model, optimizer, "patched")
 
 
-def check_named_optimizers() -> None:
+@on_ranks(2)
+def test_state_of_torchs_named_optimizers() -> None:
     def named(model: nn.Module) -> Any:
         params = dict(model.named_parameters())
         return quiet(NamedOptimizer, params, torch.optim.AdamW, None, model, lr=0.01, weight_decay=0.1)
@@ -270,10 +270,10 @@ def check_named_optimizers() -> None:
         train(optimizer._optimizer)
         saved = FSDP.optim_state_dict(model, optimizer)
         with enabled():
-            other = named(model)
-            other.init_state()
-            other.load_state_dict(saved)
-            assert_same(FSDP.optim_state_dict(model, other), saved, f"use_orig_params={uop}")
+            target = named(model)
+            target.init_state()
+            target.load_state_dict(saved)
+            assert_same(FSDP.optim_state_dict(model, target), saved, f"use_orig_params={uop}")
             plain = row_major()
             of_plain = named(plain)
             of_plain.init_state()
@@ -283,16 +283,11 @@ def check_named_optimizers() -> None:
             assert_same_states(of_plain.state_dict(), again, "a plain module's")
 
 
-def test_parents_several_optimizers_patched_models_and_named_optimizers() -> None:
-    run_ranks(2, check_around)
-    run_ranks(2, check_named_optimizers)
-
-
 # -- through torch's storage -------------------------------------------------------------------------------------------
 
 
 class AppState(Stateful):
-    """As the tutorials of torch.distributed.checkpoint have it."""
+    """The application state of the tutorials of torch.distributed.checkpoint."""
 
     def __init__(self, model: nn.Module, optimizer: Any, options: StateDictOptions) -> None:
         self.model, self.optimizer, self.options = model, optimizer, options
@@ -332,18 +327,18 @@ def load_app(path: str, full: bool) -> None:
         same_state(model, optimizer, expected, train(adamw(expected.parameters())), f"use_orig_params={uop}")
 
 
-@pytest.mark.parametrize(("there", "here", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
+@pytest.mark.parametrize(("saving", "loading", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
 def test_applications_save_and_load_at_another_number_of_ranks(
-    tmp_path: Path, there: int, here: int, uop: bool
+    tmp_path: Path, saving: int, loading: int, uop: bool
 ) -> None:
-    """As `Stateful`, sharded and full, also saved in the background."""
+    """`Stateful` objects, with sharded and full state, also saved in the background."""
     for number, (saved_full, loaded_full) in enumerate(((False, False), (True, False), (False, True))):
         path = str(tmp_path / str(number))
-        run_ranks(there, save_app, path, uop, saved_full, number == 1)
-        run_ranks(here, load_app, path, loaded_full)
+        run_ranks(saving, save_app, path, uop, saved_full, number == 1)
+        run_ranks(loading, load_app, path, loaded_full)
 
 
-# -- all others --------------------------------------------------------------------------------------------------------
+# -- models of torch ---------------------------------------------------------------------------------------------------
 
 
 def fsdp2(seed: int) -> nn.Module:
@@ -354,7 +349,7 @@ def fsdp2(seed: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-OTHERS: dict[str, Callable[[int], nn.Module]] = {
+MODELS_OF_TORCH: dict[str, Callable[[int], nn.Module]] = {
     "plain": row_major,
     "DDP": lambda seed: DistributedDataParallel(row_major(seed)),
     "FSDP1": lambda seed: torchs(False, module=row_major(seed)),
@@ -369,29 +364,33 @@ def local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def check_others() -> None:
-    for name, build in OTHERS.items():
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_models_of_torch_keep_torchs_state(world_size: int) -> None:
+    """Plain modules, DDP, FSDP1 in both modes, FSDP2."""
+    for name, build in MODELS_OF_TORCH.items():
         model = build(0)
         optimizer = train(adamw(model.parameters()))
         before = quiet(get_state_dict, model, optimizer)
         with enabled():
-            mine, _ = trained(True)
-            get_model_state_dict(mine)
+            get_model_state_dict(trained(True)[0])
             saved = quiet(get_state_dict, model, optimizer)
             assert_same(deep(local(saved[0])), deep(local(before[0])), name)
             assert_same(deep(local(saved[1])), deep(local(before[1])), name)
-            other = build(1)
-            other_optimizer = adamw(other.parameters())
+            target = build(1)
+            target_optimizer = adamw(target.parameters())
             given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-            quiet(set_state_dict, other, other_optimizer, **given)
-        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            quiet(set_state_dict, target, target_optimizer, **given)
+        for param, expected in zip(target.parameters(), model.parameters(), strict=True):
             assert torch.equal(local(param.detach()), local(expected.detach())), name
-        states = [local(its.state_dict()["state"]) for its in (other_optimizer, optimizer)]
+        states = [local(each.state_dict()["state"]) for each in (target_optimizer, optimizer)]
         assert_same(deep(states[0]), deep(states[1]), name)
 
 
-def check_exchange() -> None:
-    """From one engine to the other, by one function in one process."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_state_moves_to_torchs_fsdp1_and_back(world_size: int) -> None:
+    """By one function in one process."""
     for uop in (False, True):
         model, optimizer = trained(uop)
         theirs = torchs(uop, module=row_major(1))
@@ -403,17 +402,18 @@ def check_exchange() -> None:
                 given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
                 quiet(set_state_dict, theirs, their_optimizer, **given, options=options)
                 saved = quiet(get_state_dict, theirs, their_optimizer, options=options)
-                other = ours(uop, module=row_major(2))
-                other_optimizer = adamw(other.parameters())
+                target = ours(uop, module=row_major(2))
+                target_optimizer = adamw(target.parameters())
                 given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-                set_state_dict(other, other_optimizer, **given, options=options)
-            same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}, full={full}")
+                set_state_dict(target, target_optimizer, **given, options=options)
+            same_state(target, target_optimizer, model, optimizer, f"use_orig_params={uop}, full={full}")
 
 
-def check_both_in_one() -> None:
+@on_ranks(2)
+def test_model_with_units_of_both_engines_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        both = nn.ModuleDict({"theirs": TorchFSDP(Block(3, 4), device_id=torch.device("cpu")), "mine": ours(False)})
+        both = nn.ModuleDict({"theirs": TorchFSDP(Block(3, 4), device_id=torch.device("cpu")), "ours": ours(False)})
     with enabled(), pytest.raises(ValueError, match=r"'theirs' is already wrapped by torch.*no state in common"):
         get_model_state_dict(both)
     for call in (checkpoint.get_model_state_dict, lambda model: checkpoint.get_optimizer_state_dict(model, ())):
@@ -421,22 +421,12 @@ def check_both_in_one() -> None:
             call(both["theirs"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_all_other_models_stay_with_torch(world_size: int) -> None:
-    """Plain, DDP, FSDP1 in both modes, FSDP2; state goes from engine to engine."""
-    run_ranks(world_size, check_others)
-    run_ranks(world_size, check_exchange)
+# -- enabling and disabling --------------------------------------------------------------------------------------------
 
 
-def test_a_model_with_both_engines_side_by_side_is_refused() -> None:
-    run_ranks(2, check_both_in_one)
-
-
-# -- on and off --------------------------------------------------------------------------------------------------------
-
-
-def check_without() -> None:
-    """What would be wrong is refused before anything happens; what is left is right."""
+@on_ranks(2)
+def test_torchs_functions_raise_unless_enabled() -> None:
+    """They would return this rank's shards as if they were whole parameters."""
     for uop in (False, True):
         model, optimizer = trained(uop)
         saved = checkpoint.get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
@@ -461,12 +451,7 @@ def check_without() -> None:
         assert model._fqn_modifiers is dict
 
 
-def test_without_it_nothing_is_silently_wrong() -> None:
-    """Never this rank's parts as if they were all of it."""
-    run_ranks(2, check_without)
-
-
-def test_on_and_off_again_leaves_no_trace() -> None:
+def test_disabling_restores_torchs_functions() -> None:
     before = names_in_torch()
     enable_dcp()
     changed = {name for name, value in names_in_torch().items() if value is not before[name]}
@@ -485,7 +470,7 @@ def test_on_and_off_again_leaves_no_trace() -> None:
     assert all(value is before[name] for name, value in names_in_torch().items())
 
 
-def test_a_torch_without_the_names_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_of_torch_without_the_patched_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch_state_dict, "_load_optim_state_dict")
     monkeypatch.setattr(torch_state_dict, "_get_model_state_dict", lambda model, info, more: None)
     monkeypatch.setattr(torch_state_dict, "_StateDictInfo", StateDictOptions)
@@ -502,7 +487,7 @@ def test_a_torch_without_the_names_is_refused_as_a_whole(monkeypatch: pytest.Mon
     assert names_in_torch() == before
 
 
-def test_what_was_replaced_again_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabling_keeps_later_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     with enabled(), monkeypatch.context() as inner:
         inner.setattr(torch_state_dict, "_get_optim_state_dict", print)
         with pytest.raises(RuntimeError, match=r"\._get_optim_state_dict was replaced by something else"):

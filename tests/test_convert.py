@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to files of other programs."""
+"""Conversion of checkpoints to files of foreign programs."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def trained(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimiz
     return model, optimizer
 
 
-def saves(root: str) -> None:
+def save_trained(root: str) -> None:
     save(root, *trained(1, sharded=True))
 
 
-def test_a_checkpoint_becomes_one_safetensors_file(tmp_path: Path) -> None:
-    """With the plain model's names, dtypes, shapes and values, row-major and without gaps."""
-    run_ranks(3, saves, str(tmp_path / "run"))
+def test_checkpoint_is_converted_to_one_safetensors_file(tmp_path: Path) -> None:
+    """The file has the plain model's names, dtypes, shapes and values, row-major and without gaps."""
+    run_ranks(3, save_trained, str(tmp_path / "run"))
     path = to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -72,7 +72,7 @@ def test_a_checkpoint_becomes_one_safetensors_file(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "run"]
 
 
-def test_a_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
+def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
     made = save(tmp_path / "run", Mixed())
     content = (made / "rank_0.safetensors").read_bytes()
     (made / "rank_0.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -81,9 +81,9 @@ def test_a_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
-def test_a_checkpoint_becomes_one_of_torchs(tmp_path: Path) -> None:
-    """``torch.distributed.checkpoint`` loads it into another model and optimizer, bit for bit."""
-    run_ranks(2, saves, str(tmp_path / "run"))
+def test_checkpoint_is_converted_to_torchs_format(tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` loads it into another model and optimizer, bit for bit."""
+    run_ranks(2, save_trained, str(tmp_path / "run"))
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -91,9 +91,9 @@ def test_a_checkpoint_becomes_one_of_torchs(tmp_path: Path) -> None:
         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
         dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    other, its = trained(1, sharded=False)
-    expected = dict(zip(("model", "optim"), get_state_dict(other, its)))
-    assert_bit_equal(dict(model.named_parameters()), dict(other.named_parameters()))
+    source, source_optimizer = trained(1, sharded=False)
+    expected = dict(zip(("model", "optim"), get_state_dict(source, source_optimizer)))
+    assert_bit_equal(dict(model.named_parameters()), dict(source.named_parameters()))
     for name, states in expected["optim"]["state"].items():
         assert_bit_equal(state["optim"]["state"][name], states)
 

@@ -1,4 +1,4 @@
-"""`get_state_dict`, `set_state_dict` and friends: what torch's do for torch's FSDP1, through torch's own storage."""
+"""`get_state_dict`, `set_state_dict` and friends: the counterparts of torch's functions for models of this package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.test_optim_state import (
     adamw,
     assert_same,
@@ -35,7 +35,6 @@ from tests.test_optim_state import (
     quiet,
     row_major,
     settle_all,
-    torchs,
     train,
 )
 
@@ -47,67 +46,39 @@ def trained(uop: bool, seed: int = 0, **options: Any) -> tuple[Any, Any]:
     return model, train(adamw(model.parameters()))
 
 
-def same_state(model: nn.Module, optimizer: Any, other: nn.Module, other_optimizer: Any, what: str) -> None:
-    assert_same_states(optimizer.state_dict(), other_optimizer.state_dict(), what)
-    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(param, expected), what
+def same_state(model: nn.Module, optimizer: Any, expected: nn.Module, expected_optimizer: Any, case: str) -> None:
+    assert_same_states(optimizer.state_dict(), expected_optimizer.state_dict(), case)
+    for param, value in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(param, value), case
 
 
-def check_like_torch() -> None:
+@on_ranks(2)
+def test_every_form_of_state_can_be_loaded() -> None:
+    """Sharded, full, from rank 0, flattened, ragged."""
     rank = dist.get_rank()
     for uop in (False, True):
         model, optimizer = trained(uop)
-        theirs = torchs(uop, module=row_major())
-        their_optimizer = train(adamw(theirs.parameters()))
-        for chosen in (
-            {},
-            {"cpu_offload": True},
-            {"full_state_dict": True},
-            {"full_state_dict": True, "cpu_offload": True},
-        ):
-            what = f"use_orig_params={uop}, {chosen}"
-            options = torch_state_dict.StateDictOptions(**chosen)
-            mine = get_state_dict(model, optimizer, options=options)
-            if len(chosen) == 2:  # torch's fails on CPU, where everything is offloaded already
-                whole = get_state_dict(model, optimizer, options=FULL)
-                assert_same(settle_all(mine), ({}, {}) if rank > 0 else settle_all(whole), what)
-                continue
-            expected = quiet(torch_state_dict.get_state_dict, theirs, their_optimizer, options=options)
-            assert_same(settle_all(mine[0]), settle_all(expected[0]), f"{what}, model")
-            assert_same(settle_all(mine[1]["state"]), settle_all(expected[1]["state"]), f"{what}, optimizer")
-            assert_same(mine[1]["param_groups"], expected[1]["param_groups"], f"{what}, groups")
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_it_gives_what_torchs_gives(world_size: int) -> None:
-    """Both modes, full and sharded, with and without offload; torch's options are taken."""
-    run_ranks(world_size, check_like_torch)
-
-
-def check_round_trips() -> None:
-    rank = dist.get_rank()
-    for uop in (False, True):
-        model, optimizer = trained(uop)
-        for options, given in (
-            (None, None),
-            (FULL, None),
-            (StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True), {}),
-            (StateDictOptions(flatten_optimizer_state_dict=True), None),
-            (StateDictOptions(ragged=True), None),
+        for options in (
+            None,
+            FULL,
+            StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+            StateDictOptions(ragged=True),
         ):
             saved = get_state_dict(model, optimizer, options=options)
-            if given is not None and rank > 0:
+            if options is not None and options.broadcast_from_rank0 and rank > 0:
                 assert saved == ({}, {})
-            other = ours(uop, module=row_major(1))
-            other_optimizer = adamw(other.parameters())
-            found = set_state_dict(
-                other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
-            )
+            target = ours(uop, module=row_major(1))
+            target_optimizer = adamw(target.parameters())
+            given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+            found = set_state_dict(target, target_optimizer, **given, options=options)
             assert (found.missing_keys, found.unexpected_keys) == ([], [])
-            same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}, {options}")
+            same_state(target, target_optimizer, model, optimizer, f"use_orig_params={uop}, {options}")
 
 
-def check_options() -> None:
+@on_ranks(2)
+def test_options_and_several_optimizers() -> None:
+    """Frozen parameters, submodules, fresh optimizers, and parameters that a state dict lacks."""
     model, _ = trained(True)
     fresh = ours(True, module=row_major())
     fresh_optimizer = adamw(fresh.parameters())
@@ -129,20 +100,20 @@ def check_options() -> None:
         for name, param in module.named_parameters():
             if name.endswith(("tokens.weight", "blocks.0._fsdp_wrapped_module._flat_param")):
                 param.requires_grad_(False)
-        left = get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True))
-        gone = set(get_model_state_dict(module)) - set(left)
-        frozen = {"tokens.weight", "head.weight"}  # one parameter
-        assert gone == (frozen if module is model else {n for n in get_model_state_dict(module) if "blocks.0" in n})
+        trained_only = get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True))
+        omitted = set(get_model_state_dict(module)) - set(trained_only)
+        frozen = {"tokens.weight", "head.weight"}  # tied
+        assert omitted == (frozen if module is model else {n for n in get_model_state_dict(module) if "blocks.0" in n})
 
     several = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
-    for one in several:
-        train(one)
+    for each in several:
+        train(each)
     joined = get_optimizer_state_dict(model, several, options=FULL)
     assert [sorted(group["params"]) for group in joined["param_groups"]][1] == ["bias", "conv.weight"]
-    others = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
-    set_optimizer_state_dict(model, others, joined, options=FULL)
-    for one, other in zip(several, others):
-        assert_same_states(other.state_dict(), one.state_dict(), "several optimizers")
+    targets = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
+    set_optimizer_state_dict(model, targets, joined, options=FULL)
+    for source, target in zip(several, targets):
+        assert_same_states(target.state_dict(), source.state_dict(), "several optimizers")
     for broadcast in (False, True):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         with pytest.raises(RuntimeError, match=r"the optimizer trains 'tokens.weight', 'conv.bias', which no"):
@@ -157,115 +128,9 @@ def check_options() -> None:
         get_model_state_dict(model, options={"full_state_dict": True})  # type: ignore[arg-type]
 
 
-def check_plain() -> None:
-    """The same calls for a plain model, DDP and a compiled one, and from there into a wrapped one."""
-    plain = row_major()
-    plain_optimizer = train(adamw(plain.parameters()))
-    compiled = row_major()
-    compiled.blocks[0] = quiet(torch.compile, compiled.blocks[0])
-    for model in (row_major(), DistributedDataParallel(row_major()), compiled, quiet(torch.compile, row_major())):
-        optimizer = train(adamw(model.parameters()))
-        saved = get_state_dict(model, optimizer)
-        assert sorted(saved[0]) == sorted(build().state_dict())
-        assert sorted(saved[1]["state"]) == sorted(dict(build().named_parameters()))
-        other = copy.deepcopy(row_major(1)) if model is not compiled else compiled
-        other_optimizer = adamw(other.parameters())
-        set_state_dict(other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
-        assert_same_states(other_optimizer.state_dict(), plain_optimizer.state_dict(), "plain")
-        for uop in (False, True):
-            wrapped = ours(uop, module=row_major(1))
-            wrapped_optimizer = adamw(wrapped.parameters())
-            found = set_model_state_dict(wrapped, saved[0], options=FULL)
-            assert (found.missing_keys, found.unexpected_keys) == ([], [])
-            set_optimizer_state_dict(wrapped, wrapped_optimizer, saved[1], options=FULL)
-            same_state(wrapped, wrapped_optimizer, *trained(uop), "from a plain model")
-
-
-def test_it_goes_back_in_every_form() -> None:
-    """Sharded, full, from rank 0, flattened."""
-    run_ranks(2, check_round_trips)
-
-
-def test_options_and_several_optimizers() -> None:
-    """User-pain 25: frozen parameters, submodules, fresh optimizers, what a dict does not know."""
-    run_ranks(2, check_options)
-
-
-def test_what_only_rank_0_has_is_handed_out_to_all_kinds_of_models() -> None:
-    """All of it or nothing; partly wrapped and plain models and DDP."""
-    run_ranks(2, check_handed_out)
-
-
-def test_plain_and_wrapped_models_exchange_state() -> None:
-    """Plain, DDP, compiled."""
-    run_ranks(2, check_plain)
-
-
-class Around(nn.Module):
-    """Around a module under any name; one parameter has no elements."""
-
-    def __init__(self, name: str, inner: nn.Module) -> None:
-        super().__init__()
-        self.add_module(name, inner)
-        self.head, self.none = nn.Linear(3, 2), nn.Parameter(torch.zeros(0, 4))
-
-
-def check_names(root: str) -> None:
-    def compiled(module: nn.Module) -> Any:
-        return quiet(torch.compile, module)
-
-    def wrapped(module: nn.Module) -> nn.Module:
-        return ours(True, blocks=False, module=module)
-
-    kinds: list[tuple[str, Any]] = [("inner", DistributedDataParallel), ("inner", compiled), ("_orig_mod", nn.Identity)]
-    for name, around in [*kinds, ("_orig_mod", wrapped), ("module", wrapped)]:
-        plain = Around(name, nn.Linear(2, 3))
-        model = copy.deepcopy(plain)
-        if around is not nn.Identity:
-            model.add_module(name, around(model.get_submodule(name)))
-        optimizer, of_plain = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
-        expected = torch_state_dict.get_optimizer_state_dict(plain, of_plain)["state"]
-        for options in (FULL, StateDictOptions()):
-            what = f"{name}, {around}, {options}"
-            state = get_state_dict(model, optimizer, options=options)
-            assert state[0].keys() == plain.state_dict().keys(), what
-            assert state[1]["state"].keys() == expected.keys(), what
-            assert_same(settle_all(state[1]["state"]["none"]), expected["none"], what)
-            state = quiet(copy.deepcopy, state)
-            quiet(train, optimizer)  # which steps parameters of no unit
-            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
-            assert_same(dict(get_model_state_dict(model, options=FULL)), dict(plain.state_dict()), what)
-            again = get_optimizer_state_dict(model, optimizer, options=FULL)
-            assert again["state"].keys() == expected.keys(), what
-            for param, states in expected.items():
-                assert_same(settle_all(again["state"][param]), settle_all(states), f"{what}, {param}")
-            optimizer = torch.optim.AdamW(model.parameters())
-        loose = StateDictOptions(strict=False)
-        found = set_model_state_dict(model, {"head.bias": torch.ones(2)}, options=loose)
-        assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias"}, name
-        save(root, model)
-        load(root, plain)
-        assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")
-
-
-def test_names_go_by_what_wraps_and_not_by_how_it_is_called(tmp_path: Path) -> None:
-    """A DDP or a compiled module inside a plain one, modules called as those have their inner ones, and
-    parameters without elements, whose state an optimizer that has not stepped has as well."""
-    run_ranks(2, check_names, str(tmp_path))
-
-
-class Told(nn.Module):
-    extra: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
-
-
-def check_handed_out() -> None:
-    """Into modules that are not wrapped themselves: partly wrapped, DDP, plain."""
+@on_ranks(2)
+def test_state_of_rank_0_is_broadcast_to_all_kinds_of_models() -> None:
+    """Partly wrapped and plain models and DDP load the whole state, or raise and load none."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     good = row_major(1).state_dict()
     for number in range(3):
@@ -300,10 +165,98 @@ def check_handed_out() -> None:
         (None, (TypeError, RuntimeError), "Expected state_dict to be dict-like, got"),
         ({"_extra_state": lambda: None}, TypeError, "rank 0 has cannot be sent to the other ranks: AttributeError"),
     ):
-        told = Told()
+        target = WithExtraState()
         with pytest.raises(kind, match=words):
-            set_model_state_dict(told, cast(Any, given) if dist.get_rank() == 0 else {}, options=loose)
-        assert told.extra is None
+            set_model_state_dict(target, cast(Any, given) if dist.get_rank() == 0 else {}, options=loose)
+        assert target.extra is None
+
+
+@on_ranks(2)
+def test_plain_and_wrapped_models_exchange_state() -> None:
+    """Plain models, DDP and compiled models."""
+    plain = row_major()
+    plain_optimizer = train(adamw(plain.parameters()))
+    compiled = row_major()
+    compiled.blocks[0] = quiet(torch.compile, compiled.blocks[0])
+    for model in (row_major(), DistributedDataParallel(row_major()), compiled, quiet(torch.compile, row_major())):
+        optimizer = train(adamw(model.parameters()))
+        saved = get_state_dict(model, optimizer)
+        assert sorted(saved[0]) == sorted(build().state_dict())
+        assert sorted(saved[1]["state"]) == sorted(dict(build().named_parameters()))
+        target = copy.deepcopy(row_major(1)) if model is not compiled else compiled
+        target_optimizer = adamw(target.parameters())
+        set_state_dict(target, target_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        assert_same_states(target_optimizer.state_dict(), plain_optimizer.state_dict(), "plain")
+        for uop in (False, True):
+            wrapped = ours(uop, module=row_major(1))
+            wrapped_optimizer = adamw(wrapped.parameters())
+            found = set_model_state_dict(wrapped, saved[0], options=FULL)
+            assert (found.missing_keys, found.unexpected_keys) == ([], [])
+            set_optimizer_state_dict(wrapped, wrapped_optimizer, saved[1], options=FULL)
+            same_state(wrapped, wrapped_optimizer, *trained(uop), "from a plain model")
+
+
+class Around(nn.Module):
+    """A parent of a module under any name, with a parameter without elements."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, inner)
+        self.head, self.none = nn.Linear(3, 2), nn.Parameter(torch.zeros(0, 4))
+
+
+@on_ranks(2)
+def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) -> None:
+    """A DDP or compiled module inside a plain one, and modules with the attribute names of wrappers.
+
+    Parameters without elements have optimizer state even before the first step.
+    """
+
+    def compiled(module: nn.Module) -> Any:
+        return quiet(torch.compile, module)
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return ours(True, blocks=False, module=module)
+
+    kinds: list[tuple[str, Any]] = [("inner", DistributedDataParallel), ("inner", compiled), ("_orig_mod", nn.Identity)]
+    for name, around in [*kinds, ("_orig_mod", wrapped), ("module", wrapped)]:
+        plain = Around(name, nn.Linear(2, 3))
+        model = copy.deepcopy(plain)
+        if around is not nn.Identity:
+            model.add_module(name, around(model.get_submodule(name)))
+        optimizer, of_plain = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
+        expected = torch_state_dict.get_optimizer_state_dict(plain, of_plain)["state"]
+        for options in (FULL, StateDictOptions()):
+            case = f"{name}, {around}, {options}"
+            state = get_state_dict(model, optimizer, options=options)
+            assert state[0].keys() == plain.state_dict().keys(), case
+            assert state[1]["state"].keys() == expected.keys(), case
+            assert_same(settle_all(state[1]["state"]["none"]), expected["none"], case)
+            state = quiet(copy.deepcopy, state)
+            quiet(train, optimizer)  # warns, as it steps parameters of no unit
+            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+            assert_same(dict(get_model_state_dict(model, options=FULL)), dict(plain.state_dict()), case)
+            again = get_optimizer_state_dict(model, optimizer, options=FULL)
+            assert again["state"].keys() == expected.keys(), case
+            for param, states in expected.items():
+                assert_same(settle_all(again["state"][param]), settle_all(states), f"{case}, {param}")
+            optimizer = torch.optim.AdamW(model.parameters())
+        loose = StateDictOptions(strict=False)
+        found = set_model_state_dict(model, {"head.bias": torch.ones(2)}, options=loose)
+        assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias"}, name
+        save(tmp_path, model)
+        load(tmp_path, plain)
+        assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")
+
+
+class WithExtraState(nn.Module):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
 
 
 def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:
@@ -311,12 +264,12 @@ def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:
     return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
 
 
-def save_here(path: str, uop: bool, ragged: bool) -> None:
+def save_by_torch(path: str, uop: bool, ragged: bool) -> None:
     quiet(torch_dcp.save, parts(*trained(uop), ragged), checkpoint_id=path)
 
 
-def load_here(path: str, ragged: bool) -> None:
-    planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # it drops those without rows here
+def load_by_torch(path: str, ragged: bool) -> None:
+    planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # flattening drops tensors without rows here
     for uop in (False, True):
         model = ours(uop, blocks=uop, module=row_major(1))
         optimizer = adamw(model.parameters())
@@ -328,13 +281,15 @@ def load_here(path: str, ragged: bool) -> None:
         same_state(model, optimizer, expected, expected_optimizer, f"use_orig_params={uop}")
 
 
-@pytest.mark.parametrize(("there", "here", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
-def test_through_torchs_storage_to_another_number_of_ranks(tmp_path: Path, there: int, here: int, uop: bool) -> None:
-    """In torch's sharded tensors and in intervals, written and read in either form."""
+@pytest.mark.parametrize(("saving", "loading", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
+def test_torchs_storage_carries_state_to_other_numbers_of_ranks(
+    tmp_path: Path, saving: int, loading: int, uop: bool
+) -> None:
+    """State is written and read as torch's sharded tensors or as ragged tensors."""
     for number, (writes, reads) in enumerate(((False, True), (True, False))):
         path = str(tmp_path / str(number))
-        run_ranks(there, save_here, path, uop, writes)
-        run_ranks(here, load_here, path, reads)
+        run_ranks(saving, save_by_torch, path, uop, writes)
+        run_ranks(loading, load_by_torch, path, reads)
 
 
 class Breaks(torch.optim.Adam):
@@ -343,7 +298,7 @@ class Breaks(torch.optim.Adam):
         raise RuntimeError("in the middle of a step")
 
 
-def test_state_that_could_not_be_made_leaves_none() -> None:
+def test_failed_initialization_leaves_no_optimizer_state() -> None:
     module = nn.Linear(2, 2)
     optimizer = Breaks(module.parameters())
     with pytest.raises(RuntimeError, match="in the middle"):

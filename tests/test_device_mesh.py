@@ -1,4 +1,4 @@
-"""State with a device mesh: sharded values are `DTensor`s, those that torch's FSDP1 gives, and load everywhere."""
+"""State with a device mesh: sharded values are `DTensor`s, equal to those of torch's FSDP1, and load on any mesh."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fsdp import (
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp.compat import disable_dcp, enable_dcp
 from tests.harness.mesh_names import numbers
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_clients import RECIPES
 from tests.test_dcp import parts, same_state
@@ -54,8 +54,10 @@ WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """Over all ranks, with names "a", "b" and a number: torch keeps meshes from earlier jobs, and takes one that looks
-    like this one although its groups are gone."""
+    """Make a mesh over all ranks, with dimension names "a" and "b" and a unique number.
+
+    Torch keeps meshes of earlier jobs, and would reuse an equal one although its groups are gone.
+    """
     number = next(numbers)
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"{name}{number}" for name in "ab"[: len(shape)]))
 
@@ -66,7 +68,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def meshes() -> dict[str, dict[str, Any]]:
-    """The ways to wrap with a mesh of all ranks, of four also with replicas: the arguments."""
+    """Return the arguments for each way to wrap with a mesh of all ranks; of four ranks also with replicas."""
     ranks = dist.get_world_size()
     if ranks == 4:
         grids = [mesh_of(shape) for shape in GRIDS]
@@ -83,12 +85,12 @@ def meshes() -> dict[str, dict[str, Any]]:
 
 
 def first_way() -> dict[str, Any]:
-    """That of `meshes()`: of four ranks with replicas."""
+    """Return the first arguments of `meshes()`, with replicas if there are four ranks."""
     ranks = dist.get_world_size()
     return {"device_mesh": mesh_of(GRIDS[0]), **HYBRID} if ranks == 4 else {"device_mesh": mesh_of((ranks,))}
 
 
-# -- like torch --------------------------------------------------------------------------------------------------------
+# -- parity with torch -------------------------------------------------------------------------------------------------
 
 
 def model_state(library: Any, model: nn.Module, kind: str) -> Any:
@@ -103,30 +105,33 @@ def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any])
         assert model.load_state_dict(state) == ([], [])
 
 
-def check_like_torch() -> None:
-    modes = itertools.cycle((dist.get_world_size() != 3, dist.get_world_size() == 3))  # the other way round elsewhere
+@pytest.mark.parametrize("world_size", [3, 4])
+@on_ranks("world_size")
+def test_state_equals_torchs_with_the_same_mesh(world_size: int) -> None:
+    """Each package loads the other's state of model and optimizer, full and sharded."""
+    modes = itertools.cycle((world_size != 3, world_size == 3))  # both modes over all cases
     for (way, options), uop in zip(meshes().items(), modes):
-        what = f"{way}, use_orig_params={uop}"
-        mine, theirs = ours(uop, module=row_major(), **options), torchs(uop, module=row_major(), **options)
-        my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
+        case = f"{way}, use_orig_params={uop}"
+        model, theirs = ours(uop, module=row_major(), **options), torchs(uop, module=row_major(), **options)
+        optimizer, their_optimizer = train(adamw(model.parameters())), train(adamw(theirs.parameters()))
         for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            state, expected = quiet(model_state, FSDP, mine, kind), quiet(model_state, TorchFSDP, theirs, kind)
-            assert_same(settle_all(state), settle_all(expected), f"{what}, {kind}")
-            states = save(FSDP, mine, my_optimizer, kind, offload_to_cpu=uop)
-            cross_load(mine, my_optimizer, theirs, their_optimizer, states, f"{what}, {kind}")
-            whole = "(4, 1)" in way  # torch's flat states are DTensors of which every rank has all
+            state, expected = quiet(model_state, FSDP, model, kind), quiet(model_state, TorchFSDP, theirs, kind)
+            assert_same(settle_all(state), settle_all(expected), f"{case}, {kind}")
+            states = save(FSDP, model, optimizer, kind, offload_to_cpu=uop)
+            cross_load(model, optimizer, theirs, their_optimizer, states, f"{case}, {kind}")
+            whole = "(4, 1)" in way  # torch's flat states are replicated DTensors there
             expected_kind = "FULL_STATE_DICT" if whole else kind
             expected_states = save(TorchFSDP, theirs, their_optimizer, expected_kind, offload_to_cpu=False)
-            assert_same(states, expected_states, f"{what}, {kind}")
-            noise, other = ours(uop, module=row_major(1), **options), torchs(uop, module=row_major(1), **options)
-            load_model(FSDP, noise, kind, expected)
-            quiet(load_model, TorchFSDP, other, kind, state)
-            for library, loaded in ((FSDP, noise), (TorchFSDP, other)):
-                assert_same(settle_all(quiet(model_state, library, loaded, kind)), settle_all(expected), what)
-        is_sharded = mine.sharding_strategy.name != "NO_SHARD"
+            assert_same(states, expected_states, f"{case}, {kind}")
+            target, their_target = (make(uop, module=row_major(1), **options) for make in (ours, torchs))
+            load_model(FSDP, target, kind, expected)
+            quiet(load_model, TorchFSDP, their_target, kind, state)
+            for library, loaded in ((FSDP, target), (TorchFSDP, their_target)):
+                assert_same(settle_all(quiet(model_state, library, loaded, kind)), settle_all(expected), case)
+        is_sharded = model.sharding_strategy.name != "NO_SHARD"
         assert isinstance(state["blocks.0.linear.weight"], DTensor) is (is_sharded and "device_mesh" in options)
         if "device_mesh" in options:
-            check_settings(mine)
+            check_settings(model)
 
 
 def check_settings(model: FSDP) -> None:
@@ -145,28 +150,22 @@ def check_settings(model: FSDP) -> None:
     assert model._optim_state_dict_config == ShardedOptimStateDictConfig(_use_dtensor=True)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-def test_state_is_that_of_torch_with_the_same_mesh(world_size: int) -> None:
-    """Model and optimizer, full and sharded, both ways."""
-    run_ranks(world_size, check_like_torch)
-
-
-def check_dimensions() -> None:
-    """The one that has the ranks to shard over, wherever it is: of several made one, and the first where torch's FSDP1
-    names the last."""
+@on_ranks(4)
+def test_dtensors_are_sharded_along_the_shard_dimension() -> None:
+    """Wherever it is in the mesh: flattened from several, or the first one, where torch's FSDP1 names the last."""
     grid = mesh_of((2, 2))
     flat, last = grid._flatten("all"), grid[names_of(grid)[1]]
     plain = row_major().state_dict()
     over_all = None
-    for mesh, place in ((flat, (Shard(0),)), (grid, (Shard(0), Replicate())), (last, (Replicate(), Shard(0)))):
+    for mesh, placements in ((flat, (Shard(0),)), (grid, (Shard(0), Replicate())), (last, (Replicate(), Shard(0)))):
         model = quiet(ours, True, module=row_major(), device_mesh=mesh)
         state = model_state(FSDP, model, "SHARDED_STATE_DICT")
-        assert state["bias"].placements == place
+        assert state["bias"].placements == placements
         over_all = over_all or state
         assert_same({name: value.full_tensor() for name, value in state.items()}, dict(plain), str(mesh))
-        other = quiet(ours, True, module=row_major(1), device_mesh=mesh)
-        load_model(FSDP, other, "SHARDED_STATE_DICT", state)
-        for param, expected in zip(other.parameters(), model.parameters()):
+        target = quiet(ours, True, module=row_major(1), device_mesh=mesh)
+        load_model(FSDP, target, "SHARDED_STATE_DICT", state)
+        for param, expected in zip(target.parameters(), model.parameters()):
             assert torch.equal(param, expected)
     assert over_all is not None
     cut = {name: distribute_tensor(value, mesh_of((4, 1)), [Shard(0), Replicate()]) for name, value in plain.items()}
@@ -182,11 +181,9 @@ def check_dimensions() -> None:
         load_model(FSDP, model, "SHARDED_STATE_DICT", over_all)
 
 
-def test_rows_are_cut_along_the_dimension_that_is_sharded_over() -> None:
-    run_ranks(4, check_dimensions)
-
-
-def check_offloaded() -> None:
+@on_ranks(2)
+def test_dtensors_on_a_mesh_of_an_accelerator_are_offloaded() -> None:
+    """`DTensor.from_local` would move them back to the device."""
     mesh = mesh_of((dist.get_world_size(),))
     model = ours(True, module=row_major(), device_mesh=mesh)
     mesh._device_type = "meta"  # as if it were an accelerator's
@@ -194,12 +191,7 @@ def check_offloaded() -> None:
         assert model.state_dict()["bias"].to_local().device.type == "cpu"
 
 
-def test_dtensors_are_offloaded_though_their_mesh_is_an_accelerators() -> None:
-    """`DTensor.from_local` would take them back to the device."""
-    run_ranks(2, check_offloaded)
-
-
-# -- elsewhere ---------------------------------------------------------------------------------------------------------
+# -- other meshes and numbers of ranks ---------------------------------------------------------------------------------
 
 
 def trained(seed: int = 0, *, uop: bool = True, **options: Any) -> tuple[Any, Any]:
@@ -207,28 +199,28 @@ def trained(seed: int = 0, *, uop: bool = True, **options: Any) -> tuple[Any, An
     return model, adamw(model.parameters()) if seed else train(adamw(model.parameters()))
 
 
-def save_there(root: str, ways: int | None = None) -> None:
-    """In each way, or in the first ones."""
+def save_each_way(root: str, ways: int | None = None) -> None:
+    """Save under each way to wrap, or under the first ones."""
     for number, options in enumerate(list(meshes().values())[:ways]):
         model, optimizer = trained(uop=number % 2 == 0, **options)
         quiet(torch_dcp.save, parts(model, optimizer, False), checkpoint_id=f"{root}/torch {number}")
         checkpoint.save(f"{root}/ours {number}", model, optimizer, progress=False)
 
 
-def load_here(root: str, there: int) -> None:
-    """What was saved in each way, in the next one and without a mesh."""
+def load_each_way(root: str, saved_by: int) -> None:
+    """Load each saved state under the next way to wrap, and without a mesh."""
     ways = [*meshes().values(), {}]
-    for number in range(WAYS[there]):
-        uop = (number + there) % 2 == 0
+    for number in range(WAYS[saved_by]):
+        uop = (number + saved_by) % 2 == 0
         options = ways[(number + 1 + uop) % len(ways)]
-        what = f"{number}, use_orig_params={uop}, {options}"
+        case = f"{number}, use_orig_params={uop}, {options}"
         expected = trained(uop=uop, **options)
         model, optimizer = trained(1, uop=uop, **options)
         checkpoint.load(f"{root}/ours {number}", model, optimizer, progress=False)
-        same_state(model, optimizer, *expected, f"{what}, fsdp.checkpoint")
+        same_state(model, optimizer, *expected, f"{case}, fsdp.checkpoint")
         model, optimizer = trained(1, uop=uop, **options)
         state = parts(model, optimizer, False)
-        planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # it drops those without rows here
+        planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # flattening drops tensors without rows
         quiet(
             torch_dcp.load,
             state,
@@ -236,41 +228,37 @@ def load_here(root: str, there: int) -> None:
             planner=None if "device_mesh" in options else planner,
         )
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        same_state(model, optimizer, *expected, f"{what}, torch.distributed.checkpoint")
+        same_state(model, optimizer, *expected, f"{case}, torch.distributed.checkpoint")
 
 
-@pytest.mark.parametrize(("there", "here"), [(4, 3), (3, 1)])
-def test_what_was_saved_on_a_mesh_loads_on_any_other(tmp_path: Path, there: int, here: int) -> None:
-    """By torch's storage and by ours, at other numbers of ranks; and in a plain model."""
-    run_ranks(there, save_there, str(tmp_path))
-    run_ranks(here, load_here, str(tmp_path), there)
-    for number in range(WAYS[there]):
+@pytest.mark.parametrize(("saving", "loading"), [(4, 3), (3, 1)])
+def test_checkpoint_of_a_mesh_loads_on_any_mesh(tmp_path: Path, saving: int, loading: int) -> None:
+    """Through torch's storage and ours, on different numbers of ranks, and in a plain model."""
+    run_ranks(saving, save_each_way, str(tmp_path))
+    run_ranks(loading, load_each_way, str(tmp_path), saving)
+    for number in range(WAYS[saving]):
         plain, expected = row_major(1), row_major()
         optimizer = adamw(plain.parameters())
         checkpoint.load(tmp_path / f"ours {number}", plain, optimizer, progress=False)
         same_state(plain, optimizer, expected, train(adamw(expected.parameters())), f"plain, {number}")
 
 
-def check_exchange() -> None:
-    """Sharded values go over as they are, whatever ranks have them: of any two ways from one to the other."""
+@on_ranks(4)
+def test_sharded_state_loads_on_any_mesh_of_the_same_ranks() -> None:
+    """Also where torch's FSDP1 refuses: replicas, other meshes, and models that are not sharded."""
     ways = {**meshes(), "row": {"device_mesh": mesh_of((4,))}, "no mesh": {}}
-    for number, (there, options) in enumerate(ways.items()):
+    for number, (source, options) in enumerate(ways.items()):
         model, optimizer = trained(uop=number % 2 == 0, **options)
         state = quiet(model_state, FSDP, model, "SHARDED_STATE_DICT")
         states = quiet(save, FSDP, model, optimizer, "SHARDED_STATE_DICT")
-        for index, (here, own) in enumerate(ways.items()):
+        for index, (target, own) in enumerate(ways.items()):
             if (index - number) % len(ways) not in (1, 3):
                 continue
-            uop = (number + len(here)) % 2 == 0
+            uop = (number + len(target)) % 2 == 0
             model, optimizer = trained(1, uop=uop, **own)
             quiet(load_model, FSDP, model, "SHARDED_STATE_DICT", state)
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
-            same_state(model, optimizer, *trained(uop=uop, **own), f"{there} to {here}")
-
-
-def test_sharded_state_goes_from_any_ranks_to_any_others() -> None:
-    """Also where torch's FSDP1 refuses: replicas, other meshes, and what is not sharded."""
-    run_ranks(4, check_exchange)
+            same_state(model, optimizer, *trained(uop=uop, **own), f"{source} to {target}")
 
 
 def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
@@ -280,8 +268,11 @@ def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
     return model
 
 
-def check_successor(root: str) -> None:
-    """Values of `fully_shard` on a mesh are ours on that mesh, and go over as they are; files do on one of several."""
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks("world_size")
+def test_state_moves_to_fully_shard_on_the_same_mesh_and_back(world_size: int, tmp_path: Path) -> None:
+    """Its state dicts load into our models, and our checkpoints into its models."""
+    root = str(tmp_path)
     for number, (way, options) in enumerate(meshes().items()):
         mesh = options.get("device_mesh")
         if mesh is None:
@@ -290,20 +281,14 @@ def check_successor(root: str) -> None:
         load_model(FSDP, model, "SHARDED_STATE_DICT", theirs.state_dict())
         for param, expected in zip(model.parameters(), ours(True, module=row_major(), **options).parameters()):
             assert torch.equal(param, expected), way
-        if number > 0 and dist.get_world_size() == 4:
+        if number > 0 and world_size == 4:
             continue
         checkpoint.save(f"{root}/{way}", model, train(optimizer), progress=False)
-        other = fully_sharded(mesh, 1)
-        other_optimizer = adamw(other.parameters())
-        checkpoint.load(f"{root}/{way}", other, other_optimizer, progress=False)
+        target = fully_sharded(mesh, 1)
+        checkpoint.load(f"{root}/{way}", target, adamw(target.parameters()), progress=False)
         train(adamw(theirs.parameters()))
-        for param, expected in zip(other.parameters(), theirs.parameters()):
+        for param, expected in zip(target.parameters(), theirs.parameters()):
             assert torch.equal(param.full_tensor(), expected.full_tensor()), way
-
-
-def test_models_of_fully_shard_on_a_mesh_come_and_go(tmp_path: Path) -> None:
-    for world_size in (2, 4):
-        run_ranks(world_size, check_successor, str(tmp_path / str(world_size)))
 
 
 def clients_save(folder: str, uop: bool, names: list[str]) -> None:
@@ -319,7 +304,7 @@ def clients_load(folder: str, uop: bool, names: list[str]) -> None:
     for name in names:
         model, optimizer = trained(1, uop=uop, **options)
         RECIPES[name].load(model, optimizer, str(Path(folder, name)))
-        for group in optimizer.param_groups:  # torch's storage gives settings back in any order
+        for group in optimizer.param_groups:  # torch's storage returns settings in any order
             ordered = dict(sorted(group.items()))
             group.clear()
             group.update(ordered)
@@ -329,9 +314,12 @@ def clients_load(folder: str, uop: bool, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("uop", [False, True])
-def test_trainers_get_back_what_they_saved_of_replicas(tmp_path: Path, uop: bool) -> None:
-    """clients.md, section 5: their calls as they are without a mesh, each of them in one mode; and, by turns, to
-    replicas again or without them at another number of ranks. What needs local state dicts cannot have a mesh."""
+def test_trainers_load_the_state_that_replicas_saved(tmp_path: Path, uop: bool) -> None:
+    """The recipes of `test_clients`, each in one mode, loaded on replicas or on another number of ranks without
+    them.
+
+    Recipes with local state dicts cannot have a mesh.
+    """
     both = [name for name, recipe in RECIPES.items() if len(recipe.modes) == 2 and recipe.resharded]
     names = [name for name in RECIPES if name in both[uop::2] or RECIPES[name].modes == (uop,)]
     run_ranks(4, clients_save, str(tmp_path), uop, names)
@@ -339,41 +327,39 @@ def test_trainers_get_back_what_they_saved_of_replicas(tmp_path: Path, uop: bool
     run_ranks(3, clients_load, str(tmp_path), uop, names[1::2])
 
 
-def check_torchs_functions(root: str) -> None:
+@on_ranks(4)
+def test_state_of_replicas_moves_to_torchs_fsdp1_and_back(tmp_path: Path) -> None:
+    root = str(tmp_path)
     enable_dcp()
     options = first_way()
     for uop in (False, True):
         model, optimizer = trained(uop=uop, **options)
         theirs = torchs(uop, module=row_major(), **options)
         their_optimizer = train(adamw(theirs.parameters()))
-        of = {"ours": (model, optimizer), "torch": (theirs, their_optimizer)}
-        saved = {who: quiet(torch_state_dict.get_state_dict, *each) for who, each in of.items()}
+        runs = {"ours": (model, optimizer), "torch": (theirs, their_optimizer)}
+        saved = {library: quiet(torch_state_dict.get_state_dict, *run) for library, run in runs.items()}
         assert_same(*(settle_all({"model": of_model, **of_optimizer}) for of_model, of_optimizer in saved.values()), "")
-        for who, (of_model, of_optimizer) in saved.items():
-            path = f"{root}/{who} {uop}"
+        for library, (of_model, of_optimizer) in saved.items():
+            path = f"{root}/{library} {uop}"
             quiet(torch_dcp.save, {"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path)
-        for who, other in (("ours", "torch"), ("torch", "ours")):
+        for library, source in (("ours", "torch"), ("torch", "ours")):
             fresh = trained(1, uop=uop, **options)
-            if who == "torch":
-                noise = torchs(uop, module=row_major(1), **options)
-                fresh = noise, adamw(noise.parameters())
+            if library == "torch":
+                target = torchs(uop, module=row_major(1), **options)
+                fresh = target, adamw(target.parameters())
             state: Any = dict(zip(("model", "optimizer"), quiet(torch_state_dict.get_state_dict, *fresh)))
-            quiet(torch_dcp.load, state, checkpoint_id=f"{root}/{other} {uop}")
+            quiet(torch_dcp.load, state, checkpoint_id=f"{root}/{source} {uop}")
             dicts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
             quiet(torch_state_dict.set_state_dict, *fresh, **dicts)
-            same_state(*fresh, *of[who], f"{other} to {who}, use_orig_params={uop}")
+            same_state(*fresh, *runs[library], f"{source} to {library}, use_orig_params={uop}")
     disable_dcp()
-
-
-def test_torchs_functions_and_storage_take_replicas_to_torch_and_back(tmp_path: Path) -> None:
-    run_ranks(4, check_torchs_functions, str(tmp_path))
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
 def written(directory: Path) -> dict[int, int]:
-    """How many bytes of tensors each rank wrote."""
+    """Return the bytes of tensors that each rank wrote."""
     files = [(int(path.name.split("_")[2]), path.stat().st_size) for path in directory.rglob("__*.distcp")]
     for path in directory.rglob("rank_*.safetensors"):
         header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -381,17 +367,18 @@ def written(directory: Path) -> dict[int, int]:
     return {rank: sum(size for each, size in files if each == rank) for rank, _ in files}
 
 
-def test_replicas_write_everything_once_and_share_the_work(tmp_path: Path) -> None:
-    """As many bytes as without replicas."""
+def test_replicas_share_the_writing_of_each_tensor(tmp_path: Path) -> None:
+    """All files together are as large as without replicas."""
     for ranks, way in ((2, "two"), (4, "four")):
-        run_ranks(ranks, save_there, str(tmp_path / way), 1)
+        run_ranks(ranks, save_each_way, str(tmp_path / way), 1)
     for storage in ("torch", "ours"):
-        one, several = written(tmp_path / "two" / f"{storage} 0"), written(tmp_path / "four" / f"{storage} 0")
-        assert sum(several.values()) < 1.1 * sum(one.values())
-        assert set(several) == {0, 1, 2, 3}
+        two, four = written(tmp_path / "two" / f"{storage} 0"), written(tmp_path / "four" / f"{storage} 0")
+        assert sum(four.values()) < 1.1 * sum(two.values())
+        assert set(four) == {0, 1, 2, 3}
 
 
-def check_from_rank_0() -> None:
+@on_ranks(4)
+def test_state_of_rank_0_is_broadcast_to_all_replicas() -> None:
     rank = dist.get_rank()
     for options, uop in zip(meshes().values(), itertools.cycle((False, True))):
         expected, expected_optimizer = trained(uop=uop, **options)
@@ -413,11 +400,9 @@ def check_from_rank_0() -> None:
         same_state(model, optimizer, expected, expected_optimizer, f"{options}, use_orig_params={uop}, rank0_only")
 
 
-def test_what_only_rank_0_has_comes_to_all_replicas() -> None:
-    run_ranks(4, check_from_rank_0)
-
-
-def check_differing() -> None:
+@on_ranks(4)
+def test_save_of_replicas_with_different_optimizers_raises() -> None:
+    """The state of one replica would be wrong for the second."""
     for uop in (False, True):
         model, optimizer = trained(uop=uop, **first_way())
         if dist.get_rank() >= 2:
@@ -429,12 +414,8 @@ def check_differing() -> None:
         save(FSDP, model, optimizer)
 
 
-def test_replicas_whose_optimizers_differ_are_told() -> None:
-    """Whatever one of them saved would be wrong for the other."""
-    run_ranks(4, check_differing)
-
-
-def check_one_bad() -> None:
+@on_ranks(4)
+def test_state_that_one_rank_cannot_load_is_loaded_by_none() -> None:
     model, _ = trained(1, **first_way())
     before = {name: value.clone() for name, value in model_state(FSDP, model, "FULL_STATE_DICT").items()}
     for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
@@ -446,11 +427,8 @@ def check_one_bad() -> None:
         assert_same(dict(model_state(FSDP, model, "FULL_STATE_DICT")), before, kind)
 
 
-def test_what_one_rank_of_one_replica_cannot_load_nobody_loads() -> None:
-    run_ranks(4, check_one_bad)
-
-
-def check_traffic() -> None:
+@on_ranks(4)
+def test_scattered_state_is_sent_to_one_replica_and_copied_from_there() -> None:
     mesh = mesh_of((2, 2))
     model = ours(True, blocks=False, module=nn.Linear(100, 100, bias=False), device_mesh=mesh, **HYBRID)
     optimizer = train(adamw(model.parameters()))
@@ -460,7 +438,3 @@ def check_traffic() -> None:
     assert_same_states(loadable, optimizer.state_dict(), "scattered")
     received = sum(record.output_nbytes for record in log.records if record.op != "all_reduce")
     assert received <= 2 * 100 * 100 * 4 / 2, "two states, of which a rank has half"
-
-
-def test_what_rank_0_has_goes_to_one_replica_and_from_there_to_the_others() -> None:
-    run_ranks(4, check_traffic)

@@ -1,4 +1,4 @@
-"""`fsdp.export.weights`: a stream of all weights, unit by unit, in the dtype that an inference engine takes."""
+"""`fsdp.export.weights`: a stream of all weights, unit by unit, in the dtype of an inference engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import fsdp.export
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.pairs import pairwise
+from tests.harness.pool import RankFailure, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, wrap
 
@@ -34,7 +35,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A head that is tied to the embedding, running statistics, and a parameter that the wrapper is told to ignore."""
+    """A head tied to the embedding, running statistics, and a parameter that the wrapper ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,22 @@ def copied(stream: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in stream}
 
 
-def _equals_a_full_state_dict(use_orig_params: bool, strategy: ShardingStrategy, dtype: torch.dtype | None) -> None:
+CASES = [
+    *((*case, FULL) for case in pairwise([1, 2, 3], [True, False], [None, torch.bfloat16])),
+    (2, True, torch.bfloat16, NONE),
+    (4, True, torch.bfloat16, HYBRID),
+]
+
+
+@pytest.mark.parametrize("world_size, use_orig_params, dtype, strategy", CASES)
+@on_ranks("world_size")
+def test_weights_equal_the_full_state_dict_in_the_dtype(
+    world_size: int, use_orig_params: bool, dtype: torch.dtype | None, strategy: ShardingStrategy
+) -> None:
+    """Bit for bit, with all names of tied weights, buffers and ignored parameters.
+
+    As tensors, as buckets, and on one rank alone.
+    """
     options: dict[str, Any] = {}
     if strategy is HYBRID:
         options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
@@ -95,29 +111,13 @@ def _equals_a_full_state_dict(use_orig_params: bool, strategy: ShardingStrategy,
             assert buffer.dtype == kind
             from_buckets[name] = buffer[start:end].as_strided(shape, stride)
     assert_bit_equal(from_buckets, expected(model, dtype))
-    last = dist.get_world_size() - 1
+    last = world_size - 1
     alone = copied(fsdp.export.weights(model, dtype=dtype, to=last))
     if dist.get_rank() == last:
         assert_bit_equal(alone, from_buckets)
     else:
         assert not alone
     train(model)
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_equals_a_full_state_dict_in_the_dtype(
-    world_size: int, use_orig_params: bool, dtype: torch.dtype | None
-) -> None:
-    """Bit for bit, under all names of tied weights, with buffers and ignored parameters; as tensors, as buckets, and on
-    one rank alone."""
-    run_ranks(world_size, _equals_a_full_state_dict, use_orig_params, FULL, dtype)
-
-
-def test_equals_a_full_state_dict_of_replicas() -> None:
-    run_ranks(2, _equals_a_full_state_dict, True, NONE, torch.bfloat16)
-    run_ranks(4, _equals_a_full_state_dict, True, HYBRID, torch.bfloat16)
 
 
 class Wide(nn.Module):
@@ -131,7 +131,8 @@ class Wide(nn.Module):
         return x
 
 
-def _costs() -> None:
+@on_ranks(2)
+def test_stream_moves_the_bytes_of_the_dtype_and_holds_two_units() -> None:
     torch.manual_seed(0)
     model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
     numel = 64 * 64
@@ -158,11 +159,8 @@ def _costs() -> None:
     assert not log.records
 
 
-def test_moves_the_bytes_of_the_dtype_and_holds_two_units() -> None:
-    run_ranks(2, _costs)
-
-
-def _next_gather_is_in_flight() -> None:
+@on_ranks(2)
+def test_next_gather_is_in_flight_while_a_unit_is_used() -> None:
     torch.manual_seed(0)
     model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with record_collectives() as log:
@@ -177,14 +175,16 @@ def _next_gather_is_in_flight() -> None:
         assert sum(index < used for index in issued) == number + 2
 
 
-def test_the_next_gather_is_in_flight_while_a_unit_is_used() -> None:
-    run_ranks(2, _next_gather_is_in_flight)
+# -- unfinished loops --------------------------------------------------------------------------------------------------
 
 
-# -- loops that are left -----------------------------------------------------------------------------------------------
+def train_and_check(model: nn.Module, before: dict[str, Tensor]) -> None:
+    assert_bit_equal(full_parameters(model), before)
+    train(model)
 
 
-def _left_early() -> None:
+@on_ranks(2)
+def test_model_is_usable_after_an_unfinished_loop() -> None:
     model = build(True)
     before = full_parameters(model)
     for _ in itertools.islice(fsdp.export.weights(model), 3):
@@ -195,20 +195,11 @@ def _left_early() -> None:
             raise ZeroDivisionError
     stream = iter(fsdp.export.weights(model))
     for number, _ in enumerate(stream):
-        if dist.get_rank() == 1 and number == 2:  # one rank alone
+        if dist.get_rank() == 1 and number == 2:  # on one rank only
             break
     del stream
     train(model)
     assert_bit_equal(copied(fsdp.export.weights(model)), expected(model, None))
-
-
-def train_and_check(model: nn.Module, before: dict[str, Tensor]) -> None:
-    assert_bit_equal(full_parameters(model), before)
-    train(model)
-
-
-def test_a_loop_that_is_left_or_raises_leaves_the_model_usable_on_all_ranks() -> None:
-    run_ranks(2, _left_early)
 
 
 def _not_on_rank_1() -> None:
@@ -221,7 +212,8 @@ def _not_on_rank_1() -> None:
         train(model)
 
 
-def _in_a_forward() -> None:
+@on_ranks(1)
+def test_export_inside_a_forward_or_of_a_plain_model_is_refused() -> None:
     class Exports(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with pytest.raises(RuntimeError, match=r"FORWARD: iterate over fsdp\.export\.weights"):
@@ -234,8 +226,7 @@ def _in_a_forward() -> None:
         fsdp.export.weights(nn.Linear(2, 2))
 
 
-def test_mistakes_are_named() -> None:
-    run_ranks(1, _in_a_forward)
+def test_export_on_some_ranks_only_raises() -> None:
     with pytest.raises(RankFailure, match=r"fsdp.export.weights\(\)"):
         run_fresh(2, _not_on_rank_1)
 
@@ -244,7 +235,7 @@ def test_mistakes_are_named() -> None:
 
 
 class LoraLinear(nn.Module):
-    """As PEFT's layer of this kind."""
+    """A layer like PEFT's of this kind."""
 
     def __init__(self, base: nn.Linear, *, transposed: bool = False) -> None:
         super().__init__()
@@ -276,7 +267,8 @@ class Adapted(nn.Module):
         return self.base_model.model.second(self.base_model.model.first(x))
 
 
-def _merges_adapters() -> None:
+@on_ranks(2)
+def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
     for policy in (None, ModuleWrapPolicy({LoraLinear})):
         torch.manual_seed(2)
         plain = Adapted().double()
@@ -303,7 +295,3 @@ def _merges_adapters() -> None:
     with pytest.raises(RuntimeError, match=r"'base_model.model.first.lora_A.default.weight' is not in the unit of"):
         for _ in fsdp.export.weights(model, merge=fsdp.export.lora):
             pass
-
-
-def test_adapters_are_merged_into_the_gathered_copy_alone() -> None:
-    run_ranks(2, _merges_adapters)

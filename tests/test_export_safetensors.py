@@ -1,4 +1,4 @@
-"""`save_safetensors` and `load_safetensors`: files of Hugging Face's layout, written and read by slices."""
+"""`save_safetensors` and `load_safetensors`: files in Hugging Face's layout, written and read in slices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from fsdp.checkpoint.safetensors import header_size, parse_header
 from fsdp.export import load_safetensors, safetensors, save_safetensors
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.pairs import pairwise
+from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.sharded import full_parameters, wrap
 from tests.test_export import FULL, HYBRID, NONE, Block, Model, build, expected, train
 
 
 def content(folder: Path) -> dict[str, Tensor]:
-    """Read the files as another program does."""
+    """Read the files as an independent program would."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.exists():
@@ -45,7 +46,20 @@ def without_ties(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name != "head.weight"}
 
 
-def _saves_and_loads(folder: Path, use_orig_params: bool, strategy: ShardingStrategy, size: str) -> None:
+CASES = [
+    *((*case, FULL) for case in pairwise([1, 2, 3], [True, False], ["5GB", "400B"])),
+    (2, True, "400B", NONE),
+    (4, True, "400B", HYBRID),
+]
+
+
+@pytest.mark.parametrize("world_size, use_orig_params, size, strategy", CASES)
+@on_ranks("world_size")
+def test_files_equal_those_of_a_plain_model_and_can_be_loaded(
+    world_size: int, use_orig_params: bool, size: str, strategy: ShardingStrategy, tmp_path: Path
+) -> None:
+    """One file or several, in the model's dtypes or in bf16, loaded into sharded and plain models."""
+    folder = tmp_path
     options: dict[str, Any] = {}
     if strategy is HYBRID:
         options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
@@ -56,49 +70,31 @@ def _saves_and_loads(folder: Path, use_orig_params: bool, strategy: ShardingStra
         files = save_safetensors(model, to, dtype=dtype, max_shard_size=size)
         assert sorted(os.listdir(to)) == sorted(file.name for file in files)
         assert_bit_equal(content(to), without_ties(expected(model, dtype)))
-    other = build(use_orig_params, strategy, **options)
-    load_safetensors(other, folder / "None")
-    assert_bit_equal(other.state_dict(), model.state_dict())
-    load_safetensors(other, folder / "torch.bfloat16")
+    target = build(use_orig_params, strategy, **options)
+    load_safetensors(target, folder / "None")
+    assert_bit_equal(target.state_dict(), model.state_dict())
+    load_safetensors(target, folder / "torch.bfloat16")
     low = expected(model, torch.bfloat16)
-    assert_bit_equal(other.state_dict(), {n: v.to(low[n].dtype).to(v.dtype) for n, v in model.state_dict().items()})
-    train(other)
-    plain = Model()
-    load_safetensors(plain, files_of(folder))
+    assert_bit_equal(target.state_dict(), {n: v.to(low[n].dtype).to(v.dtype) for n, v in model.state_dict().items()})
+    train(target)
+    plain, single = Model(), folder / "None" / "model.safetensors"
+    load_safetensors(plain, single if single.exists() else single.parent)
     assert_bit_equal(plain.state_dict(), model.state_dict())
 
 
-def files_of(folder: Path) -> Path:
-    """The single file where there is one, else the directory."""
-    single = folder / "None" / "model.safetensors"
-    return single if single.exists() else folder / "None"
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_files_hold_what_one_process_would_write(world_size: int, use_orig_params: bool, tmp_path: Path) -> None:
-    """One file or several, in the model's dtypes or in bf16, and back, into sharded and plain models."""
-    run_ranks(world_size, _saves_and_loads, tmp_path / "one", use_orig_params, FULL, "5GB")
-    run_ranks(world_size, _saves_and_loads, tmp_path / "several", use_orig_params, FULL, "400B")
-
-
-def test_files_of_replicas(tmp_path: Path) -> None:
-    run_ranks(2, _saves_and_loads, tmp_path / "not sharded", True, NONE, "400B")
-    run_ranks(4, _saves_and_loads, tmp_path / "hybrid", True, HYBRID, "400B")
-
-
-def _reads_its_own_ranges(folder: Path) -> None:
+@on_ranks(3)
+def test_rank_reads_only_the_bytes_of_its_shards(tmp_path: Path) -> None:
     model = wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), FULL, True, wrap_policy=None)
-    save_safetensors(model, folder)
+    save_safetensors(model, tmp_path)
     count, real = 0, os.preadv
 
-    def counted(descriptor: int, buffers: Any, place: int) -> int:
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
         nonlocal count
-        count += (got := real(descriptor, buffers, place))
+        count += (got := real(descriptor, buffers, offset))
         return got
 
     with mock.patch.object(safetensors.os, "preadv", counted):
-        load_safetensors(model, folder)
+        load_safetensors(model, tmp_path)
     shard = sum(param.numel() for param in model.parameters()) * 4
     assert count == shard
     total: list[Any] = [None] * dist.get_world_size()
@@ -106,80 +102,25 @@ def _reads_its_own_ranges(folder: Path) -> None:
     assert sum(total) == 4 * (64 * 64 + 64) * 4
 
 
-def test_a_rank_reads_the_bytes_of_its_shards(tmp_path: Path) -> None:
-    run_ranks(3, _reads_its_own_ranges, tmp_path)
-
-
-def _into_a_model_from_the_meta_device(folder: Path) -> None:
+@on_ranks(2)
+def test_load_into_a_model_from_the_meta_device_with_renamed_keys(tmp_path: Path) -> None:
     model = build(True)
     train(model)
-    save_safetensors(model, folder, rename=lambda name: f"transformer.{name}")
+    save_safetensors(model, tmp_path, rename=lambda name: f"transformer.{name}")
     with torch.device("meta"):
         empty = Model()
-    other = wrap(
+    target = wrap(
         empty,
         FULL,
         True,
         wrap_policy=ModuleWrapPolicy({Block}),
         param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
     )
-    load_safetensors(other, folder, rename=lambda name: f"transformer.{name}")
-    assert_bit_equal(full_parameters(other), {**full_parameters(model), "ignored": model.module.ignored.detach()})
+    load_safetensors(target, tmp_path, rename=lambda name: f"transformer.{name}")
+    assert_bit_equal(full_parameters(target), {**full_parameters(model), "ignored": model.module.ignored.detach()})
 
 
-def test_a_model_from_the_meta_device_and_other_names(tmp_path: Path) -> None:
-    run_ranks(2, _into_a_model_from_the_meta_device, tmp_path)
-
-
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
-def _refuses(folder: Path) -> None:
-    model = build(True)
-    save_safetensors(model, folder / "good")
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(FileExistsError, match=r"good has model\.safetensors already"):
-        save_safetensors(model, folder / "good")
-    with pytest.raises(ValueError, match="must be a number of bytes, or like '5GB'"):
-        save_safetensors(model, folder / "bad size", max_shard_size="much")
-    with pytest.raises(ValueError, match=r"gives .* the same name 'x'"):
-        save_safetensors(model, folder / "bad names", rename=lambda name: "x")
-    data = (folder / "good" / "model.safetensors").read_bytes()
-    size = header_size(data[:8], len(data))
-    header = json.loads(data[8:size])
-    lies = {
-        "cut": data[:-4],
-        "cut in the header": data[: size - 10],
-        "no header": b"\xff" * 40,
-        "gap": with_header(data, header | {"ignored": {**header["ignored"], "data_offsets": [4, 8]}}),
-        "large": with_header(data, header | {"ignored": {**header["ignored"], "shape": [3 << 40]}}),
-        "dtype": with_header(data, header | {"ignored": {**header["ignored"], "dtype": "F7"}}),
-    }
-    if dist.get_rank() == 0:
-        for name, lie in lies.items():
-            (folder / name).write_bytes(lie)
-    dist.barrier()
-    for name in lies:
-        with pytest.raises(ValueError, match=f"{name} is damaged, or no safetensors file"):
-            load_safetensors(model, folder / name)
-    with pytest.raises(FileNotFoundError):
-        load_safetensors(model, folder / "nowhere")
-    with pytest.raises(FileNotFoundError, match="has neither"):
-        load_safetensors(model, folder)
-
-    other = wrap(nn.Sequential(nn.Linear(3, 3)), FULL, True)
-    with pytest.raises(
-        RuntimeError, match=r"missing in the files: '0\.weight', '0\.bias'; missing in the model: 'embed"
-    ):
-        load_safetensors(other, folder / "good")
-    load_safetensors(other, folder / "good", strict=False)
-    names = iter(["embed.weight", "ignored"])
-    found = {"0.weight": next(names), "0.bias": next(names)}
-    with pytest.raises(RuntimeError, match=r"'embed.weight' has shape \(13, 7\) in model.safetensors and \(3, 3\)"):
-        load_safetensors(other, folder / "good", rename=found.__getitem__, strict=False)
-    assert_bit_equal(model.state_dict(), before)
-    load_safetensors(model, folder / "good")
-    train(model)
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def with_header(data: bytes, header: dict[str, Any]) -> bytes:
@@ -188,11 +129,56 @@ def with_header(data: bytes, header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[size:]
 
 
-def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(2, _refuses, tmp_path)
+@on_ranks(2)
+def test_invalid_files_and_names_raise_on_all_ranks_and_change_nothing(tmp_path: Path) -> None:
+    model = build(True)
+    save_safetensors(model, tmp_path / "good")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(FileExistsError, match=r"good has model\.safetensors already"):
+        save_safetensors(model, tmp_path / "good")
+    with pytest.raises(ValueError, match="must be a number of bytes, or like '5GB'"):
+        save_safetensors(model, tmp_path / "bad size", max_shard_size="much")
+    with pytest.raises(ValueError, match=r"gives .* the same name 'x'"):
+        save_safetensors(model, tmp_path / "bad names", rename=lambda name: "x")
+    data = (tmp_path / "good" / "model.safetensors").read_bytes()
+    size = header_size(data[:8], len(data))
+    header = json.loads(data[8:size])
+    damaged = {
+        "cut": data[:-4],
+        "cut in the header": data[: size - 10],
+        "no header": b"\xff" * 40,
+        "gap": with_header(data, header | {"ignored": {**header["ignored"], "data_offsets": [4, 8]}}),
+        "large": with_header(data, header | {"ignored": {**header["ignored"], "shape": [3 << 40]}}),
+        "dtype": with_header(data, header | {"ignored": {**header["ignored"], "dtype": "F7"}}),
+    }
+    if dist.get_rank() == 0:
+        for name, corrupt in damaged.items():
+            (tmp_path / name).write_bytes(corrupt)
+    dist.barrier()
+    for name in damaged:
+        with pytest.raises(ValueError, match=f"{name} is damaged, or no safetensors file"):
+            load_safetensors(model, tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        load_safetensors(model, tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="has neither"):
+        load_safetensors(model, tmp_path)
+
+    target = wrap(nn.Sequential(nn.Linear(3, 3)), FULL, True)
+    with pytest.raises(
+        RuntimeError, match=r"missing in the files: '0\.weight', '0\.bias'; missing in the model: 'embed"
+    ):
+        load_safetensors(target, tmp_path / "good")
+    load_safetensors(target, tmp_path / "good", strict=False)
+    found = {"0.weight": "embed.weight", "0.bias": "ignored"}
+    with pytest.raises(RuntimeError, match=r"'embed.weight' has shape \(13, 7\) in model.safetensors and \(3, 3\)"):
+        load_safetensors(target, tmp_path / "good", rename=found.__getitem__, strict=False)
+    assert_bit_equal(model.state_dict(), before)
+    load_safetensors(model, tmp_path / "good")
+    train(model)
 
 
-def _disk_is_full_on_rank_1(folder: Path) -> None:
+@on_ranks(2)
+def test_error_while_writing_raises_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
     model = build(True)
 
     def full(*_: Any) -> int:
@@ -200,18 +186,14 @@ def _disk_is_full_on_rank_1(folder: Path) -> None:
 
     pwrite = mock.patch.object(safetensors.os, "pwrite", full if dist.get_rank() == 1 else os.pwrite)
     with pwrite, pytest.raises(OSError, match="No space left on device"):
-        save_safetensors(model, folder, max_shard_size="400B")
+        save_safetensors(model, tmp_path, max_shard_size="400B")
     dist.barrier()
-    assert not os.listdir(folder)
-    save_safetensors(model, folder, max_shard_size="400B")
-    assert_bit_equal(content(folder), without_ties(expected(model, None)))
+    assert not os.listdir(tmp_path)
+    save_safetensors(model, tmp_path, max_shard_size="400B")
+    assert_bit_equal(content(tmp_path), without_ties(expected(model, None)))
 
 
-def test_an_error_while_writing_is_one_on_all_ranks_and_leaves_no_file(tmp_path: Path) -> None:
-    run_ranks(2, _disk_is_full_on_rank_1, tmp_path)
-
-
-def _dies_while_writing(folder: Path) -> None:
+def save_while_rank_1_dies(folder: Path) -> None:
     model = build(True)
 
     def die(*_: Any) -> int:
@@ -222,7 +204,7 @@ def _dies_while_writing(folder: Path) -> None:
         save_safetensors(model, folder, max_shard_size="400B")
 
 
-def test_a_rank_that_dies_while_writing_leaves_no_file_with_a_final_name(tmp_path: Path) -> None:
-    results = run_fresh(2, _dies_while_writing, tmp_path)
+def test_rank_that_dies_while_writing_leaves_no_file_with_a_final_name(tmp_path: Path) -> None:
+    results = run_fresh(2, save_while_rank_1_dies, tmp_path)
     assert isinstance(results[1], Died)
     assert not [name for name in os.listdir(tmp_path) if name.startswith("model")]

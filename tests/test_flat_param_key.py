@@ -1,4 +1,4 @@
-"""``flat_param_key`` divides flat parameters by label, and ``fsdp.param_groups`` gives an optimizer the groups."""
+"""`flat_param_key` divides flat parameters by label, and `fsdp.param_groups` returns groups for an optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp import ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
 
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
@@ -61,7 +61,7 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 
 
 def build(strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
-    """A model with one flat parameter per unit, dtype and label; or with original parameters."""
+    """Wrap a model with one flat parameter per unit, dtype and label, or with original parameters."""
     torch.manual_seed(3)
     options = {"flat_param_key": None if options.get("use_orig_params") else is_matrix, **options}
     return FSDP(Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
@@ -77,7 +77,7 @@ def backward(model: Any, step: int) -> None:
 
 
 def train(model: Any, optimizer: AdamW, steps: range) -> None:
-    """Every third step accumulates two batches, the first one without a reduction."""
+    """Step the optimizer; every third step accumulates two batches, the first without a reduction."""
     for step in steps:
         for micro in range(1 + (step % 3 == 2)):
             with model.no_sync() if step % 3 == 2 and micro == 0 else nullcontext():
@@ -86,38 +86,37 @@ def train(model: Any, optimizer: AdamW, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def trains(strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, FULL_SHARD), (3, FULL_SHARD), (4, FULL_SHARD), (2, NO_SHARD)])
+@on_ranks("world_size")
+def test_divided_flat_parameters_train_as_original_parameters(world_size: int, strategy: ShardingStrategy) -> None:
+    """Six steps of AdamW with and without weight decay, bit for bit."""
     flat, original = build(strategy), build(strategy, use_orig_params=True)
     backward(flat, 0)
     backward(original, 0)
     assert_bit_equal(full_gradients(flat), full_gradients(original))
     for model in (flat, original):
         model.zero_grad()
-        train(model, optimizer_of(model), range(10))
+        train(model, optimizer_of(model), range(6))
     assert_bit_equal(full_parameters(flat), full_parameters(original))
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, FULL_SHARD), (3, FULL_SHARD), (4, FULL_SHARD), (2, NO_SHARD)])
-def test_divided_flat_parameters_train_as_original_parameters_do(ranks: int, strategy: ShardingStrategy) -> None:
-    """Ten steps of AdamW with and without weight decay, bit for bit."""
-    run_ranks(ranks, trains, strategy)
-
-
-def has_flat_parameters() -> None:
+@on_ranks(2)
+def test_unit_has_a_flat_parameter_for_each_dtype_and_label() -> None:
+    """A rule is called with names and full shapes of the plain model; frozen parameters are in no group."""
     model = build()
     names = [name.rpartition(".")[2] for name, _ in model.module.blocks[0].named_parameters()]
-    assert names == ["_flat_param", "_flat_param_1", "_flat_param_2"]  # matrices, the others, and the other dtype
-    matrices, others = fsdp.param_groups(model, weight_decay=MATRICES)
-    assert (matrices["weight_decay"], others["weight_decay"]) == (MATRICES, 0.0)
-    assert (len(matrices["params"]), len(others["params"])) == (3, 5)
-    asked: dict[str, torch.Size] = {}
+    assert names == ["_flat_param", "_flat_param_1", "_flat_param_2"]  # matrices, vectors, and the second dtype
+    matrices, vectors = fsdp.param_groups(model, weight_decay=MATRICES)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (MATRICES, 0.0)
+    assert (len(matrices["params"]), len(vectors["params"])) == (3, 5)
+    shapes: dict[str, torch.Size] = {}
 
     def rule(name: str, shape: torch.Size) -> Mapping[str, Any]:
-        asked[name] = shape
+        shapes[name] = shape
         return {"weight_decay": MATRICES if len(shape) > 1 else 0.0}
 
-    assert fsdp.param_groups(model, rule) == [matrices, others]
-    assert asked == {name: param.shape for name, param in Net().named_parameters()}
+    assert fsdp.param_groups(model, rule) == [matrices, vectors]
+    assert shapes == {name: param.shape for name, param in Net().named_parameters()}
     by_name = FSDP(Net(), flat_param_key=lambda name, param: "head" in name)
     groups = fsdp.param_groups(by_name, lambda name, shape: {"lr": 0.5 if "head" in name else 1.0})
     assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 2), (0.5, 1)]
@@ -126,12 +125,9 @@ def has_flat_parameters() -> None:
     assert [len(group["params"]) for group in fsdp.param_groups(model, weight_decay=MATRICES)] == [2, 4]
 
 
-def test_a_unit_has_a_flat_parameter_for_each_dtype_and_label() -> None:
-    """A rule is asked for the names and whole shapes of the plain model; frozen parameters are in no group."""
-    run_ranks(2, has_flat_parameters)
-
-
-def saves(root: str) -> None:
+@on_ranks(2)
+def test_state_of_divided_flat_parameters_has_the_plain_models_names(tmp_path: Path) -> None:
+    """State dicts and checkpoints move between divided flat parameters and original ones."""
     flat, original = build(), build(use_orig_params=True)
     of_flat, of_original = optimizer_of(flat), optimizer_of(original)
     for model, optimizer in ((flat, of_flat), (original, of_original)):
@@ -147,19 +143,15 @@ def saves(root: str) -> None:
     of_fresh, of_again = optimizer_of(fresh), optimizer_of(again)
     of_fresh.load_state_dict(FSDP.optim_state_dict_to_load(fresh, of_fresh, expected))
     fresh.load_state_dict(original.state_dict())
-    load(save(root, flat, of_flat, progress=False), again, of_again, progress=False)
+    load(save(tmp_path, flat, of_flat, progress=False), again, of_again, progress=False)
     for model, optimizer in ((fresh, of_fresh), (again, of_again), (original, of_original)):
         train(model, optimizer, range(3, 5))
     assert_bit_equal(full_parameters(fresh), full_parameters(original))
     assert_bit_equal(full_parameters(again), full_parameters(original))
 
 
-def test_state_of_divided_flat_parameters_has_the_names_of_the_plain_model(tmp_path: Path) -> None:
-    """State dicts and checkpoints move between divided flat parameters and original ones."""
-    run_ranks(2, saves, str(tmp_path))
-
-
-def refuses() -> None:
+@on_ranks(2)
+def test_invalid_labels_and_rules_are_refused() -> None:
     with pytest.raises(TypeError, match=r"flat_param_key must be callable, .* but got True"):
         FSDP(Net(), flat_param_key=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"with use_orig_params=True there are none: leave one of the two out"):
@@ -175,7 +167,3 @@ def refuses() -> None:
         fsdp.param_groups(model, lambda name, shape: 3)  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match=r"'.*conv.weight' and '.*one.weight' are in one flat parameter"):
         fsdp.param_groups(model, lambda name, shape: {"lr": float(shape[0]) if len(shape) == 3 else 0.0})
-
-
-def test_labels_and_rules_that_cannot_be_followed_are_refused() -> None:
-    run_ranks(2, refuses)
