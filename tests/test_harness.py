@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp.comm import shared_memory
+from fsdp.comm.lane import Lane
 from tests.harness import pool
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import ZOO
@@ -148,14 +149,14 @@ def test_pool_names_the_signal_of_a_dead_rank_at_once() -> None:
     assert caught.value.kind == "died" and time.monotonic() - start < 10
 
 
-def die_between_jobs() -> int:
+def pid_of_rank() -> int:
     return os.getpid()
 
 
 def test_pool_with_a_rank_killed_between_jobs_is_replaced() -> None:
-    os.kill(pid := run_ranks(2, die_between_jobs)[0], signal.SIGKILL)
+    os.kill(pid := run_ranks(2, pid_of_rank)[0], signal.SIGKILL)
     _wait_for_end([pid])
-    assert len(run_ranks(2, die_between_jobs)) == 2
+    assert len(run_ranks(2, pid_of_rank)) == 2
 
 
 def wait_forever_on_rank_one() -> None:
@@ -238,6 +239,20 @@ def test_pool_with_many_leftover_threads_is_replaced() -> None:
     (second,) = run_ranks(1, leave_threads, 0)
     (third,) = run_ranks(1, leave_threads, 0)
     assert first == second != third
+
+
+def replace_the_default_group() -> int:
+    carrier = Lane.of(dist.group.WORLD, torch.device("cpu")).carrier
+    made = carrier.replace("test")
+    made.result()
+    carrier.use(made)
+    return os.getpid()
+
+
+def test_pool_whose_default_group_was_replaced_is_replaced() -> None:
+    """As after a failure of some ranks, whose next collectives a new group carries."""
+    first, second = run_ranks(2, replace_the_default_group), run_ranks(2, pid_of_rank)
+    assert not {*first} & {*second}
 
 
 def warn(text: str, category: type[Warning]) -> str:

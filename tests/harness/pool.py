@@ -3,9 +3,9 @@
 There is one pool per world size, started at first use and kept. Ranks are forked from a `template` that has imported
 torch and the package. There are two templates (or RANK_TEMPLATES of the environment) for neighboring ranks, with
 different hash seeds, so sets have different orders on neighbors. A pool is killed and replaced after any failure, so
-a failure never leaks into the next test, and when jobs have left many threads. A failing job shows one message: the
-traceback of the rank that failed first, the exit code of a dead rank, or at a timeout the Python stacks of stuck
-ranks.
+a failure never leaks into the next test, and when jobs have left many threads or replaced the default group. A failing
+job shows one message: the traceback of the rank that failed first, the exit code of a dead rank, or at a timeout the
+Python stacks of stuck ranks.
 
 `on_ranks(world_size)` decorates a test whose body runs on the ranks. `run_fresh` runs one job in new processes, for
 tests that break the process group or kill a rank.
@@ -78,12 +78,15 @@ class Failed:
 
 @dataclass(frozen=True)
 class Returned:
-    """Report of a rank whose function returned: the value, numbers of collectives of each kind in the default group,
-    and the number of threads at the start."""
+    """Report of a rank whose function returned: the value, and numbers of collectives in the default group by kind.
+
+    `threads` is their number at the start; `replaced` says whether the default group was replaced or is broken.
+    """
 
     payload: bytes
     collectives: tuple[int, ...]
     threads: int
+    replaced: bool
 
 
 class _Rank:
@@ -197,7 +200,7 @@ class Pool:
             if len(counts) > 1 and not may_die:
                 each = ", ".join(str(a.collectives) for a in answers)
                 raise RankFailure(f"ranks ran different numbers of collectives on the default group: {each}", 0, "")
-            self.is_worn = any(isinstance(a, Returned) and a.threads > WORN for a in answers)
+            self.is_worn = any(isinstance(a, Returned) and (a.threads > WORN or a.replaced) for a in answers)
             for rank in self.ranks:
                 with contextlib.suppress(OSError):
                     rank.connection.send_bytes(TIDY_UP)

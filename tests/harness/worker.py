@@ -49,7 +49,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout)
     )
-    connection.send(Returned(pickle.dumps(None), (0,), 0))
+    connection.send(Returned(pickle.dumps(None), (0,), 0, False))
     jobs = 0
     while True:
         try:
@@ -85,7 +85,7 @@ def _answer(job: bytes) -> Returned | Failed:
             payload = pickle.dumps(fn(*args, **kwargs))
     except (Exception, SystemExit) as error:
         return Failed(time.monotonic(), type(error).__name__, describe(error, __file__))
-    return Returned(payload, _collectives(), threads)
+    return Returned(payload, _collectives(), threads, _is_replaced())
 
 
 def _collectives() -> tuple[int, ...]:
@@ -94,6 +94,16 @@ def _collectives() -> tuple[int, ...]:
     channel = None if package is None else package.channel_of(group)
     posted = () if channel is None else (channel.collectives.number, channel.questions.number)
     return group._get_sequence_number_for_group(), *posted
+
+
+def _is_replaced() -> bool:
+    """Return whether the default group is broken, or a new group carries its collectives after a failure.
+
+    `_tidy_up` destroys the new group, so collectives of the next job would begin with another replacement.
+    """
+    package = sys.modules.get("fsdp.comm.lane")
+    lane = None if package is None else package._lanes.get(dist.group.WORLD)
+    return lane is not None and (lane.broken is not None or lane.carrier.number > 0)
 
 
 def _tidy_up(jobs: int) -> None:
