@@ -25,7 +25,7 @@ from fsdp.comm.work import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
-from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.snapshot import flag_of, version_of
 from fsdp.flat.tensor_parallel import local_of
 
 
@@ -92,10 +92,11 @@ class FullCopy:
         self.tensor, self.all_leaves = tensor, leaves
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
         self.pending: Work | None = None
-        self._views = [*views, tensor[: layout.numel]]  # made while there is memory
+        self._views = [*views, tensor[: layout.numel]][: len(leaves)]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
-        self._before = self._snapshot()
+        # of the leaves, without changes of users; the engine writes to ``tensor``, which has a version counter of its own
+        self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.keeps_writes, self.differs = resident, differs
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
@@ -112,14 +113,10 @@ class FullCopy:
                 pieces = self._cuts[count] = self.tensor.view(count, self.tensor.numel() // count).unbind()
         return pieces
 
-    def _snapshot(self) -> Snapshot:
-        """Record the leaves. Writes of the engine go to ``tensor``, which shares no version counter with them."""
-        return Snapshot(self.all_leaves, origin=self.tensor.data_ptr())
-
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
         self.all_leaves[index].requires_grad_(requires_grad)
-        self._before.flags[index] = requires_grad
+        self._flags[index] = requires_grad
 
     def undo_writes(self) -> list[tuple[int, str]]:
         """Return the writes of users to leaves since the last call that would be lost, as (index, verb).
@@ -128,21 +125,22 @@ class FullCopy:
         called while there is memory. A write through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an
         error at once.
         """
-        changes = self._before.diff(self._snapshot())
-        if not changes:
+        versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
+        pointers = list(map(torch.Tensor.data_ptr, self.memories))
+        own_pointers = list(map(torch.Tensor.data_ptr, self._views))
+        if versions == self._written and flags == self._flags and pointers == own_pointers:
             return []
         found = []
-        for change in changes:
-            index, leaf = change.index, self.all_leaves[change.index]
-            if change.moved:
+        for index, (leaf, flag) in enumerate(zip(self.all_leaves, self._flags)):
+            if pointers[index] != own_pointers[index]:
                 self.memories[index].data = self._views[index]
                 found.append((index, "given other data"))
-            elif change.written and not self.keeps_writes:
+            elif versions[index] != self._written[index] and not self.keeps_writes:
                 found.append((index, "changed in place"))
-            if change.flag:
-                found.append((index, "unfrozen" if leaf.requires_grad else "frozen"))
-                leaf.requires_grad_(not leaf.requires_grad)
-        self._before = self._snapshot()
+            if flags[index] is not flag:
+                leaf.requires_grad_(flag)
+                found.append((index, "frozen" if flag else "unfrozen"))
+        self._written = list(map(version_of, self.all_leaves))
         return found
 
     def enter(self, state: BufferState) -> None:
@@ -152,7 +150,7 @@ class FullCopy:
         if state is BufferState.SHARDED:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
-            self._versions = [leaf._version for leaf in self._unchecked]
+            self._versions = list(map(version_of, self._unchecked))
             set_versions(self._unchecked, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
             set_versions(self._unchecked, self._versions)

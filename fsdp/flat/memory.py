@@ -36,19 +36,16 @@ class PooledTensor:
         if STORAGES_SWAP and self.nbytes:
             guard_released(tensor, self.nbytes)
 
-    @property
-    def has_block(self) -> bool:
-        """Whether the memory is a block of a pool that exchanges blocks."""
-        return self._block is not None
-
     def attach(self, block: torch.UntypedStorage) -> None:
+        """Use the memory of ``block``."""
         self._storage._swap_data_ptr_(block)
         self._block = block
 
-    def detach(self) -> torch.UntypedStorage:
+    def detach(self) -> torch.UntypedStorage | None:
+        """Return the block in use, which has its memory again; None without one. Idempotent."""
         block, self._block = self._block, None
-        assert block is not None
-        self._storage._swap_data_ptr_(block)
+        if block is not None:
+            self._storage._swap_data_ptr_(block)
         return block
 
 
@@ -120,9 +117,9 @@ class MemoryPool:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
-        if not buffer.has_block:
-            return
         block = buffer.detach()
+        if block is None:
+            return
         nbytes = block.nbytes()
         self._free.append((block, nbytes, last_use))
         self._free_nbytes += nbytes
@@ -185,8 +182,8 @@ class SharedPool(MemoryPool):
 
     def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
         if buffer.nbytes and (segment := self._segment) is not None:
-            if buffer.has_block:
-                segment.free(buffer.detach())
+            if (block := buffer.detach()) is not None:
+                segment.free(block)
             # twice as much, for the pool of the tree's reductions
             segment.keep(max(2 * self.kept_nbytes, _ALWAYS_KEPT), max(self.kept_block_nbytes, _ALWAYS_KEPT))
         else:

@@ -63,7 +63,8 @@ class ParamGuard:
         registration = self._registration
         if not self._checks:
             return registration.placeholders is None and registration.base.has_flags_of_before
-        return registration.base_is_intact and registration.base.is_as_before
+        base = registration.base
+        return registration.base_is_intact and base.before.has_data_and_flags(base.tensors)
 
     def enter(self) -> bool:
         """Take over the writes of users, before a pass, a step or a call.

@@ -29,7 +29,7 @@ from fsdp.flat.full_copy import FullCopy
 from fsdp.flat.metadata import ParamInfos
 from fsdp.flat.names import own_modules
 from fsdp.flat.ownership import OwnedParam, Site
-from fsdp.flat.snapshot import Snapshot
+from fsdp.flat.snapshot import Snapshot, flag_of
 
 Guard = tuple[Any, Any, Any]  # an entry that refuses forwards of a module: dictionary, key, value
 
@@ -172,26 +172,23 @@ class Layer:
     @property
     def has_flags_of_before(self) -> bool:
         """Whether each tensor has the ``requires_grad`` of the snapshot."""
-        return [tensor.requires_grad for tensor in self.tensors] == self.before.flags
-
-    @property
-    def is_as_before(self) -> bool:
-        """Whether each tensor has the data pointer and ``requires_grad`` of the snapshot."""
-        return self.before.has_data_and_flags(self.tensors)
+        return list(map(flag_of, self.tensors)) == self.before.flags
 
     def accept_flags(self) -> None:
         """Let the snapshot have the present ``requires_grad`` of each tensor."""
-        self.before.flags = [tensor.requires_grad for tensor in self.tensors]
+        self.before.flags = list(map(flag_of, self.tensors))
 
 
 class _Entries:
     """Tensors and the dictionary entries that they are written to."""
 
-    __slots__ = ("_by_owner", "_each", "_slots")
+    __slots__ = ("_by_owner", "_ids", "_keys", "_owners", "_slots")
 
     def __init__(self, each: Sequence[tuple[dict[str, Any], str, Any]], slots: Sequence[tuple[Slot, Any]] = ()) -> None:
         """``each`` entry is an owner, a key and a tensor. ``slots`` are those that need their own ``put``."""
-        self._each, self._slots = each, slots
+        self._slots = slots
+        self._owners, self._keys = [owner for owner, _, _ in each], [key for _, key, _ in each]
+        self._ids = [id(tensor) for _, _, tensor in each]  # which ``_by_owner`` keeps alive
         by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for owner, key, tensor in each:
             by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
@@ -206,10 +203,7 @@ class _Entries:
     @property
     def are_there(self) -> bool:
         """Whether each entry holds the tensor now."""
-        for owner, key, tensor in self._each:
-            if owner.get(key) is not tensor:
-                return False
-        return True
+        return list(map(id, map(dict.get, self._owners, self._keys))) == self._ids
 
 
 class Registration:

@@ -145,15 +145,16 @@ def _arrive(arrivals_ref: Callable[[], Arrivals | None], key: LeafKey, small: bo
     arrivals = arrivals_ref()
     if arrivals is None:
         return
-    task = hooks.current_backward()
-    if task not in arrivals.expected:
+    remaining = arrivals.expected.get(hooks.current_backward())
+    if remaining is None:
         arrivals._reached()
+        remaining = arrivals.enter()
     if key in arrivals.held:  # from another graph task; a slot is written once per copy
         arrivals._copy()
-    arrivals.held[key], leaf.grad = leaf.grad, None
-    remaining = arrivals.expected[task]
+    arrivals.held[key] = leaf.grad
+    leaf.grad = None
     remaining.discard(key)
-    if not remaining or not small:
+    if not (small and remaining):
         arrivals._copy()
 
 

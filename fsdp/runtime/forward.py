@@ -90,8 +90,9 @@ def leave(unit: Unit, context: RootContext, running: Running, output: Any, modul
     if output_dtype is not None and unit.summoned is None and not unit.precision.wants_full:
         output = cast_floating(output, output_dtype)
     outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-    if any(handle.holds_any(outputs) for handle in unit.handles):
-        context.unsharder.hold_output(unit)
+    for handle in unit.handles:
+        if handle.holds_any(outputs):
+            context.unsharder.hold_output(unit)
     call = running.call
     differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
     if call is not None:

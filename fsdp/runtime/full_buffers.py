@@ -55,7 +55,10 @@ class FullBuffers:
     @property
     def gathers(self) -> bool:
         """Whether the full buffers have memory of their own."""
-        return any(handle.copy.pooled is not None for handle in self._handles)
+        for handle in self._handles:
+            if handle.copy.pooled is not None:
+                return True
+        return False
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +79,10 @@ class FullBuffers:
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of a unit that is not
         sharded."""
-        return all(handle.copy.state is not BufferState.SHARDED for handle in self._handles)
+        for handle in self._handles:
+            if handle.copy.state is BufferState.SHARDED:
+                return False
+        return True
 
     # -- changes -------------------------------------------------------------------------------------------------------
 

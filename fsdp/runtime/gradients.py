@@ -96,12 +96,18 @@ class UnitGradients:
     @property
     def are_at_rest(self) -> bool:
         """Whether the end of a backward has no work here."""
-        return all(bucket.is_at_rest for bucket in self.buckets)
+        for bucket in self.buckets:
+            if bucket.slots is not None or bucket.accumulator.exposed or bucket.partial is not None:
+                return False
+        return True
 
     @property
     def are_written(self) -> bool:
         """Whether slots hold gradients that are neither reduced nor exposed."""
-        return any(bucket.slots is not None for bucket in self.buckets)
+        for bucket in self.buckets:
+            if bucket.slots is not None:
+                return True
+        return False
 
     @property
     def are_reduced(self) -> bool:

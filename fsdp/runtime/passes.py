@@ -203,7 +203,7 @@ class Passes:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        current, full_precision = self.current, unit.in_full_precision
+        current, full_precision = self.current, unit.precision.is_full and unit.is_mixed
         if current is None:
             with self.calling(kind, f"{kind} of {unit.name}", often=True):
                 self.about_to(kind, unit)

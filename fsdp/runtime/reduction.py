@@ -69,7 +69,8 @@ class Slots:
         """Put gradients of leaves, by index, into their slots; of the whole vector's leaf, into all slots."""
         slots, values = self.buffer.slots, list(grads.values())
         several = len(values) > 1 and len(slots) not in grads and self.written.isdisjoint(grads)
-        if several and {(type(grad), grad.layout) for grad in values} == {(torch.Tensor, torch.strided)}:
+        plain = set(map(type, values)) == {torch.Tensor} and {grad.layout for grad in values} == {torch.strided}
+        if several and plain:
             torch._foreach_copy_([slots[index] for index in grads], values)  # one kernel
             self.written.update(grads)
             return
@@ -344,11 +345,6 @@ class BucketGradients:
     def accumulates(self) -> bool:
         """Whether gradients of earlier backwards are not reduced, or not averaged over replicas."""
         return self.partial is not None or (self.accumulator.is_visible and self.reduces)
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether the end of a backward has no work for this bucket."""
-        return self.slots is None and not self.accumulator.exposed and self.partial is None
 
     @property
     def lacks(self) -> bool:

@@ -220,9 +220,9 @@ class Unit:
     # -- what the ranks compare ----------------------------------------------------------------------------------------
 
     @property
-    def in_full_precision(self) -> bool:
-        """Whether messages have the parameters' own dtypes, and otherwise have lower ones."""
-        return self.precision.is_full and any(handle.is_mixed for handle in self.handles)
+    def is_mixed(self) -> bool:
+        """Whether messages have lower dtypes than the parameters, unless the unit computes in full precision."""
+        return any(handle.is_mixed for handle in self.handles)
 
     def groups_for(self, kind: str) -> list[Any]:
         """Return the groups that a collective of this kind runs over, in order."""
