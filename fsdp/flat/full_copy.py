@@ -95,7 +95,7 @@ class FullCopy:
         self._views = [*views, tensor[: layout.numel]][: len(leaves)]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
-        # of the leaves, without changes of users; the engine writes to ``tensor``, which has a version counter of its own
+        # without changes of users; the engine writes to ``tensor``, which has another version counter than the leaves
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.keeps_writes, self.differs = resident, differs
         self.pooled = None if resident else PooledTensor(tensor)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-
 # For ``map`` over the parameters of a unit, which several checks of each pass do: 5 % of the host time of a small unit.
 version_of = operator.attrgetter("_version")
 flag_of = operator.attrgetter("requires_grad")

@@ -33,7 +33,7 @@ class Arrivals:
     Attributes:
         expected: by graph task, the leaves that the task still has to deliver. A task that delivered all keeps an empty
             set, so that autograd is asked once.
-        held: the gradients that have arrived and are not copied yet; None where a hook on the leaf took the gradient.
+        held: by bucket and index, the gradients that have arrived and are not copied yet.
         lost: leaves that were unfrozen when the backward began and whose gradients have not arrived since. Autograd has
             dropped such a gradient if the backward had reached the leaf before, while it was frozen.
     """
@@ -48,7 +48,7 @@ class Arrivals:
         """``reached`` is called when a graph task delivers a gradient before it entered the unit, and has to call
         ``enter``. ``copy`` copies the gradients that are held. ``outside`` hooks the tensors that are no leaves."""
         self.expected: dict[int, set[LeafKey]] = {}
-        self.held: dict[LeafKey, torch.Tensor | None] = {}
+        self.held: list[dict[int, torch.Tensor]] = [{} for _ in handles]
         self.lost: set[LeafKey] = set()
         self._handles, self._outside = handles, outside
         self._reached, self._copy = reached, copy
@@ -118,15 +118,13 @@ class Arrivals:
         """Whether a graph task still has to deliver gradients."""
         return any(self.expected.values())
 
-    def take(self) -> dict[int, dict[int, torch.Tensor]]:
+    def take(self) -> list[dict[int, torch.Tensor]]:
         """Return the held gradients, by bucket and index, and hold none."""
-        held = list(self.held.items())  # another thread may add to it meanwhile
-        grads: dict[int, dict[int, torch.Tensor]] = {}
-        for key, grad in held:
-            del self.held[key]
-            if grad is not None:
-                grads.setdefault(key[0], {})[key[1]] = grad
-        return grads
+        taken = self.held[:]
+        for number, grads in enumerate(taken):
+            if grads:  # each bucket in one assignment: another thread may add meanwhile
+                self.held[number] = {}
+        return taken
 
     def forget(self) -> None:
         """Forget the backward, which is over or has failed."""
@@ -136,7 +134,7 @@ class Arrivals:
             self._until_found.clear()
             self.lost.clear()
         self.expected.clear()
-        self.held.clear()
+        self.take()
 
 
 @hooks.breaks_graph
@@ -149,10 +147,15 @@ def _arrive(arrivals_ref: Callable[[], Arrivals | None], key: LeafKey, small: bo
     if remaining is None:
         arrivals._reached()
         remaining = arrivals.enter()
-    if key in arrivals.held:  # from another graph task; a slot is written once per copy
-        arrivals._copy()
-    arrivals.held[key] = leaf.grad
-    leaf.grad = None
+    grad = leaf.grad
+    if grad is not None:  # else a hook on the leaf took it
+        bucket, index = key
+        held = arrivals.held[bucket]
+        if index in held:  # from another graph task; a slot is written once per copy
+            arrivals._copy()
+            held = arrivals.held[bucket]
+        held[index] = grad
+        leaf.grad = None
     remaining.discard(key)
     if not (small and remaining):
         arrivals._copy()

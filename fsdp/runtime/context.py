@@ -276,7 +276,7 @@ class RootContext:
 
     def _end_backward_of(self, unit: Unit) -> None:
         gradients = unit.gradients
-        if unit.is_running or unit.arrivals.held or not gradients.are_at_rest:
+        if unit.is_running or any(unit.arrivals.held) or not gradients.are_at_rest:
             gradients.copy(unit.arrivals.take(), self.reductions)
             if gradients.synchronize and not gradients.are_written:
                 gradients.open_accumulated(self.reductions)

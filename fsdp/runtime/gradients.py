@@ -137,14 +137,15 @@ class UnitGradients:
 
     # -- a backward ----------------------------------------------------------------------------------------------------
 
-    def copy(self, grads_of: dict[int, dict[int, torch.Tensor]], queue: ReductionQueue) -> None:
+    def copy(self, grads_of: Sequence[dict[int, torch.Tensor]], queue: ReductionQueue) -> None:
         """Copy gradients of leaves, by bucket and index, into their slots."""
-        for number, grads in grads_of.items():
-            self.buckets[number].check(grads, reads_parameters=self._policy.unshard_in_backward)
-        for number, grads in sorted(grads_of.items()):
-            slots = self.buckets[number].open(queue, synchronize=self.synchronize)
+        arrived = [(bucket, grads) for bucket, grads in zip(self.buckets, grads_of) if grads]
+        for bucket, grads in arrived:
+            bucket.check(grads, reads_parameters=self._policy.unshard_in_backward)
+        for bucket, grads in arrived:
+            slots = bucket.open(queue, synchronize=self.synchronize)
             if self.weight:  # else the slots count as unwritten
-                self.buckets[number].add(slots, grads, self.weight)
+                bucket.add(slots, grads, self.weight)
 
     def check_outside(self, number: int, grads: dict[int, torch.Tensor]) -> None:
         """Raise RuntimeError if gradients of parameters that were used outside of forward are not supported."""

@@ -129,9 +129,10 @@ def own_operations() -> AbstractContextManager[None]:
     same operations in the recomputation. The engine's operations depend on which units are gathered and where memory is
     free, and their results must not be replayed. The context hides them.
     """
-    if torch._C._len_torch_dispatch_stack():
-        if any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
-            return _disable_current_modes()
+    if not torch._C._len_torch_dispatch_stack():
+        return NOTHING
+    if any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+        return _disable_current_modes()
     return NOTHING
 
 

@@ -36,6 +36,7 @@ from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
+from fsdp.flat.snapshot import flag_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
@@ -392,13 +393,13 @@ class BucketGradients:
                 "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
                 "fsdp.mark_side_output(tensor)"
             )
-        for index, grad in grads.items():
-            if grad.requires_grad:
-                raise RuntimeError(
-                    f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
-                    "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
-                    "terms on the plain module"
-                )
+        if any(map(flag_of, grads.values())):
+            index = next(index for index, grad in grads.items() if grad.requires_grad)
+            raise RuntimeError(
+                f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
+                "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
+                "terms on the plain module"
+            )
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> Slots:
         """Return the slots of this backward; take a buffer for them if there is none yet. An accumulator, as far as the

@@ -257,7 +257,8 @@ class Unsharder:
         if buffers.in_output or not self.becomes(unit, Residence.SHARDED):
             return
         slice_over = None
-        buffers.wait()  # the optimizer must not modify the shard during an unused prefetch
+        for handle in unit.handles:
+            handle.wait()  # the optimizer must not modify the shard during an unused prefetch
         last_use = self._streams.record()
         if backward_follows and buffers.nearby is not None and buffers.generation == self.generation:
             slice_over = buffers.nearby.groups if unit.policy.unshard_in_backward else None
