@@ -276,7 +276,6 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self.limit_all_gathers = options.limit_all_gathers
         with torch.inference_mode(False):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)
-        self._device_mesh = device_mesh
         self._membership = Membership(self._fsdp_unit)
         modules = list(dict.fromkeys(owner for _, owner in own_modules(module)))
         self._fsdp_saving = SavingHooks(self._membership, modules)

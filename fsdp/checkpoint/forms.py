@@ -147,7 +147,7 @@ class Form(ABC):
         """
         if self.is_cut and not cut:
             return Full(self.rank0_only, self.offload_to_cpu)
-        mesh = unit.mesh
+        mesh = unit.groups.mesh
         if mesh is None:
             mesh = next((tp.spec.mesh for handle in unit.handles for tp in handle.tp if tp is not None), None)
         if mesh is None or not self.is_cut:

@@ -148,7 +148,9 @@ def _send(
         tensors.append(holder.held(member, state, what.shape))
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
-    over_group = (groups.shard or groups.replica) is not None and (unit.mesh is None or unit.mesh.ndim == 1)
+    over_group = (groups.shard or groups.replica) is not None and (
+        unit.groups.mesh is None or unit.groups.mesh.ndim == 1
+    )
     cut = groups.sharded or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
     leaving = export(tensors, form, channel, label, first=_first(group_ranks(group)[0], unit, channel))
@@ -163,7 +165,7 @@ def _first(saving: int, unit: Unit, channel: Channel) -> int:
         return ranks.index(saving) if saving in ranks else -1
     of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
     # DTensor keeps one spec for equal meshes, so the mesh of the spec may be a slice of another mesh than the unit's.
-    for mesh in (unit.mesh, of_tp.spec.mesh):
+    for mesh in (unit.groups.mesh, of_tp.spec.mesh):
         whole = None if mesh is None else root_of(mesh)
         dim = None if whole is None else dim_of(whole, channel.group)
         if whole is not None and dim is not None and len(found := (whole.mesh == saving).nonzero()):

@@ -108,7 +108,7 @@ def check_no_mesh(unit: Unit) -> None:
     Raises:
         RuntimeError: the unit has a device mesh.
     """
-    if unit.mesh is not None:
+    if unit.groups.mesh is not None:
         raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
 
 

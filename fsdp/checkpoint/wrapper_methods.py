@@ -294,7 +294,7 @@ def _settings_of(unit: Unit) -> StateDictSettings:
     """Return the unit's own settings. With a device mesh the sharded configs announce ``DTensor`` values."""
     own = unit.state_settings
     for config in (own.state_dict_config, own.optim_state_dict_config):
-        if unit.mesh is not None and hasattr(config, "_use_dtensor"):
+        if unit.groups.mesh is not None and hasattr(config, "_use_dtensor"):
             config._use_dtensor = True
     return own
 

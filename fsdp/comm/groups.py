@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,7 @@ class Groups:
     forced: bool = False  # separate buffers and collectives even in a shard group of one rank
     hybrid: bool = False  # a hybrid strategy: a communication hook reduces within the shard group only
     tp: Any | None = None  # the ranks of tensor parallelism
+    mesh: DeviceMesh | None = field(default=None, compare=False)  # that the groups come from
 
     @cached_property
     def sharded(self) -> bool:

@@ -69,6 +69,16 @@ class Failure(NamedTuple):
     words: str
 
 
+class Entered(NamedTuple):
+    """A pass or call that has begun in a lane: its number, the remedy for ranks that deviate, and the other lanes of
+    the tree."""
+
+    what: Pass
+    number: int
+    remedy: str
+    neighbours: Sequence[Lane]
+
+
 class State(NamedTuple):
     """The progress of a rank at a meeting. Ranks with equal states have issued the same collectives."""
 
@@ -97,12 +107,9 @@ class Lane(Issuer):
         self.under_way: Pass | None = None
         self.failure: Failure | None = None
         self.names = rank_names(group)
-        self._rank = self.names[group.rank()]
         self.arrivals = Arrivals(group, self.names)
         self._history = History()
-        # the latest pass: the pass in words, its number, and the remedy for ranks that deviate
-        self._pass, self._kind, self._remedy = Pass(""), -1, ORDER_REMEDY
-        self._neighbours: Sequence[Lane] = ()  # of the tree whose pass is under way: the remaining lanes
+        self._latest = Entered(Pass(""), -1, ORDER_REMEDY, ())
         self._questions: deque[Question] = deque()  # in flight
         self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, and have joined
         self._joins = False  # a tree has joined: no pass has begun since
@@ -115,6 +122,11 @@ class Lane(Issuer):
         self._board = Board(group, None)  # of the passes, once the ranks agree on a layout; silent before
         self._calls: Calls | None = None  # of the passes; from then on
         self._settled: list[int] = []  # progress when all ranks were last known to have issued the same
+
+    @property
+    def _rank(self) -> int:
+        """The global rank of this process."""
+        return self.names[self.group.rank()]
 
     @staticmethod
     def of(group: Any, device: torch.device | None = None) -> Lane:
@@ -203,7 +215,7 @@ class Lane(Issuer):
         expected = self._history.begin(number, what)
         if self._joins:  # all ranks have just met
             self._joins, expected = False, None
-        self._pass, self._kind, self._neighbours, self._remedy = what, number, neighbours, remedy
+        self._latest = Entered(what, number, remedy, neighbours)
         self.under_way = what
         self.begin_pass()
         if self._calls is not None:
@@ -259,7 +271,7 @@ class Lane(Issuer):
         rows = gathered(torch.tensor(list(numbers), device="cpu")).tolist()
         if any(row != rows[0] for row in rows):
             found = "; ".join(f"rank {rank} {label} {row}" for rank, row in zip(self.names, rows))
-            where = f"in the {self._pass.words}, where rank {self._rank} {doing}"
+            where = f"in the {self._latest.what.words}, where rank {self._rank} {doing}"
             raise self._out_of_step(self._in_words(f"{where}, {found}", {}))
 
     def end(self, number: int | None, *, wait: bool) -> None:
@@ -275,7 +287,7 @@ class Lane(Issuer):
         if number is not None:
             self.agree(Event(END_WORDS, number))
         if wait:
-            self._ask_later(self._history.so_far, f"agree on the {self._pass.words}")
+            self._ask_later(self._history.so_far, f"agree on the {self._latest.what.words}")
             self._look_at_answers()
             self._together = True
         self.under_way = None
@@ -336,7 +348,7 @@ class Lane(Issuer):
     def choose(self, label: str, understood: str, proposal: int) -> int | None:
         """Return the largest ``proposal`` of all ranks; None if they have not ``understood`` the same text."""
         history = self._history
-        digest = hash_of(f"{history.passes} {self._kind} {understood}")
+        digest = hash_of(f"{history.passes} {self._latest.number} {understood}")
         return self.ask(f"agree to {label}", digest, largest=proposal).result()
 
     def note(self, label: str) -> None:
@@ -532,8 +544,9 @@ class Lane(Issuer):
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _report(self) -> Report:
-        what = self._kind, self._pass.words, bool(self._pass.call), self._history.begun
-        return Report(self._meetings, self._history.passes, *what, self.failure, self._announces, self._history.entries)
+        what, number, *_ = self._latest
+        said = number, what.words, bool(what.call), self._history.begun
+        return Report(self._meetings, self._history.passes, *said, self.failure, self._announces, self._history.entries)
 
     def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
         """Post this rank's report, and return the reports of ranks that have met as often, by rank.
@@ -574,7 +587,8 @@ class Lane(Issuer):
             return f"The ranks do not make the same calls: {found}. {calls.REMEDY}"
         alike = len({(report.kind, report.number) for report in reports.values()}) < 2
         more = "" if alike else ". If one rank evaluates alone, evaluate on all ranks. " + calls.UNEVEN
-        return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self._remedy}{more}"
+        remedy = f"{self._latest.remedy}{more}"
+        return f"Forward order differs across ranks, or what follows from it in backward: {found}. {remedy}"
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """Write the difference for the peers, and return the error for this rank."""
@@ -586,7 +600,7 @@ class Lane(Issuer):
         self._accused = True
         if self._calls is not None:
             self._calls.learn()
-        for other in self._neighbours:
+        for other in self._latest.neighbours:
             if other._calls is not None and not other._accused:
                 other._accused = True
                 other._board.write(f"broken/{other._meetings}", why or message)
@@ -601,7 +615,7 @@ class Lane(Issuer):
         """Return the message of a wait that exceeded the timeout."""
         known = self._calls if self._calls is not None else self.arrivals.calls
         words = known.in_words(f"waited {seconds:.0f} s", label)
-        return f"{words}. {hint(self._pass.doing)}. {self._explain()}"
+        return f"{words}. {hint(self._latest.what.doing)}. {self._explain()}"
 
     def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         """Return the error to raise where a collective failed or timed out; see :class:`~fsdp.comm.work.Watch`."""

@@ -48,7 +48,7 @@ class FSDP1Names(nn.Module):
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
-        return self._fsdp_unit.mesh
+        return self._fsdp_unit.groups.mesh
 
     @_device_mesh.setter
     def _device_mesh(self, value: DeviceMesh | None) -> None:

@@ -103,6 +103,7 @@ class WrapOptions:
             groups = Groups.of_pair(*validated["process_group"])
         else:
             groups = Groups.of(validated["process_group"], replicate=strategy is ShardingStrategy.NO_SHARD)
+        groups = dataclasses.replace(groups, mesh=validated["device_mesh"])
         return WrapOptions(**validated, groups=groups, policy=policy.within(groups))
 
     @property

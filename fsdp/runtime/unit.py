@@ -135,7 +135,6 @@ class Unit:
         position: in the tree.
         summoned: where full parameters are shown; None outside of ``summon_full_params``.
         initial: digests of the buckets' first values; empty if all ranks have those of rank 0.
-        mesh: the mesh that the unit was made with.
         state_settings: of the state dicts that the unit makes and loads.
         membership: a weak reference to the ``Membership`` that the unit's wrapper holds.
     """
@@ -152,7 +151,6 @@ class Unit:
         watch_leaves: Callable[[Unit], Arrivals],
         *,
         initial: Sequence[InitialValues] = (),
-        mesh: DeviceMesh | None = None,
     ) -> None:
         """``watch_leaves`` hooks the leaves; see ``backward.py``."""
         self.module, self.views, self.groups, self.device = module, views, groups, device
@@ -164,7 +162,7 @@ class Unit:
         self.buffers = FullBuffers(self.handles)
         self.progress = Progress(module)
         self.position = Position()
-        self.initial, self.mesh = initial, mesh
+        self.initial = initial
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.membership: Callable[[], Any] = lambda: None
         self.summoned: Summoned | None = None
@@ -344,8 +342,8 @@ class Unit:
         self.state_settings = settings
 
     def set_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Note the mesh that the unit was made with."""
-        self.mesh = mesh
+        """Let ``mesh`` be the mesh of the unit's groups in state dicts."""
+        self.groups = replace(self.groups, mesh=mesh)
 
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on."""
