@@ -92,7 +92,7 @@ def test_history_predicts_recorded_followers() -> None:
     for number in range(1000):
         history.note(number)
     assert len(history._followers) <= history._capacity
-    history.forget(passes=9, rounds=4)
+    history.forget(meetings=0, passes=9, rounds=4)
     assert (history.passes, history.rounds, history.has_follower, history.entries) == (9, 4, False, [])
 
 

@@ -94,6 +94,7 @@ class History:
     """The order of passes and events as this rank has seen it.
 
     Attributes:
+        meetings: the number of meetings of all ranks after a failure.
         passes: the number of passes that have begun.
         rounds: the number of these without backwards, each of which belongs to the forward before it.
         position: the number of events in the latest pass.
@@ -107,7 +108,7 @@ class History:
         self._followers: dict[int, tuple[int, int]] = {}
         self._capacity = _PER_UNIT
         self._habit = Habit()
-        self.passes = self.rounds = self.position = 0
+        self.meetings = self.passes = self.rounds = self.position = 0
         self.so_far = self.begun = 0
         self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # the fields of ``Entry``
 
@@ -155,12 +156,15 @@ class History:
         self.so_far = follower[1]
         self.position += 1
 
-    def forget(self, passes: int, rounds: int) -> None:
-        """Start anew after a meeting of all ranks, which have the same counts from here on."""
+    def forget(self, meetings: int, passes: int, rounds: int) -> None:
+        """Start anew after a meeting of all ranks, which have the same counts from here on.
+
+        ``meetings`` is the number of meetings before this one.
+        """
         self._followers.clear()
         self.recent.clear()
         self._habit = Habit()
-        self.passes, self.rounds, self.so_far = passes, rounds, 0
+        self.meetings, self.passes, self.rounds, self.so_far = meetings + 1, passes, rounds, 0
 
     @property
     def entries(self) -> list[Entry]:

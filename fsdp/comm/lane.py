@@ -111,16 +111,15 @@ class Lane(Issuer):
         self._history = History()
         self._latest = Entered(Pass(""), -1, ORDER_REMEDY, ())
         self._questions: deque[Question] = deque()  # in flight
-        self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # alive, and have joined
-        self._joins = False  # a tree has joined: no pass has begun since
-        self._together = True  # no rank has begun a pass since all were asked;
-        self._announces: int | None = None  # this rank waits until its peers announce this position;
-        self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest: pass and position
-        self._accused = False  # a peer has reported that the ranks are out of sync;
-        self._meetings = 0  # of all ranks after a failure
+        self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # the trees that have joined
+        self._joins = False  # a tree has joined, and no pass has begun since
+        self._together = True  # no rank has begun a pass since all ranks were asked
+        self._announces: int | None = None  # the position that this rank waits for its peers to announce
+        self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # pass and position of the latest announcements
+        self._accused = False  # this rank knows that the ranks are out of sync
         self._at_meeting = 0  # ``issued`` at the latest meeting
         self._board = Board(group, None)  # of the passes, once the ranks agree on a layout; silent before
-        self._calls: Calls | None = None  # of the passes; from then on
+        self._calls: Calls | None = None  # of the passes, from then on
         self._settled: list[int] = []  # progress when all ranks were last known to have issued the same
 
     @property
@@ -219,7 +218,7 @@ class Lane(Issuer):
         self.under_way = what
         self.begin_pass()
         if self._calls is not None:
-            progress = [self._meetings, self._history.passes]
+            progress = [self._history.meetings, self._history.passes]
             self._calls.began(progress, what.doing, on_this_thread=not what.is_backward)
         together, self._together = self._together, bool(what.call)
         as_before = together and (expected == number if what.call else expected in (number, None))
@@ -410,7 +409,7 @@ class Lane(Issuer):
     def post_state(self) -> None:
         """Post the progress of this rank for the meeting: in all lanes of a tree before :meth:`recover` in any."""
         if self.failure is not None:
-            self._board.post(f"states/{self._meetings}", self._state())
+            self._board.post(f"states/{self._history.meetings}", self._state())
 
     def recover(self) -> None:
         """Meet all ranks after a failure, and go on as if only the layouts had been agreed on.
@@ -422,9 +421,9 @@ class Lane(Issuer):
         if self.failure is None:
             return
         assert self._calls is not None
-        key = f"come/{self._meetings}"
+        key = f"come/{self._history.meetings}"
         doing = f"comes to the meeting of all ranks after a failed {self.failure.words}"
-        self._calls.began([self._meetings + 1, 0], doing)
+        self._calls.began([self._history.meetings + 1, 0], doing)
         try:
             self._meet(key, "", patience=_RECOVERY * threads.PATIENCE.total_seconds())
             states = self._states()
@@ -441,7 +440,7 @@ class Lane(Issuer):
         history, since = self._history, self.issued - self._at_meeting
         broken = self.broken is not None or self.carrier.is_destroyed
         return State(
-            self._meetings,
+            self._history.meetings,
             history.passes,
             history.rounds,
             history.position,
@@ -452,7 +451,7 @@ class Lane(Issuer):
         )
 
     def _states(self) -> dict[int, State]:
-        posted = self._board.posted(f"states/{self._meetings}")
+        posted = self._board.posted(f"states/{self._history.meetings}")
         return {self.names.index(self._rank): self._state()} | {rank: State(*said) for rank, said in posted.items()}
 
     def _renew(self, states: Sequence[State], look: Callable[[], None]) -> None:
@@ -463,9 +462,12 @@ class Lane(Issuer):
             self.finish_messages()
         elif any(state.since or state.broken for state in states):
             self.replace_carrier(look)
-        self._history.forget(max(state.passes for state in states), max(state.rounds for state in states))
+        self._history.forget(
+            meetings=max(state.meetings for state in states),
+            passes=max(state.passes for state in states),
+            rounds=max(state.rounds for state in states),
+        )
         self.issued = self._at_meeting = max(state.issued for state in states)
-        self._meetings = max(state.meetings for state in states) + 1
         self._questions.clear()
         self._together = True
         self.failure, self._accused = None, False
@@ -532,7 +534,7 @@ class Lane(Issuer):
 
     def _reported(self) -> str | None:
         """Read the difference that some rank has found since the latest meeting."""
-        found: str | None = self._board.read(f"broken/{self._meetings}")
+        found: str | None = self._board.read(f"broken/{self._history.meetings}")
         return found
 
     def _raise_if_reported(self) -> None:
@@ -546,7 +548,9 @@ class Lane(Issuer):
     def _report(self) -> Report:
         what, number, *_ = self._latest
         said = number, what.words, bool(what.call), self._history.begun
-        return Report(self._meetings, self._history.passes, *said, self.failure, self._announces, self._history.entries)
+        return Report(
+            self._history.meetings, self._history.passes, *said, self.failure, self._announces, self._history.entries
+        )
 
     def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
         """Post this rank's report, and return the reports of ranks that have met as often, by rank.
@@ -557,7 +561,9 @@ class Lane(Issuer):
         self._board.post("report", own)
 
         def latest(posted: dict[int, Any]) -> dict[int, Report]:
-            several = [(rank, Report.of(values)) for rank, values in posted.items() if values[0] == self._meetings]
+            several = [
+                (rank, Report.of(values)) for rank, values in posted.items() if values[0] == self._history.meetings
+            ]
             return {self.names[rank]: report for rank, report in several} | {self._rank: own}
 
         def differ(posted: dict[int, Any]) -> bool:
@@ -592,7 +598,7 @@ class Lane(Issuer):
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """Write the difference for the peers, and return the error for this rank."""
-        self._board.write(f"broken/{self._meetings}", message)
+        self._board.write(f"broken/{self._history.meetings}", message)
         return self._accuse(message)
 
     def _accuse(self, message: str, why: str = "") -> OutOfStep:
@@ -603,7 +609,7 @@ class Lane(Issuer):
         for other in self._latest.neighbours:
             if other._calls is not None and not other._accused:
                 other._accused = True
-                other._board.write(f"broken/{other._meetings}", why or message)
+                other._board.write(f"broken/{other._history.meetings}", why or message)
         return OutOfStep(message)
 
     def report_wait(self, seconds: float, label: str) -> None:

@@ -4,11 +4,11 @@ Gathering on one or all ranks, scattering, broadcasting, and moving between flat
 their placements only. A rank sends the overlap of the local source boxes with the receiver's target boxes. Every rank
 computes its messages from the same placements, so only elements travel: one message per pair of ranks for many tensors.
 
-    source = Placement.intervals(shape, stride, spans, ranks)      # flat shards;
+    source = Placement.intervals(shape, stride, spans, ranks)      # flat shards
     target = Placement.whole(shape, ranks, only=owner)
     item = Item(torch.float32, stride, source, target, inputs=local_parts, outputs=[(Box.whole(shape), memory)])
     channel = Channel(group, device)
-    redistribute([item], channel, "gather for the optimizer")      # start;
+    redistribute([item], channel, "gather for the optimizer")      # start
     channel.flush()                                                # wait until ``memory`` is written
 """
 
