@@ -439,16 +439,8 @@ class Lane(Issuer):
     def _state(self) -> State:
         history, since = self._history, self.issued - self._at_meeting
         broken = self.broken is not None or self.carrier.is_destroyed
-        return State(
-            self._history.meetings,
-            history.passes,
-            history.rounds,
-            history.position,
-            history.so_far,
-            self.issued,
-            since,
-            broken,
-        )
+        counts = history.meetings, history.passes, history.rounds, history.position, history.so_far
+        return State(*counts, self.issued, since, broken)
 
     def _states(self) -> dict[int, State]:
         posted = self._board.posted(f"states/{self._history.meetings}")
