@@ -32,7 +32,7 @@ import torch
 
 from fsdp.checkpoint import files, index
 from fsdp.checkpoint.forms import Form, Full, Held, Rows
-from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, state_key
+from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, param_and_state, state_key
 from fsdp.checkpoint.load_checkpoint import Contents, Needed, Reading, fetched
 from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -178,14 +178,18 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
         model = {key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)}
 
         def plan(contents: Contents, fetch: Fetch) -> list[Any]:
-            for name, states in contents.optimizer_state(model)["state"].items():
-                for key, value in states.items():
-                    if isinstance(value, Whole):
-                        fetch(name, key, contents.empty(state_key(name, key), model[name]))
+            likes = {
+                state_key(name, key): model[name]
+                for name, states in contents.optimizer_state(model)["state"].items()
+                for key, value in states.items()
+                if isinstance(value, Whole)
+            }
+            for key, target in contents.shadow(likes).items():
+                fetch(*param_and_state(key), target)
             return []
 
         with ranks.call("load"), ExitStack() as stack:
-            return fetched(ranks, root, Needed(model, model), plan, Reading(True, False, False, False), stack)
+            return fetched(ranks, root, Needed(model, [model]), plan, Reading(True, False, False, False), stack)
 
     measure(save)
     measure(save)

@@ -357,6 +357,11 @@ def parts_of(value: torch.Tensor) -> list[Part]:
     return [(boxes[0], local)]
 
 
+def boxes_of(value: torch.Tensor) -> Sequence[Box]:
+    """Return the boxes of :func:`parts_of`."""
+    return value.boxes if isinstance(value, RaggedTensor) else [box for box, _ in parts_of(value)]
+
+
 def is_saved_elsewhere(value: torch.Tensor) -> bool:
     """True if another rank of tensor parallelism saves the elements that this rank holds."""
     return isinstance(value, RaggedTensor) and value.saved_elsewhere

@@ -1,7 +1,7 @@
 """Loading checkpoints: at any number of ranks, or whole and without a model.
 
-Each rank reads the elements that it needs, in blocks that are verified as they arrive. The model and the optimizer get
-all of it or nothing: an error on one rank is an error on all.
+Each rank reads the elements that it needs, in blocks that are verified as they arrive. A load is all or nothing: an
+error on one rank is an error on all.
 
 [Note: Memory of a load]
 Optimizer states are read into the tensors that become the optimizer's, and values of the model into memory of the size
@@ -11,23 +11,22 @@ blocks are first verified through one small buffer. Then they are read again, in
 
 from __future__ import annotations
 
-import math
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files, index
 from fsdp.checkpoint.files import FileRecord, Manifest
-from fsdp.checkpoint.forms import is_distributed, parts_of
+from fsdp.checkpoint.forms import boxes_of, is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.optim_load import Fetch, Whole
@@ -48,12 +47,14 @@ from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
 from fsdp.placement.boxes import Box, Part
 
+_ALIGNMENT = 64  # bytes; where a tensor of any dtype may begin
+
 
 class Plain(NamedTuple):
     """A checkpoint as whole values.
 
     Attributes:
-        model: whole tensors in CPU memory, and the other entries of the model's state dict, by name.
+        model: whole tensors in CPU memory, and the values of the model's state dict that are no tensors, by name.
         optimizer: ``{"state": {name: ...}, "param_groups": [...]}`` by name of parameter; None if none was saved.
         extra: the ``extra`` of each rank that saved, by rank.
     """
@@ -81,7 +82,7 @@ def load(
     """Load a checkpoint into ``model``, at any number of ranks. All ranks have to call.
 
     Each rank reads the parts of tensors that it needs, and verifies every block that it reads; sizes of all files are
-    compared with the manifest. If anything fails on a rank, nothing is loaded on any. Values of the model get the
+    compared with the manifest. If any step fails on a rank, no rank loads. Values of the model get the
     dtypes of the model. Where the parameters have the dtypes that they had, optimizer states are bit for bit those that
     were saved. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
 
@@ -90,7 +91,7 @@ def load(
         model: as for :func:`save`, wrapped in any way, or plain.
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
-        trusted: load pickled objects that were saved with ``trusted=True``. Whoever made the files may run code here.
+        trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
         in_place: read into the parameters and optimizer states themselves, which takes about 16 MB of memory, and not
             that of the shards. All blocks are verified first, but every file is read twice. Only if a file changes or
             cannot be read any more between the two passes, the model and optimizer are left partly loaded, with an
@@ -104,11 +105,11 @@ def load(
 
     Raises, on every rank if on one, with the model as it was:
         FileNotFoundError: there is no checkpoint, and none was there at the call.
-        RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
+        RuntimeError: a file is damaged or missing, with the path; or names or shapes do not fit the model, with all of
             them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
             ``optimizer`` takes, or that of an optimizer of another class; or a forward or backward is under way; or
             another rank is gone or was interrupted.
-        OSError: a file cannot be read, with its path.
+        OSError: a file cannot be read, with the path.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
@@ -126,7 +127,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        RuntimeError: a file is damaged or missing, with its path; or a value can only be loaded with ``trusted``.
+        RuntimeError: a file is damaged or missing, with the path; or a value can only be loaded with ``trusted``.
     """
     reading = Reading(True, trusted, False, progress)
 
@@ -160,10 +161,15 @@ class Reading(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """The tensors to load into on this rank: the model's state, and the parameters that optimizers hold, by name."""
+    """The tensors to load into on this rank: the model's state, and for each optimizer the parameters, by name."""
 
     model: dict[str, Any]
-    trained: dict[str, torch.Tensor] | None
+    trained: list[dict[str, torch.Tensor]] | None
+
+    @property
+    def params(self) -> dict[str, torch.Tensor]:
+        """The parameters of all optimizers."""
+        return {name: param for params in self.trained or () for name, param in params.items()}
 
 
 class Found(NamedTuple):
@@ -172,7 +178,7 @@ class Found(NamedTuple):
     Attributes:
         model: the model's state; distributed tensors are the model's own with ``in_place``.
         optimizers: the optimizers, and the states to load into them.
-        again: with ``in_place``, reads the distributed tensors and the optimizer's states; else does nothing.
+        again: with ``in_place``, reads the distributed tensors and the optimizer's states; else a no-op.
         extra: the value to return.
     """
 
@@ -197,8 +203,8 @@ def _load(
     def plan(contents: Contents, fetch: Fetch) -> list[tuple[Optimizer, dict[str, Any]]]:
         if optimizer is None:
             return []
-        state = contents.optimizer_state(needed.trained or {})
-        _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed, model)
+        state = contents.optimizer_state(needed.params)
+        _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed)
         return optimizers_to_load(model, several, state, options=options, fetch=fetch, reuse=reading.in_place)
 
     with ExitStack() as stack:
@@ -229,7 +235,7 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
     """Load state that an optimizer of the same class has saved.
 
     ``load_state_dict`` adds the options that older versions of a class did not save. With the groups of another class
-    options are missing afterwards: the first step would fail, or train with the other's learning rate.
+    options are missing afterwards: the first step would fail, or train with the learning rate of that class.
 
     Raises:
         RuntimeError: an optimizer of another class has saved it.
@@ -244,7 +250,7 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
     failure: KeyError | None = None
     try:
         optimizer.load_state_dict(loadable)
-    except KeyError as error:  # of a state or an option that the other class does not have
+    except KeyError as error:  # of a state or an option that the class in the checkpoint does not have
         if not not_saved:
             raise
         failure = error
@@ -262,7 +268,6 @@ def _check_classes(
     groups: list[dict[str, Any]],
     saved: list[list[str]],
     needed: Needed,
-    model: nn.Module,
 ) -> None:
     """Check that no optimizer gets the state of another of torch's classes, which may have options of the same names.
 
@@ -270,9 +275,9 @@ def _check_classes(
         RuntimeError: one would.
     """
     by_name = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
-    for optimizer in optimizers:
+    for optimizer, params in zip(optimizers, needed.trained or ()):
         own = classes_of(optimizer)
-        for name in trained_parts(model, optimizer):
+        for name in params:
             classes = by_name.get(name, [])
             if own and classes and not {*own} & {*classes}:
                 raise RuntimeError(
@@ -340,13 +345,12 @@ def _read_parts(
 ) -> Found:
     in_place = contents.reading.in_place
     live: dict[str, Any] = {}  # targets that exist already
-    new: dict[str, Any] = {}  # targets in new memory
     model = {key.removeprefix(MODEL): key for key in contents.tensors if key.startswith(MODEL)}
-    for name, key in model.items():
-        if name in needed.model:
-            like = needed.model[name]
-            reused = in_place and is_distributed(like) and like.shape == contents.table[key].shape
-            (live if reused else new)[key] = like if reused else contents.empty(key, like)
+    likes = {key: needed.model[name] for name, key in model.items() if name in needed.model}
+    for key, like in likes.items():
+        if in_place and is_distributed(like) and like.shape == contents.table[key].shape:
+            live[key] = like
+    new = contents.shadow({key: like for key, like in likes.items() if key not in live})
     states: dict[str, Any] = {}
 
     def fetch(name: str, state: Any, target: torch.Tensor) -> None:
@@ -381,7 +385,7 @@ class Contents:
 
     Attributes:
         table: the index.
-        tensors, others: the keys of tensors, and of other values.
+        tensors, others: the keys of tensors, and of values that are no tensors.
         records: the files that may be opened, by name.
     """
 
@@ -429,7 +433,8 @@ class Contents:
                 "optimizer to begin with new optimizer state"
             )
         names = [param_and_state(key)[0] for key in self.table if key.startswith(STATE)]
-        left = list(dict.fromkeys(name for name in names if name not in needed.trained))
+        trained = needed.params
+        left = list(dict.fromkeys(name for name in names if name not in trained))
         if left and strict:
             raise RuntimeError(
                 f"the checkpoint {self.directory} has optimizer state of {', '.join(map(repr, left))}, which no "
@@ -438,31 +443,45 @@ class Contents:
 
     def holders(self, needed: Needed) -> set[int]:
         """Return the ranks whose files may have elements that this rank needs."""
-        likes = [(key, needed.model.get(key.removeprefix(MODEL))) for key in self.tensors if key.startswith(MODEL)]
-        trained = needed.trained or {}
-        likes += [(key, trained.get(param_and_state(key)[0])) for key in self.tensors if key.startswith(STATE)]
-        found: set[int] = set()
-        for key, like in likes:
-            if isinstance(like, torch.Tensor) or (like is None and key.startswith(MODEL)):
-                found |= self.table[key].holders(self._boxes(key, like))
+        trained, found = needed.params, set[int]()
+        for key in self.tensors:
+            if key.startswith(STATE):
+                like = trained.get(param_and_state(key)[0])
+            else:
+                like = needed.model.get(key.removeprefix(MODEL))
+            if isinstance(like, torch.Tensor):
+                shape = self.table[key].shape
+                alike = is_distributed(like) and like.shape == shape
+                found |= self.table[key].holders(boxes_of(like) if alike else [Box.whole(shape)])
         return found
 
-    def _boxes(self, key: str, like: Any) -> list[Box]:
-        """List the boxes of a tensor that are read for ``like``: whole, where a state has another shape."""
-        shape = self.table[key].shape
-        if is_distributed(like) and tuple(like.shape) == shape:
-            return [box for box, _ in parts_of(like)]
-        return [Box.whole(shape)]
+    def shadow(self, likes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Make CPU memory for tensors: for this rank's part, where ``like`` is distributed and of the same shape.
 
-    def empty(self, key: str, like: Any = None) -> torch.Tensor:
-        """Make CPU memory for a tensor: for this rank's part, where ``like`` is distributed and of the same shape."""
-        saved = self.table[key]
-        dtype, cpu = torch_dtype(saved.dtype), torch.device("cpu")
-        if isinstance(like, RaggedTensor) and tuple(like.shape) == saved.shape:
-            return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
-        if isinstance(like, DTensor) and tuple(like.shape) == saved.shape:
-            return torch.empty_like(like, dtype=dtype, device="cpu")
-        return host_memory.empty(math.prod(saved.shape), dtype=dtype, device=cpu).view(saved.shape)
+        The parts of sharded parameters are in one piece of memory, which has fewer page faults than many small ones.
+        """
+        alike = {key: like for key, like in likes.items() if is_distributed(like) and like.shape == self._shape(key)}
+        numels = {key: like.local.numel() for key, like in alike.items() if isinstance(like, RaggedTensor)}
+        sizes = {key: numel * self._dtype(key).itemsize for key, numel in numels.items()}
+        *begins, end = accumulate((-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes.values()), initial=0)
+        memory = host_memory.empty(end, dtype=torch.uint8, device=torch.device("cpu"))
+        made = {key: self.empty(key) for key in likes if key not in alike}
+        for key, begin in zip(sizes, begins):
+            made[key] = alike[key].with_local(memory[begin : begin + sizes[key]].view(self._dtype(key)))
+        for key in alike.keys() - sizes.keys():
+            made[key] = torch.empty_like(alike[key], dtype=self._dtype(key), device="cpu")
+        return made
+
+    def empty(self, key: str) -> torch.Tensor:
+        """Make CPU memory for a whole tensor."""
+        shape = self._shape(key)
+        return host_memory.empty(shape.numel(), dtype=self._dtype(key), device=torch.device("cpu")).view(shape)
+
+    def _shape(self, key: str) -> torch.Size:
+        return torch.Size(self.table[key].shape)
+
+    def _dtype(self, key: str) -> torch.dtype:
+        return torch_dtype(self.table[key].dtype)
 
     def read(self, targets: Mapping[str, torch.Tensor], *, verify_only: bool = False) -> None:
         """Read tensors into ``targets``, or with ``verify_only`` compare the checksums of their blocks.

@@ -472,23 +472,24 @@ def _part_of(
     return {"state": taken, "param_groups": groups}
 
 
-def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, torch.Tensor]:
-    """Return this rank's part of each parameter that the optimizers hold, by the plain model's names; of a sharded
-    one as ``RaggedTensor``."""
+def trained_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[dict[str, torch.Tensor]]:
+    """Return for each optimizer this rank's part of each parameter, by the plain model's names; of a sharded one as
+    ``RaggedTensor``."""
     model = inside(model)
     plain = PlainNames(model).plain
-    several = _several(optimizers)
-    held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
+    several = list(optimizers)
     params = ModelParams(model, _groups_of(several))
-    parts: dict[str, torch.Tensor] = {}
-    for param in held:
-        holder = params.holders.get(param)
-        if holder is None:
-            parts.update((plain(name), param) for name in params.names(param))
-        else:
-            for member in holder.members:
-                parts[plain(member.name)] = holder.template(member)
-    return parts
+    found = []
+    for optimizer in several:
+        parts: dict[str, torch.Tensor] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            holder = params.holders.get(param)
+            if holder is None:
+                parts.update((plain(name), param) for name in params.names(param))
+            else:
+                parts.update((plain(member.name), holder.template(member)) for member in holder.members)
+        found.append(parts)
+    return found
 
 
 def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
