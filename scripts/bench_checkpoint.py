@@ -8,7 +8,8 @@ of ``use_orig_params``, and once with torch's FSDP2. Then they take turns, ``--r
 
 * taking the full model state and the full optimizer state: on rank 0 alone, offloaded to CPU, and on all ranks;
 * loading what was taken: the model state, which all ranks have; the optimizer state of rank 0, or of all ranks;
-* saving model and optimizer, sharded, to a directory, and loading them from there. This package writes by
+* saving model and optimizer, sharded, to a directory, and loading them from there: into an optimizer with state, and
+  into one without, as when a program starts again. This package writes by
   ``fsdp.checkpoint.save``: files with a checksum for each block, synced to the disk, published by a rename; ``load``
   verifies everything that it reads before anything changes. The others write by ``torch.distributed.checkpoint.save``,
   which syncs files to the disk too, and checks nothing in a load;
@@ -284,6 +285,9 @@ def optimizer_state(contender: Contender, directory: Path) -> Rows:
 def sharded(contender: Contender, directory: Path) -> Rows:
     yield "sharded save", "", lambda: contender.save(directory)
     yield "sharded load", "", lambda: contender.load(directory)
+    if isinstance(contender, (Ours, FSDP2)):  # with FSDP1 the states to load into have to be there
+        contender.optimizer.state.clear()
+        yield "sharded load, new optimizer", "", lambda: contender.load(directory)
 
 
 def background(contender: Contender, directory: Path) -> Rows:
