@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-BLOCK = 1 << 20  # bytes; a block stays in the processor's cache between its checksum and its write or copy
+BLOCK = 1 << 20  # bytes; a block stays in the processor's cache between the checksum and the write or copy
 COLUMNS = 2053
 DIGITS = 16  # hexadecimal digits of the checksum of a block
 

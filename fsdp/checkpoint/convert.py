@@ -22,8 +22,8 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     """Write the model's tensors of a checkpoint to one safetensors file, under the names of the plain model.
 
     Elements are read straight into the mapped file, so the memory of this process does not grow with the model. The
-    file appears under its name when it is complete. Other values of the model's state (extra state), the optimizer and
-    ``extra`` are left out.
+    file appears under this name when it is complete. Extra state of the model, the
+    optimizer and ``extra`` are left out.
 
     Args:
         path: a directory of checkpoints, whose latest is taken, or one checkpoint.
@@ -34,7 +34,7 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        RuntimeError: a file is damaged or missing, with its path.
+        RuntimeError: a file is damaged or missing, with the path.
     """
     file = Path(file)
 

@@ -8,12 +8,12 @@
         index.json                  which ranks hold which tensor
         manifest.json               size and checksum of each of these files
       .checkpoint_00000004.tmp/   an unfinished save, under way or dead
-      latest                      the name of the newest checkpoint, and the checksum of its manifest
+      latest                      the name of the newest checkpoint, and the checksum of the manifest
 
 [Note: Ownership of files]
 A checkpoint is a directory with such a name and a valid manifest. An unfinished save is a directory with such a name
 that holds files with names that a save uses. Links with these names are read, but a removal never removes or enters
-them. The removal of a checkpoint first renames its manifest to ``retired``, so that half a checkpoint is never taken
+them. The removal of a checkpoint first renames the manifest to ``retired``, so that half a checkpoint is never taken
 for one. Then it removes the files with names that a save uses, and the directory if that is empty. A user's files stay,
 under the same path. An empty directory with the name of a checkpoint is left from an interrupted removal. The next save
 that removes checkpoints repeats a failed removal.
@@ -55,7 +55,7 @@ FORGED = AttributeError, IndexError, KeyError, OverflowError, RecursionError, Ty
 
 
 class FileRecord(NamedTuple):
-    """The size of a file in bytes, and a SHA-256: of the header of a rank's file, of all of any other file."""
+    """The size of a file in bytes, and a SHA-256: of the header of a rank's file, else of the whole file."""
 
     size: int
     checksum: str
@@ -250,7 +250,7 @@ def publish(temporary: Path) -> Path:
 def discard(temporary: Path) -> None:
     """Remove the files of a failed save, unless they are the latest checkpoint already.
 
-    An error is ignored: the save raises the first error, and nothing refers to these files.
+    An error is ignored: the save raises the first error, and no file refers to these files.
     """
     root, final = temporary.parent, _final(temporary)
     with contextlib.suppress(OSError):
@@ -301,7 +301,7 @@ def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
 def remove_older(newest: Path, share: Share) -> None:
     """Remove a rank's share of the retired files; the last rank to finish removes the directories.
 
-    Warn of files that cannot be removed, after all others.
+    Warn of files that cannot be removed, after the removal of all that can.
     """
     for directory, names in share:
         errors = []
@@ -405,7 +405,7 @@ def read_verified(path: Path, record: FileRecord) -> bytes:
 
     Raises:
         RuntimeError: it is missing or damaged.
-        OSError: it cannot be read; with its path.
+        OSError: it cannot be read; with the path.
     """
     check_size(path, record)
     with with_path(path):
@@ -434,7 +434,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
 
     Raises:
         FileNotFoundError: there is none.
-        RuntimeError: ``latest`` or the manifest is damaged, with its path.
+        RuntimeError: ``latest`` or the manifest is damaged, with the path.
     """
     if (path / MANIFEST).is_file():
         return path, _read_manifest(path / MANIFEST)
@@ -474,7 +474,7 @@ def _read_manifest(path: Path) -> Manifest:
     """Read and verify a manifest.
 
     Raises:
-        RuntimeError: it is missing or damaged, or of another version; with its path.
+        RuntimeError: it is missing or damaged, or of another version; with the path.
     """
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")

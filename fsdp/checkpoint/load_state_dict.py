@@ -86,7 +86,7 @@ def _is_flat(key: Any) -> bool:
 
 
 def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
-    """Warn that a load with ``strict=False`` has used none of ``keys``; ``names`` are those of the model."""
+    """Warn that a load with ``strict=False`` has used no key of ``keys``; ``names`` are the model's names."""
     prefixes = {str(key).removesuffix(name) for key in keys for name in names if str(key).endswith(f".{name}")}
     remedy = f": take the prefix {prefixes.pop()!r} away" if len(prefixes) == 1 else ""
     warn_user(
@@ -425,7 +425,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
 
 
 def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
-    """Return the groups over which a value of rank 0 is broadcast, one after the other, to reach all ranks.
+    """Return the groups over which a value of rank 0 is broadcast, in this order, to reach all ranks.
 
     Raises:
         RuntimeError: the units are sharded over different groups, or not over all ranks.

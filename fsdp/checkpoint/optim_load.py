@@ -109,8 +109,8 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
 
 
 def _described_value(value: Any) -> Any:
-    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and any other value
-    itself."""
+    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and a value of any
+    further type itself."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
@@ -214,7 +214,7 @@ class _Plan:
 
     def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
         """Allocate this rank's part of an element-wise state, fill in the parts that are not loaded, and note the
-        transfers of the others."""
+        transfers of the rest."""
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")

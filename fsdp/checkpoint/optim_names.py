@@ -1,7 +1,7 @@
 """Parameters of an optimizer, their keys in the state dict, their names in the plain model, and their groups.
 
 An optimizer holds flat parameters, or original parameters cut to a rank's part, and numbers them. State dicts go by the
-names of the parameters in the plain model. This file maps one to the other; it moves no tensors.
+names of the parameters in the plain model. This file maps the former to the latter, and moves no tensors.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Holder:
         """This process's rank in the group over which the parameter is sharded."""
         return self.unit.groups.shard_rank
 
-    any_shape: ClassVar[bool] = False  # whether tensor states may have other shapes than the parameter
+    any_shape: ClassVar[bool] = False  # whether tensor states may differ from the parameter in shape
 
     def held(self, member: Member, state: torch.Tensor, shape: tuple[int, ...] | None = None) -> Held:
         """Describe how the ranks hold a tensor state of ``member``; ``state`` is (or contains) this rank's part.
@@ -101,7 +101,7 @@ class Holder:
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Allocate this rank's part of a tensor state of this ``shape``, the parameter's if None. Padding is zero; the
-        other elements are uninitialized."""
+        remaining elements are uninitialized."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
             return host_memory.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
@@ -285,7 +285,7 @@ def same_value(value: Any, other: Any) -> bool:
 
 def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
     """Return True if the keys of parameters are names, as in torch's ``_NamedOptimizer``. Entries of no parameter may
-    have other keys."""
+    have keys of any kind."""
     groups = optim_state_dict.get("param_groups")
     keys = [key for group in groups for key in group["params"]] if groups else list(optim_state_dict.get("state") or ())
     return bool(keys) and all(isinstance(key, str) for key in keys)

@@ -62,7 +62,7 @@ class RaggedTensor(torch.Tensor):
 
         Args:
             stride: strides of the whole tensor; None means row-major.
-            origin: any object that identifies the tensor for its maker; copies keep it.
+            origin: any object that identifies the tensor for the maker; copies keep it.
 
         Raises:
             ValueError: ``local`` is not 1-D, or the interval does not lie in the tensor.

@@ -4,7 +4,7 @@ A file is a safetensors file (:mod:`fsdp.checkpoint.safetensors`). A tensor of t
 boxes. ``__metadata__`` has these strings:
 
 * ``fsdp.version``, and ``fsdp.block``, the bytes of a block;
-* ``fsdp.checksums``: the checksums of the blocks of the data, one after the other;
+* ``fsdp.checksums``: the checksums of the blocks of the data, in order;
 * ``fsdp.boxes``: JSON ``{name: [key, offsets]}`` for each tensor that is a part of another, ``key``;
 * ``fsdp.dtypes``: JSON ``{name: dtype}`` for each tensor that is stored as bytes, because the format lacks its dtype;
 * ``fsdp.values``: JSON ``{key: value}``; see :mod:`fsdp.checkpoint.values`. The tensors of a value are ``key#0``, ...
@@ -141,7 +141,7 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Return the bytes of a tensor in row-major order: from its own memory, or copied from an accelerator in parts."""
+    """Return the bytes of a tensor in row-major order: the tensor's memory, or copies of parts from an accelerator."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return
@@ -178,7 +178,7 @@ class _Copy:
     """
 
     def __init__(self, stored: _Stored, box: Box, target: torch.Tensor) -> None:
-        """``box`` is a box in the stored one, and ``target`` the destination of its elements, in its shape."""
+        """``box`` lies in the stored one, and ``target``, of the same shape, is the destination of the elements."""
         self._stored, self._box, self._target = stored, box, target
         first = last = 0
         for outer, size, offset, inner in zip(stored.box.offsets, stored.box.sizes, *box):
@@ -215,14 +215,14 @@ class _Copy:
 
 
 class RankFile:
-    """A rank's file that is being read. Each block is compared with its checksum before a read returns."""
+    """A rank's file that is being read. Each block is verified before a read returns."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        """Open the file, and verify its header.
+        """Open the file, and verify the header.
 
         Raises:
             RuntimeError: it is missing or damaged, or no file of this package.
-            OSError: it cannot be read; with its path.
+            OSError: it cannot be read; with the path.
         """
         self.path = path
         files.check_size(path, record)
@@ -302,7 +302,7 @@ class RankFile:
 
         Args:
             targets: by key, destinations and the boxes that they are: of any device and dtype, in any memory order.
-            verify_only: compare the checksums of the blocks with these elements, and write nothing.
+            verify_only: compare the checksums of the blocks with these elements, without writes.
 
         Returns:
             the number of elements read, by key.

@@ -67,11 +67,11 @@ def save(
             Entries of the state that belong to no parameter are written as on rank 0.
         extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
-            but no NumPy arrays and no objects of other classes. NumPy scalars become Python numbers, here and in the
+            but no NumPy arrays and no objects of further classes. NumPy scalars become Python numbers, here and in the
             optimizer's groups. May differ from rank to rank.
         keep: the number of checkpoints to keep in ``path``, with this one; None for all. Older ones, and files of saves
             that died, are removed after this one is published, each rank a part, with a warning where that fails; the
-            next save with ``keep`` tries again. Other files stay, in the directory of a checkpoint too, and links are
+            next save with ``keep`` tries again. A user's files stay, in a checkpoint's directory too, and links are
             neither followed nor removed. Two jobs may save into one directory at the same time only without it.
         trusted: extra state of modules, and entries of the optimizer, may hold objects of any class, which are pickled.
             Then only ``load(..., trusted=True)`` takes the checkpoint. Without it such objects are refused here.
@@ -90,7 +90,7 @@ def save(
         RuntimeError: a forward or backward is under way; or another process has removed or changed written files; or
             another rank is gone or was interrupted. The next save works.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter; or a tensor is sparse,
-            quantized, nested or of a subclass, with its name.
+            quantized, nested or of a subclass, with the name.
 
     Example::
 
@@ -118,7 +118,7 @@ def async_save(
 
     The checkpoint is the model and optimizer at the call. It is published, and ``latest`` names it, when the future is
     done. One save at a time: this function, :func:`save` and :func:`load` first wait for a save in the background on
-    the same ranks. A process does not end before its saves.
+    the same ranks. A process does not end before the saves.
 
     Returns:
         the future of the path that ``save`` returns. ``result()`` waits, and raises the errors of ``save``. The next
@@ -166,7 +166,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _without_variables(error: BaseException) -> BaseException:
-    """Clear the frames of an error, which would keep the copies of the tensors as long as somebody keeps the error."""
+    """Clear the frames of an error, which would keep the copies of the tensors as long as the error exists."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -222,14 +222,14 @@ class _Written(NamedTuple):
 
 
 class Save:
-    """One checkpoint on its way to the disk. All ranks take the same steps, and an error on one is an error on all."""
+    """One checkpoint on the way to the disk. All ranks take the same steps, and an error on one is an error on all."""
 
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
         self._ranks, self._path, self._keep, self._trusted = ranks, path, keep, trusted
         self._pieces: list[Piece] = []  # the parts of tensors that this rank writes
-        self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the other values
+        self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the values that are no tensors
         self.table: index.Table = {}  # a description of both
-        self._keys: tuple[str, ...] = ()  # all keys of the state, whichever rank writes them
+        self._keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
         self._directory: Path | None = None  # on rank 0
 
     # -- taking the state ----------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Save:
             raise
         finally:
             self._pieces, self._packed = [], {}
-        files.remove_older(path, older)  # without waiting for other ranks
+        files.remove_older(path, older)  # without waiting for the remaining ranks
         return path
 
     def _begun(self) -> Path:
@@ -448,7 +448,7 @@ def _check_dense(key: str, value: torch.Tensor) -> None:
 
 
 def _note_replicas(model: nn.Module) -> None:
-    """Note the replicas of units without tensor parallelism, in whichever tree of ``model`` they are."""
+    """Note the replicas of units without tensor parallelism, in all trees of ``model``."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
     tp_group = next((handle.tp_group for handle in handles if handle.tp_group is not None), None)
     if tp_group is not None:

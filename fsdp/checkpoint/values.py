@@ -39,7 +39,7 @@ def pack(value: Any, path: str, remedy: str = "", *, trusted: bool = False) -> t
         trusted: pickle objects of other classes.
 
     Raises:
-        TypeError: the value holds an object of another class; with its path, its type and a remedy.
+        TypeError: the value holds an object of another class; with the path, the type and a remedy.
     """
     tensors: Tensors = []
     return _packed(value, path, tensors, remedy, trusted), tensors
