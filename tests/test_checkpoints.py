@@ -50,6 +50,7 @@ from tests.test_state_dict import kind_of
 
 FSDP = FullyShardedDataParallel
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+both_modes = pytest.mark.parametrize("mode", [False, True])
 WAYS = list(itertools.product(STRATEGIES, (False, True)))  # strategy and use_orig_params
 
 
@@ -394,7 +395,7 @@ def payload(state: Any) -> int:
     return total
 
 
-@pytest.mark.parametrize("mode", [False, True])
+@both_modes
 @on_ranks(3)
 def test_files_have_little_more_than_the_values(tmp_path: Path, mode: bool) -> None:
     """Each file of each kind of state, of models and optimizers, is within 64 KiB of the rank's values."""
@@ -471,80 +472,92 @@ def states_in(optimizers: list[Any]) -> dict[str, Tensor]:
     }
 
 
+def two_runs(mode: bool) -> tuple[Run, Run]:
+    """Build two runs from different seeds, and train each for one step."""
+    runs = build(1, STRATEGIES[0], mode), build(2, STRATEGIES[0], mode)
+    for run in runs:
+        train(*run, range(1))
+    return runs
+
+
+@both_modes
 @on_ranks(3)
-def test_state_that_differs_on_one_rank_raises_on_every_rank(tmp_path: Path) -> None:
-    """The error names the difference, and no rank has loaded, waits or aborts."""
-    root = str(tmp_path)
-    rank = dist.get_rank()
-    for mode in (False, True):
-        run, (other, other_optimizer) = build(1, STRATEGIES[0], mode), build(2, STRATEGIES[0], mode)
-        for trained in (run, (other, other_optimizer)):
-            train(*trained, range(1))
-        model, optimizer = run
-        before = whole(*run)
-        # model state: a parameter that one rank would not load
-        for kind, without in itertools.product(("full", "sharded"), (0, 1, 2)):
-            if (kind == "full") == (without % 2 == mode):  # by turns
-                continue
-            with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(other, *KINDS[kind]):
-                state = {
-                    k: v for k, v in other.state_dict().items() if rank != without or not k.endswith("linear.bias")
-                }
-                inside = {f"0.{key}": value for key, value in state.items()}
-                for into, given, options in ((model, state, {"strict": False}), (nn.Sequential(model), inside, {})):
-                    words = "on another rank: the state dict differs .*'linear.bias' of"
-                    with pytest.raises(RuntimeError, match=words):
-                        into.load_state_dict(given, **options)
-                assert_bit_equal(whole(*run), before, f"{kind}, without rank {without}")
-        # optimizer state, in chunks that the ranks would exchange
-        good = FSDP.sharded_optim_state_dict(other, other_optimizer)
-        name, state = "blocks.0.linear.weight", good["state"]
-        raw = copy.deepcopy(optimizer.state_dict())
-        lacks = {key: value for key, value in state.items() if not key.startswith("blocks.0.")}
-        for words, states in (
-            (f"state dict differs from that here in .*'exp_avg' of '{name}'", lacks),
-            (rf"'exp_avg' of '{name}' has shape \(7,\)", state | {name: {**state[name], "exp_avg": torch.ones(7)}}),
-            ("optimizer holds no parameter 'nobody'", None),
-        ):
-            given = dict(good)
-            if rank == 1:
-                given = {**good, "state": states} if states else {**good, "param_groups": [{"params": ["nobody"]}]}
-            with pytest.raises((RuntimeError, ValueError, KeyError), match=words):
-                FSDP.flatten_sharded_optim_state_dict(given, model, optimizer)
-        # a directory: one rank's optimizers train parameters without a saved state
-        several = [AdamW(model.blocks.parameters()), AdamW(model.tiny.parameters())]
-        loss_of(model, 5).backward()
-        for each in several:
-            each.step()
-        save(f"{root}/{mode}", model, several)
-        known = [copy.deepcopy(each.state_dict()) for each in several]
-        loss_of(model, 5).backward()
-        for each in several:
-            each.step()
-        later = [copy.deepcopy(each.state_dict()) for each in several]
-        idle = AdamW(model.idle.parameters())
-        for odd, words in (
-            ([several[0], idle], r"rank 1: the checkpoint .* has optimizer state of 'tiny\.gain', which no optimizer"),
-            ([*several, idle], r"rank 1: the optimizer trains 'idle\.gain', which no parameter group"),
-        ):
-            with pytest.raises(RuntimeError, match=words):
-                load(f"{root}/{mode}", model, odd if rank == 1 else several)
-            assert_bit_equal(states_in(several), states_in(later))
-        load(f"{root}/{mode}", model, several)
-        assert_bit_equal(states_in(several), states_in(known))
-        model.zero_grad()
-        before = whole(*run)
-        # state dicts of optimizers
-        stranger = AdamW([*model.parameters(), *([nn.Parameter(torch.ones(3))] if rank == 1 else [])])
-        with pytest.raises(KeyError, match=r"rank 1: the optimizer holds a parameter of shape \(3,\)"):
-            FSDP.full_optim_state_dict(model, stranger)
+def test_model_state_without_a_parameter_on_one_rank_is_loaded_by_none(mode: bool) -> None:
+    """Every rank raises, also with `strict=False` and when a parent loads."""
+    run, (source, _) = two_runs(mode)
+    model, before = run[0], whole(*run)
+    for kind, without in itertools.product(("full", "sharded"), (0, 1, 2)):
+        if (kind == "full") == (without % 2 == mode):  # by turns
+            continue
+        with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(source, *KINDS[kind]):
+            state = source.state_dict()
+            if dist.get_rank() == without:
+                state = {key: value for key, value in state.items() if not key.endswith("linear.bias")}
+            inside = {f"0.{key}": value for key, value in state.items()}
+            for into, given, options in ((model, state, {"strict": False}), (nn.Sequential(model), inside, {})):
+                words = "on another rank: the state dict differs .*'linear.bias' of"
+                with pytest.raises(RuntimeError, match=words):
+                    into.load_state_dict(given, **options)
+            assert_bit_equal(whole(*run), before, f"{kind}, without rank {without}")
+
+
+@both_modes
+@on_ranks(3)
+def test_invalid_optimizer_state_on_one_rank_raises_on_every_rank(mode: bool) -> None:
+    """When it is loaded in chunks that the ranks would exchange, and when it is saved; the state does not change."""
+    rank, (run, source) = dist.get_rank(), two_runs(mode)
+    (model, optimizer), before = run, whole(*run)
+    good = FSDP.sharded_optim_state_dict(*source)
+    name, state = "blocks.0.linear.weight", good["state"]
+    lacks = {key: value for key, value in state.items() if not key.startswith("blocks.0.")}
+    for words, states in (
+        (f"state dict differs from that here in .*'exp_avg' of '{name}'", lacks),
+        (rf"'exp_avg' of '{name}' has shape \(7,\)", state | {name: {**state[name], "exp_avg": torch.ones(7)}}),
+        ("optimizer holds no parameter 'nobody'", None),
+    ):
+        given = dict(good)
         if rank == 1:
-            next(iter(optimizer.state.values()))["made by"] = lambda: 0
-        with pytest.raises(NotImplementedError, match=r"rank 1: .*, but a state cannot be pickled"):
-            FSDP.full_optim_state_dict(model, optimizer)
-        optimizer.load_state_dict(raw)
-        assert_bit_equal(whole(*run), before)
-        train(*run, range(1, 2))
+            given = {**good, "state": states} if states else {**good, "param_groups": [{"params": ["nobody"]}]}
+        with pytest.raises((RuntimeError, ValueError, KeyError), match=words):
+            FSDP.flatten_sharded_optim_state_dict(given, model, optimizer)
+    stranger = AdamW([*model.parameters(), *([nn.Parameter(torch.ones(3))] if rank == 1 else [])])
+    with pytest.raises(KeyError, match=r"rank 1: the optimizer holds a parameter of shape \(3,\)"):
+        FSDP.full_optim_state_dict(model, stranger)
+    raw = copy.deepcopy(optimizer.state_dict())
+    if rank == 1:
+        next(iter(optimizer.state.values()))["made by"] = lambda: 0
+    with pytest.raises(NotImplementedError, match=r"rank 1: .*, but a state cannot be pickled"):
+        FSDP.full_optim_state_dict(model, optimizer)
+    optimizer.load_state_dict(raw)
+    assert_bit_equal(whole(*run), before)
+    train(*run, range(1, 2))
+
+
+@both_modes
+@on_ranks(3)
+def test_checkpoint_that_does_not_fit_one_ranks_optimizers_is_loaded_by_none(tmp_path: Path, mode: bool) -> None:
+    model, _ = build(1, STRATEGIES[0], mode)
+    several = [AdamW(model.blocks.parameters()), AdamW(model.tiny.parameters())]
+
+    def step_and_copy() -> list[Any]:
+        loss_of(model, 5).backward()
+        for optimizer in several:
+            optimizer.step()
+        return [copy.deepcopy(optimizer.state_dict()) for optimizer in several]
+
+    known = step_and_copy()
+    save(tmp_path, model, several)
+    later = step_and_copy()
+    idle = AdamW(model.idle.parameters())
+    for odd, words in (
+        ([several[0], idle], r"rank 1: the checkpoint .* has optimizer state of 'tiny\.gain', which no optimizer"),
+        ([*several, idle], r"rank 1: the optimizer trains 'idle\.gain', which no parameter group"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            load(tmp_path, model, odd if dist.get_rank() == 1 else several)
+        assert_bit_equal(states_in(several), states_in(later))
+    load(tmp_path, model, several)
+    assert_bit_equal(states_in(several), states_in(known))
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
