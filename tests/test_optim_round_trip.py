@@ -492,3 +492,19 @@ def test_state_of_another_rank_is_detected_at_the_first_step() -> None:
             loaded_state.load_state_dict(plain.state_dict())
             with pytest.raises(RuntimeError, match=r"state 'exp_avg' of 'half.weight' in .* has 15 elements"):
                 step(loaded_state, 1)
+
+
+@on_ranks(2)
+def test_a_parameter_that_the_saved_state_lacks_is_left_out() -> None:
+    """As torch does: the program adds an entry, and `Optimizer.load_state_dict` checks the rest."""
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(model, optimizer)
+    saved["state"].pop("1.bias", None)
+    saved["param_groups"][0]["params"].remove("1.bias")
+    made = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    assert made["param_groups"][0]["params"] == [0, 1, 2]
+    made["param_groups"][0]["params"].append(3)
+    optimizer.load_state_dict(made)
