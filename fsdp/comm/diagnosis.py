@@ -27,7 +27,7 @@ class Report(NamedTuple):
     is_call: bool
     begun: int  # a hash of the pass and of all events of the one before
     failure: Sequence[Any] | None  # the pass that failed: number, position and description
-    announces: int | None  # the rank waits until all ranks announce the event at this position
+    announces: int | None  # the position for which the rank waits until all ranks announce the same event
     recent: list[Entry]
 
     @staticmethod

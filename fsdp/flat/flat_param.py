@@ -13,11 +13,11 @@ shard, the data of   shard     parameter      always; in host memory with CPU of
 cast shard           shard     compute        during a gather; if the backward gathers the    the gather stream
                                               same values again, until then
 slice for nearby     padded/k  compute        from a forward to the end of the backward, if   the gather stream
-ranks                                         units stay sharded over k ranks;
-full buffer, and     padded    compute        while the unit is gathered;                     the gather stream's pool
+ranks                                         units stay sharded over k ranks
+full buffer, and     padded    compute        while the unit is gathered                      the gather stream's pool
 the leaves
 reduce buffer, and   padded    reduce         from the first gradient of a backward until     the compute stream's pool
-the slots                                     the reduction;
+the slots                                     the reduction
 accumulator          padded    reduce         under ``no_sync``, until the reduction, or      the compute stream
                                               until the user drops it; it is ``.grad``
 reduced gradient     shard     parameter      from the reduction on; ``.grad`` from the end   the compute stream

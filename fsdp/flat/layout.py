@@ -26,10 +26,10 @@ Computed = TypeVar("Computed")
 class ParamSpec(NamedTuple):
     """A parameter before it has an offset."""
 
-    name: str  # fully qualified; relative to the unit
+    name: str  # fully qualified, relative to the unit
     shape: tuple[int, ...]  # ``()`` for a scalar, and sizes may be 0
     stride: tuple[int, ...] | None = None  # None for row-major, else of a dense tensor (channels_last, transposed)
-    aliases: tuple[str, ...] = ()  # if it is shared: the remaining names
+    aliases: tuple[str, ...] = ()  # further names of a shared parameter
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ computes its messages from the same placements, so only elements travel: one mes
     item = Item(torch.float32, stride, source, target, inputs=local_parts, outputs=[(Box.whole(shape), memory)])
     channel = Channel(group, device)
     redistribute([item], channel, "gather for the optimizer")      # start
-    channel.flush()                                                # wait until ``memory`` is written
+    channel.flush()                                                # waits until ``memory`` is written
 """
 
 from __future__ import annotations

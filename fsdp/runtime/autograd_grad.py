@@ -19,7 +19,7 @@ from fsdp.runtime.hooks import breaks_graph, units
 def watch_autograd_grad() -> None:
     """Let ``torch.autograd.grad()`` raise from now on where it would return None for a parameter that the graph uses.
 
-    Programs import the function under other names. So the function that it calls last, by a name in torch's module, is
+    Programs import the function under many names. So the function that it calls last, by a name in torch's module, is
     wrapped.
     """
     autograd: Any = torch.autograd

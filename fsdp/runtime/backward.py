@@ -1,4 +1,4 @@
-"""Backwards: the forward calls that a backward has entered, how far it has come, and the gradients that arrive.
+"""Backwards: the forward calls that a backward has entered, the progress since, and the gradients that arrive.
 
 [Note: When a unit's backward is over] Two events end it. They are not the same. When the *last leaf that this backward
 will reach* has delivered a gradient, the unit reduces. Autograd knows which leaves it will reach. The expected leaves
@@ -195,7 +195,7 @@ class ForwardCall:
             outer.reached()
 
     def close(self) -> None:
-        """Note that the backward has passed the call, and reshard the unit if no other call is open."""
+        """Note that the backward has passed the call, and reshard the unit if no call is open any more."""
         unit, unsharder = self.unit, self._context_now().unsharder
         self.entered = None
         unit.progress.open_calls.discard(self)
@@ -391,7 +391,7 @@ def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
             self.features = fsdp.mark_side_output(y)  # part of the loss, while the output may not be
             return self.head(y.detach())
 
-    Returns ``tensor`` itself. Does nothing outside of a forward of a wrapped module, without gradients, or for a tensor
+    Returns ``tensor`` itself. A no-op outside of a forward of a wrapped module, without gradients, or for a tensor
     that requires none.
     """
     if _here.innermost is not None and tensor.requires_grad:

@@ -139,7 +139,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
     """Return a copy of ``unit`` around ``copy_module()``, with the same values, without gradients, in no tree.
 
-    The copy has shards of its own over the same ranks. Before the module is copied, ``memo``, where ``deepcopy`` looks
+    The copy has separate shards over the same ranks. Before the module is copied, ``memo``, where ``deepcopy`` looks
     first, gets the counterparts of the registered parameters. So an optimizer that is copied together with the model
     holds the parameters of the copy. The copy synchronizes gradients, even if it is made inside ``no_sync()``. It
     shares the communication hook and the hook's state.
@@ -192,7 +192,7 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
 
 
 class Membership:
-    """The membership of a unit in its tree. The wrapper alone holds it; that of a root keeps the tree's context alive.
+    """The membership of a unit in a tree. The wrapper alone holds it; that of a root keeps the tree's context alive.
 
     Attributes:
         is_root: the unit is the outermost one of the tree; None while that is undecided.

@@ -3,16 +3,16 @@
 [Note: Gradients that count]
 The parts of a sharded gradient lie on the ranks of the unit's shard group, and are combined over that group. The units
 of one group share one all-reduce. Ranks that clip by different norms drift apart, so the norm has to be equal on all
-ranks of the root's group. Therefore all other contributions go into the all-reduce over that group: each of the N ranks
+ranks of the root's group. Therefore all further parts go into the all-reduce over that group: each of the N ranks
 contributes 1/N of the p-th powers (for the infinity norm, all of it). These are:
 
 * gradients of ``NO_SHARD`` units, which are equal on all ranks and count once;
 * gradients of parameters that no unit manages, which may differ between ranks;
-* the sums over other groups than the root's.
+* the sums over groups that are not the root's.
 
 The norm is NaN or infinite where any gradient is. Replicas of a sharded root have equal gradients, bit for bit, and so
 equal norms. An all-reduce over the replicas follows only if contributions that may differ are in the norm. With tensor
-parallelism, a sum over its ranks comes first: each contributes the local parts of parameters that are cut, and a share
+parallelism, a sum over those ranks is first: each contributes the local parts of parameters that are cut, and a share
 of the rest.
 
 [Note: Precision of the norm]
@@ -220,7 +220,7 @@ def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]
 
 
 def _norms(grads: Iterable[torch.Tensor], p: float, wide: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the norms of ``grads``, none of them empty, or of pieces of them: 1-D on ``device``, in float64 on CPU and
+    """Return the norms of ``grads``, which have elements, or of pieces: 1-D on ``device``, in float64 on CPU and
     in ``wide`` elsewhere."""
     dtype = torch.float64 if device.type == "cpu" else wide
     norms = [torch.empty(0, dtype=dtype, device=device)]

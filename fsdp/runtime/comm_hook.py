@@ -1,8 +1,8 @@
 """Users' communication hooks, which reduce a unit's gradient in place of the communicator.
 
-[Note: Hooks that put other memory in place]
+[Note: Hooks that replace the memory]
 A hook may assign ``.data`` of the arguments, as torch's compressing hooks do, while the engine's buffers are permanent.
-So the hook gets aliases, and a result in other memory is copied into the buffer. torch's two compressing hooks are
+So the hook gets aliases, and a result in new memory is copied into the buffer. torch's two compressing hooks are
 recognized, and :func:`fsdp.comm.collectives.reduce_compressed` computes the same result.
 """
 
@@ -67,7 +67,7 @@ class CommHook:
             ValueError: the hook left a tensor of another shape in place of the result.
         """
         where = f"{label}: communication hook {self._name}"
-        given = [full.detach()]  # see [Note: Hooks that put other memory in place]
+        given = [full.detach()]  # see [Note: Hooks that replace the memory]
         if out is not full:
             given.append(out.detach().fill_(math.nan))
         function = functools.partial(reduce_compressed, self.function) if self.compresses else self.function

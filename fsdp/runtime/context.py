@@ -63,7 +63,7 @@ class RootContext:
         streams: of the device that the root computes on.
         compute: the stream of the latest outermost forward, which all work on gradients follows; None on CPU.
         reductions: the reductions in flight.
-        passes: the passes under way, and their agreement with other ranks.
+        passes: the passes under way, and their agreement between ranks.
         unsharder: gathers and reshards the units.
         failed: a pass ended in an error, or is about to; the next pass cleans up before it begins.
     """
@@ -101,7 +101,7 @@ class RootContext:
 
     def __del__(self) -> None:
         """Reshard the units, which may live on without their tree; the gather stream, which owns the memory, waits for
-        the last use. The garbage collector may call this on any stream, so the host must not wait for other ranks."""
+        the last use. The garbage collector may call this on any stream, so the host must not wait for peers."""
         if not hasattr(self, "unsharder") or sys.is_finalizing():
             return  # the constructor raised, or the process ends
         with self.joined(), without_waiting():
@@ -114,11 +114,11 @@ class RootContext:
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
-        """Enclose a call that communicates, and that all ranks have to make. A rank that makes it alone sends nothing:
-        it raises, and so do the others, with the name of the call.
+        """Enclose a call that communicates, and that all ranks have to make. A rank that makes it alone sends no data:
+        it raises, and so do its peers, with the name of the call.
 
-        Before communication inside, other than gathers of units, :meth:`Passes.announce` has to be called. With
-        ``often`` the ranks do not ask each other if the call comes at the same place of a step as before.
+        Before communication inside, except gathers of units, :meth:`Passes.announce` has to be called. With
+        ``often`` the ranks do not ask each other if the call is at the same place of a step as before.
         """
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset_failed_backward()
@@ -178,7 +178,7 @@ class RootContext:
             raise
 
     def _send_buffers(self) -> None:
-        """Broadcast the buffers of rank 0, if the policy says so, at the forwards at which DDP does: not after a
+        """Broadcast the buffers of rank 0, if the policy asks for it, at the forwards at which DDP does: not after a
         forward of an accumulation, or without gradients."""
         sends = self._sends_buffers
         self._sends_buffers = torch.is_grad_enabled() and self.root.gradients.synchronize
@@ -223,7 +223,7 @@ class RootContext:
             self.reset()
             return
         self.unsharder.end_forward(backward_follows=backward_follows)
-        self.unsharder.settle_offloaded()  # even if a backward is expected: none may come, and shards may be written
+        self.unsharder.settle_offloaded()  # even before a backward, which may be left out; shards may be written
         if not backward_follows:
             self.unsharder.forget_sources()
             self.unsharder.rest()
@@ -282,7 +282,7 @@ class RootContext:
                 gradients.open_accumulated(self.reductions)
             self.reduce(unit, at_end=True)
         self._forget_backward(unit)
-        if unit.progress.depth == 0:  # a backward may run inside a forward, whose unit goes on computing
+        if unit.progress.depth == 0:  # a backward may run inside a forward, whose unit continues to compute
             self.unsharder.end_backward(unit)
 
     def reduce(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -298,8 +298,8 @@ class RootContext:
             unit.gradients.expose(self.reductions)
 
     def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
-        """Take part in a gather or reduction that only other ranks need. This rank drops the values, or adds the
-        gradients that it has so far, so that an incomplete gradient goes in two parts."""
+        """Take part in a gather or reduction that only peers need. This rank drops the values, or adds the
+        gradients that it has so far, so that an incomplete gradient is sent in two parts."""
         if kind == REDUCE:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)
@@ -337,7 +337,7 @@ class RootContext:
         """Bring every unit to rest after a forward or backward that failed, and drop the gradients that are not
         attached.
 
-        Does not wait, because other ranks may be gone. The next pass waits for collectives that are in flight.
+        Does not wait, because peers may be gone. The next pass waits for collectives that are in flight.
         """
         with self.joined(), without_waiting():
             for unit in self.units:
@@ -351,7 +351,7 @@ class RootContext:
         self.unsharder.order.stop()
 
     def _clear(self) -> None:
-        """Wait for the other ranks, and for collectives that a failed pass left in flight."""
+        """Wait for the peers, and for collectives that a failed pass left in flight."""
         for unit in self.units:
             unit.follow_parameters()  # what users have registered on the modules since, before shards are again
         self.reset()

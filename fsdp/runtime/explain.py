@@ -2,7 +2,7 @@
 
 Between steps a parameter with ``use_orig_params=True`` is an ordinary one that holds this rank's shard. An operation on
 the full shape fails with a message of torch, and so does a backward that reads a released parameter. The hint is
-computed from the traceback when Python prints an uncaught error, so other programs pay nothing.
+computed from the traceback when Python prints an uncaught error, without cost before.
 """
 
 from __future__ import annotations

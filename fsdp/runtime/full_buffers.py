@@ -16,7 +16,7 @@ class FullBuffers:
 
     Attributes:
         communicator: of the unit's groups; None before the unit is in a tree.
-        nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy says so.
+        nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy names a number.
         events: of the gather, by bucket; the first one also of the gather of all buckets together.
         generation: the forward of the tree for which the buffers were filled last.
         kept: the values of the shards when a backward left the buffers gathered; else None.

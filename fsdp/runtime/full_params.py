@@ -1,7 +1,7 @@
 """``summon_full_params``: show full parameters inside a context, and write changes back.
 
 Each unit's parameters are gathered into memory of their own, and parameters over it are registered on the modules. A
-forward inside computes with these. On exit each rank copies its own part back into its shard.
+forward inside computes with these. On exit each rank copies its part back into the shard.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
 
 
 def is_device(device: torch.device) -> bool:
-    """Whether ``device`` has other memory than the host."""
+    """Whether ``device`` has memory apart from the host's."""
     return device.type != "cpu"
 
 
@@ -104,7 +104,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     finally:
         with torch.no_grad(), contextlib.ExitStack() as undo:  # all callbacks run, even if one raises
             undo.callback(unit.end_summon)
-            for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # the last comes first
+            for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # in reverse
                 undo.callback(_end_summon, views, guard, value, writes=writes, casts=options.writeback)
 
 

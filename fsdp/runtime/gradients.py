@@ -166,7 +166,7 @@ class UnitGradients:
     def reduce(self, queue: ReductionQueue, buckets: Sequence[int] | None = None) -> None:
         """Start to reduce these buckets: what this backward has written, else accumulated gradients, else zeros.
 
-        By default all buckets that have gradients, or may have some on other ranks because they are trainable.
+        By default all buckets that have gradients, or may have some on peers because they are trainable.
         """
         if buckets is None:
             buckets = [

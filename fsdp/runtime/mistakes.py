@@ -81,7 +81,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
         if getattr(param, "_is_flat_param", False) and param._backward_hooks:
             warn_of_hooks("a flat parameter")
     low = [param.dtype for param in params if getattr(param, "_fsdp_flattened", False) and param.dtype in _ROUNDING]
-    if low and type(optimizer).step.__module__.startswith("torch.optim."):  # others may compensate for rounding
+    if low and type(optimizer).step.__module__.startswith("torch.optim."):  # the rest may compensate
         warn_user(
             f"{type(optimizer).__name__} trains {len(low)} of {len(params)} parameters in {low[0]}: an update "
             f"of less than 1/{4 / torch.finfo(low[0]).eps:.0f} of a value is rounded away, as it would be under "
@@ -112,9 +112,9 @@ def warn_of_pickling(optimizer: Optimizer) -> None:
 
 
 def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
-    """Warn at the first step of ``optimizer``, which holds parameters of wrapped modules, of other parameters with
-    gradients. ``owned`` has the ids of the parameters that units own. The gradients of others are not reduced, so their
-    values differ between ranks after the step.
+    """Warn at the first step of ``optimizer``, which holds parameters of wrapped modules, of parameters with gradients
+    that no unit owns. ``owned`` has the ids of the parameters that units own. Gradients of the remaining ones are not
+    reduced, so their values differ between ranks after the step.
 
     Ignored parameters are not counted, and neither are DTensors and parameters under DistributedDataParallel, whose
     gradients are reduced elsewhere.
@@ -129,7 +129,7 @@ def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
         others = {of: param for of, param in others.items() if not getattr(param, mark, False)}
     if not others:
         return
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]  # no parameter knows its module
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]  # to find names
     for module in modules:
         if isinstance(module, DistributedDataParallel):
             for param in module.parameters():
@@ -194,7 +194,7 @@ def warn_of_hooks(name: str) -> None:
 def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[str | None]]) -> None:
     """Warn if ranks wrapped one of the parameters ``names`` with different values.
 
-    ``by_rank`` has a digest of the values of each parameter, or None if other values were loaded since.
+    ``by_rank`` has a digest of the values of each parameter, or None if values were loaded since.
     """
     first = next(iter(by_rank.values()))
     found = []

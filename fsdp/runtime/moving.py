@@ -1,4 +1,4 @@
-"""``.to()``, ``.half()``, ``.cuda()`` and the like on a wrapped model: a function is applied to shards and buffers."""
+"""``.to()``, ``.half()``, ``.cuda()`` and so on, on a wrapped model: a function is applied to shards and buffers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def apply_to_unit(
             ``unit``; of summoned units it sees the full parameters.
 
     Returns:
-        True if a unit without parameters has moved to another device, so that its tree has to be built again.
+        True if a unit without parameters has moved to another device, so that the tree has to be built again.
 
     Raises:
-        RuntimeError: a unit runs, or some units are summoned and others are not.
+        RuntimeError: a unit runs, or only a part of the units is summoned.
     """
     if all(inner.phase is Phase.SUMMONED for inner in units):
         with without_shards(unit):

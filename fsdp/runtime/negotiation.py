@@ -37,14 +37,14 @@ class Unit(Protocol):
         """Note the parameters of which any rank has gradients."""
 
     def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Take part in a collective of other ranks: drop the gathered values; add available gradients to the sum."""
+        """Take part in a collective of the peers: drop the gathered values; add available gradients to the sum."""
 
 
 class Negotiation:
-    """Agrees with the other ranks, before every collective of a tree, on the unit that it is for.
+    """Agrees with the peers, before every collective of a tree, on the unit that it is for.
 
     Each rank proposes its next event: it gathers or reduces a unit, or ends the pass. All ranks then do the event that
-    comes first among the proposals, and the ranks that proposed another one propose it again. A rank that does not
+    is first among the proposals, and the ranks that proposed a different one propose it again. A rank that does not
     need the event drops the gathered values, or adds zeros (or the gradients that it has) to the sum. A pass ends when
     all ranks propose the end, so ranks may run units in any order and any number of times. The result does not depend
     on the order of events: gathers may be repeated, and sums taken in parts. To save collectives, events are ordered as
@@ -62,7 +62,7 @@ class Negotiation:
         self._lane, self._replicas = lanes[0], lanes[1] if len(lanes) > 1 else None
         self._units = [weakref.ref(unit) for unit in units]
         self._end = PER_UNIT * len(units)
-        self._turns: dict[str, dict[int, int]] = {}  # by pass: event -> its turn in the last such pass
+        self._turns: dict[str, dict[int, int]] = {}  # by pass: event -> turn in the last such pass
         self._pass = Pass("")
         self._done: list[int] = []  # the events of the pass
         self._understood = ""  # facts that have to be equal on all ranks, besides the events
@@ -77,11 +77,11 @@ class Negotiation:
         self._understood = text
 
     def agree(self, event: Event) -> None:
-        """Take part in the events of other ranks, until all ranks do ``event``."""
+        """Take part in the events of the peers, until all ranks do ``event``."""
         self._propose(event)
 
     def end(self) -> None:
-        """Take part in the events of other ranks until all of them end the pass."""
+        """Take part in the events of the peers until all of them end the pass."""
         lacking = self._pass.is_backward and any(unit.lacks_gradients for unit in self._present())
         if self._propose(Event(END_WORDS, self._end + lacking)) > self._end:
             self._agree_on_used()
@@ -95,7 +95,7 @@ class Negotiation:
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
     def _turn(self, event: int) -> int:
-        """Return the turn of ``event`` in this pass; the lowest comes first."""
+        """Return the turn of ``event`` in this pass; the lowest is first."""
         unit, rest = divmod(event, PER_UNIT)
         first = len(self._units) - 1 - unit if self._pass.is_backward else unit
         return self._turns.get(self._pass.words, {}).get(event, first * PER_UNIT + rest)
@@ -129,7 +129,7 @@ class Negotiation:
             unit.take_part(kind, full_precision=full_precision)
 
     def _choose(self, event: Event) -> int:
-        """Return the proposal that comes first. The event is part of the vote: ranks may know other turns."""
+        """Return the first of the proposals. The event is part of the vote: the turns of ranks may differ."""
         turn = self._end if event.number >= self._end else self._turn(event.number)
         chosen = self._largest(self._lane, event.label, (self._end - turn) << _NUMBER_BITS | event.number)
         if self._replicas is not None and not self._pass.call:

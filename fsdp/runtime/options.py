@@ -125,7 +125,7 @@ class WrapOptions:
         return {**arguments, "ignored_states": ignored_params}
 
     def strategy_in_use(self) -> ShardingStrategy:
-        """Return the strategy, or ``NO_SHARD`` with a warning if a group of one rank leaves nothing to shard over."""
+        """Return the strategy, or ``NO_SHARD`` with a warning if the group has one rank."""
         strategy, groups = self.sharding_strategy, self.groups
         if groups.shard_size > 1 or strategy is ShardingStrategy.NO_SHARD or groups.forced:
             return strategy

@@ -1,7 +1,7 @@
 """The execution order of units, recorded in one pass to prefetch in the next.
 
 A forward and a backward run the units in different orders. The next pass of the same kind follows the record, which
-names the units to prefetch. A unit at another position than recorded moves the cursor. Without a record nothing is
+names the units to prefetch. A unit at an unexpected position moves the cursor. Without a record no unit is
 prefetched.
 """
 
@@ -22,7 +22,7 @@ class ExecutionOrder(Generic[T]):
         self._cursor = 0
 
     def start(self, first: T, *, backward: bool) -> None:
-        """Begin a pass, which follows the record of the latest pass of its kind."""
+        """Begin a pass, which follows the record of the latest pass of that kind."""
         self._recorded, self._current, self._cursor = self._latest.get((backward, first), []), [], 0
         self._latest[backward, first] = self._current
 
@@ -44,5 +44,5 @@ class ExecutionOrder(Generic[T]):
         return self._recorded
 
     def upcoming(self, count: int) -> list[T]:
-        """Return up to ``count`` recorded units that come next."""
+        """Return up to ``count`` recorded units that follow."""
         return self._recorded[self._cursor : self._cursor + count]

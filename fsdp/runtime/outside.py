@@ -1,9 +1,9 @@
 """Gradients of parameters that a program uses outside of their unit's forward.
 
-A unit that is not sharded shows all values of its parameters between forwards, and a program may compute with them: a
+A unit that is not sharded shows all parameter values between forwards, and a program may compute with them: a
 head tied to an embedding, an inner module called by itself, a penalty. The graph leads to the tensors that users hold
 and not to the leaves, and autograd would add the gradient of this rank to their ``.grad``. Hooks take the gradient
-before that, and the unit reduces it: with the other gradients, or at the end of the backward.
+before that, and the unit reduces it: with the remaining gradients, or at the end of the backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OutsideUses:
     def __init__(self, views: Sequence[BucketViews], take: Callable[[int, int, torch.Tensor], None]) -> None:
         """``take`` takes a gradient, by bucket and index in the bucket, inside of the backward that computes it."""
         self._views, self._take = views, take
-        # (tensor, accumulator) by bucket and index. A reference keeps the accumulator and its hook alive.
+        # (tensor, accumulator) by bucket and index. A reference keeps the accumulator and the hook alive.
         self._hooked: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
         for bucket, its in enumerate(views):  # which this refers to
             its.notify_of_accumulators(functools.partial(_hook_again, weakref.ref(self), bucket))

@@ -1,4 +1,4 @@
-"""The forwards, backwards and calls of one tree that are under way, and the lanes of its groups."""
+"""The forwards, backwards and calls of one tree that are under way, and the lanes of the tree's groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LaneUnits:
     Attributes:
         lane: of the group.
         number: of the tree in the lane, once the ranks have compared the layouts.
-        neighbours: the other lanes of the tree.
+        neighbours: the remaining lanes of the tree.
         detailed: whether the pass under way compares handles, as torch's FSDP1 does at debug level DETAIL.
     """
 
@@ -40,7 +40,7 @@ class LaneUnits:
         self._compared = False  # whether the initial values were compared, or a pass has failed
 
     def add(self, unit: Any) -> int:
-        """Add a unit; return its place."""
+        """Add a unit; return the place."""
         self._places[unit] = place = len(self._units)
         self._units.append(weakref.ref(unit))
         return place
@@ -75,13 +75,13 @@ class LaneUnits:
         self.detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
         self.lane.enter(what, self._number_of(what), neighbours=self.neighbours, remedy=remedy, asks=not negotiates)
-        if not (self._compared or what.call):  # a call may load other values
+        if not (self._compared or what.call):  # a call may load values
             self._compared = True
             self._compare_initial_values()
         return True
 
     def _number_of(self, what: Pass) -> int:
-        """Return a number for ``what`` that is equal on all ranks: names, and the other groups, may differ."""
+        """Return a number for ``what`` that is equal on all ranks: names, and further groups, may differ."""
         if what.call:
             kind = what.call
         elif what.is_backward:
@@ -117,7 +117,7 @@ class LaneUnits:
 
 
 class Passes:
-    """The passes of one tree that are under way, innermost last, and its lanes, one per group of several ranks.
+    """The passes of one tree that are under way, innermost last, and the lanes, one per group of several ranks.
 
     Units that are sharded and replicated have two lanes: over the second one the ranks agree on reductions. A backward
     may run inside a forward. A pass begins in a lane with the first collective there.
@@ -198,10 +198,10 @@ class Passes:
     def about_to(self, kind: str, unit: Any) -> None:
         """Agree with the ranks of the unit's groups that ``unit`` is gathered or reduced next.
 
-        Outside of passes and calls this is a call of its own.
+        Outside of passes and calls this is a separate call.
 
         Raises:
-            RuntimeError: another rank is about to do something else.
+            RuntimeError: a peer is about to issue a different event.
         """
         current, full_precision = self.current, unit.precision.is_full and unit.is_mixed
         if current is None:
@@ -261,7 +261,7 @@ class Passes:
             raise
 
     def begin(self, what: Pass, *, backward_follows: bool = False) -> None:
-        """Begin a pass. Where ranks negotiate, a rank without a collective takes part in those of other ranks.
+        """Begin a pass. Where ranks negotiate, a rank without a collective takes part in those of its peers.
 
         A failure between a forward and the reductions of its backward is reported to the replicas, and to the ranks
         nearby. The layouts are therefore compared before.
@@ -282,7 +282,7 @@ class Passes:
         """End the innermost pass or call; see :meth:`Lane.end`.
 
         Raises:
-            RuntimeError: the pass differs from that of other ranks; it has failed then.
+            RuntimeError: the pass differs from that of the peers; it has failed then.
         """
         what = self.current
         if what is None:
@@ -318,7 +318,7 @@ class Passes:
 
     @property
     def diverged(self) -> bool:
-        """Whether this rank was told, in a call beside the training, of a pass that it has not begun."""
+        """Whether peers reported, in a call beside the training, a pass that this rank has not begun."""
         return any(lane.diverged for lane in self._lanes)
 
     @property

@@ -24,7 +24,7 @@ class TreePolicy:
         use_orig_params: the modules have the user's own parameters, not flat ones.
         limit_all_gathers: at most the full buffers of the running unit and of the prefetched ones exist. Without it no
             gather is delayed, and no idle unit is resharded, for want of room.
-        reduce_unused: a rank may skip a unit that others run. Units are then not prefetched, because the next unit may
+        reduce_unused: a rank may skip a unit that peers run. Units are then not prefetched, because the next unit may
             differ from the one of the last pass.
         broadcast_buffers: forwards begin with the buffers of rank 0.
         keep_gathered_nbytes: bytes of full buffers, without the root's, that stay gathered between passes.
@@ -126,7 +126,7 @@ class UnitPolicy:
         )
 
     def replaced(self, **choices: Any) -> UnitPolicy:
-        """Return this policy with other ``choices``, of the unit or of its tree, by the names of their fields."""
+        """Return this policy with ``choices``, of the unit or of the tree, by the names of their fields."""
         of_tree = {name: choices.pop(name) for name in _TREE_FIELDS if name in choices}
         tree = dataclasses.replace(self.tree, **of_tree) if of_tree else self.tree
         return dataclasses.replace(self, tree=tree, **choices)

@@ -6,7 +6,7 @@ has delivered, unwritten slots are zeroed and the whole vector is reduced. The r
 instead.
 
 [Note: Stages of a reduction]
-A :class:`Reduction` goes through these stages, of which a bucket may lack some:
+A :class:`Reduction` has these stages, of which a bucket may lack some:
 
 1. ``start``: reduce-scatter within the shard group, or the user's communication hook.
 2. ``average``: add the partial sums of earlier backwards, then all-reduce over the replica group.
@@ -310,7 +310,7 @@ class BucketGradients:
 
     def __init__(self, views: BucketViews, *, keep_low_precision: bool, finds_unused: bool) -> None:
         """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's. ``finds_unused``: a parameter
-        that no rank uses gets no gradient. Otherwise it gets zeros if others of the unit are used."""
+        that no rank uses gets no gradient. Otherwise it gets zeros if a parameter of the unit is used."""
         self.handle, self.views = views.handle, views
         self.slots: Slots | None = None
         self.accumulator = Accumulator(views)

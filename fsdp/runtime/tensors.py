@@ -22,7 +22,7 @@ from fsdp.runtime.unit import Phase, Unit, every_unit, units_in, units_of
 
 @dataclass(frozen=True)
 class _Location:
-    """The position of a visible parameter in its unit."""
+    """The position of a visible parameter in the unit."""
 
     unit_ref: weakref.ref[Unit]
     bucket: int
@@ -69,7 +69,7 @@ _locations: dict[int, _Location] = {}  # by the parameter's id, which may be ano
 
 
 def _location_of(param: torch.Tensor) -> _Location | None:
-    """Return the position of ``param``; None for other tensors. Raises TypeError for other objects."""
+    """Return the position of ``param``; None if no unit owns it. Raises TypeError if it is no tensor."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"expected a parameter, one of model.parameters(), but got a {type(param).__name__}")
     location = _locations.get(id(param))
@@ -88,7 +88,7 @@ def _location_of(param: torch.Tensor) -> _Location | None:
 def global_shape(param: torch.Tensor) -> torch.Size:
     """Return the shape of the whole parameter of which ``param`` is this rank's part.
 
-    ``param`` comes from ``parameters()`` of a wrapped module. For a flat parameter it is that of the vector without
+    ``param`` is from ``parameters()`` of a wrapped module. For a flat parameter it is that of the vector without
     padding (with tensor parallelism, of the vector of one shard group); for any other tensor the tensor's shape.
     """
     location = _location_of(param)
@@ -186,7 +186,7 @@ def param_groups(
             to biases and norms. The group with weight decay is the first.
 
     Raises:
-        TypeError: both or none of ``rule`` and ``weight_decay`` were given; or ``rule`` returned no dict of options.
+        TypeError: not exactly one of ``rule`` and ``weight_decay`` was given; or ``rule`` returned no dict of options.
         ValueError: parameters of one flat parameter have different options.
     """
     paths = {unit: path_of(unit, name) for name, unit, _ in units_in(module)}

@@ -277,7 +277,7 @@ class Unit:
         self.gradients.note_used(flags)
 
     def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Take part in a gather or reduction that only other ranks need."""
+        """Take part in a gather or reduction that only peers need."""
         context = self.context
         assert context is not None
         context.take_part(self, kind, full_precision=full_precision)
@@ -491,7 +491,7 @@ class Unit:
         return full
 
     def gather_vectors(self) -> list[torch.Tensor]:
-        """Gather the full vector of each bucket in the parameters' dtype, as one collective, into memory of its own.
+        """Gather the full vector of each bucket in the parameters' dtype, as one collective, into new memory.
 
         The vector of a unit that is not sharded is the shard itself, if the shard is on the unit's device.
         """
@@ -513,7 +513,7 @@ class Unit:
         return vectors
 
     def announce(self, *, replicas: bool = True) -> None:
-        """Announce that the call under way communicates over the unit's groups, other than by ``gather``; without
+        """Announce that the call under way communicates over the unit's groups, except by ``gather``; without
         ``replicas``, over the shard group alone. See ``Passes.announce``."""
         context = self.context
         if context is not None:

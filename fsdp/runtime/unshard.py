@@ -30,7 +30,7 @@ class Residence(Enum):
     IN_USE = auto()  # the modules compute with them, or a forward has returned a parameter
     RECOMPUTED = auto()  # the forward was recomputed, and the backward follows
     KEPT = auto()  # the strategy keeps them for the next pass
-    AWAITED = auto()  # some modules of the unit have run in this pass, and others follow
+    AWAITED = auto()  # a part of the unit's modules has run in this pass
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
@@ -72,8 +72,8 @@ class Unsharder:
         self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
         self._farthest = 1  # the largest prefetch distance of a unit
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
-        self._sources_kept = True  # a handle may have kept the source of the next gather
-        self._meetings = 0  # of the ranks, when the order was begun
+        self._sources_kept = True  # whether a handle may have kept the source of the next gather
+        self._meetings = 0  # number of meetings of the ranks when the order was begun
         self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
 
     # -- residences ----------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Unsharder:
         self.becomes(unit, Residence.IN_USE)
 
     def unshard_by_hand(self, unit: Unit) -> Callable[[], None]:
-        """Start gathering ``unit`` for the next forward. A later change of a shard comes too late for that forward.
+        """Start gathering ``unit`` for the next forward. A later change of a shard is too late for that forward.
         Return a function that waits for the gather.
 
         Raises:
@@ -271,7 +271,7 @@ class Unsharder:
         torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
     def drop_prefetched(self, unit: Unit) -> None:
-        """Reshard ``unit`` if it was gathered for a forward to come."""
+        """Reshard ``unit`` if it was gathered for a future forward."""
         if self.residence_of(unit) is Residence.PREFETCHED:
             self.reshard(unit)
 
@@ -364,7 +364,7 @@ class Unsharder:
         """Compute in the parameters' own dtypes from here on, or in those of the mixed precision; so do the buffers.
 
         Raises:
-            RuntimeError: a backward of the unit is under way in the other dtypes.
+            RuntimeError: a backward of the unit is under way in the present dtypes.
         """
         if unit.precision.is_full is not full_precision:
             self.cast_parameters(unit, full_precision)
@@ -372,7 +372,7 @@ class Unsharder:
             unit.precision.cast_buffers(unit.device, full_precision=full_precision)
 
     def cast_parameters(self, unit: Unit, full_precision: bool) -> None:
-        """As ``compute_in``, without the buffers."""
+        """Change the compute dtype of the parameters as ``compute_in`` does, without the buffers."""
         if unit.precision.is_full is full_precision or not unit.handles:
             return
         if unit.arrivals.expected and any(handle.casts for handle in unit.handles):
@@ -398,8 +398,8 @@ class Unsharder:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _has_room(self, unit: Unit, room: int) -> bool:
-        """Whether one more unit fits beside ``room`` others, not counting the root, the ancestors of ``unit`` and units
-        that are kept. While a unit computes, as many others may be gathered as are to be prefetched."""
+        """Whether one more unit fits beside ``room`` gathered ones, not counting the root, the ancestors of ``unit`` and
+        units that are kept. While a unit computes, as many more may be gathered as are to be prefetched."""
         for other in self._gathered:
             limited = other is not self._root and other.policy.reshard_after_forward is not False
             room -= limited and other.position.index not in unit.position.ancestors
