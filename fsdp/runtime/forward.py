@@ -81,7 +81,7 @@ def _check_callable(unit: Unit) -> None:
 
 @ranged("_post_forward", "name")
 def leave(unit: Unit, context: RootContext, running: Running, output: Any, module: str = "") -> Any:
-    """Reshard ``unit``, of which ``module`` has run, unless further modules of the unit follow, or the backward needs it.
+    """Reshard ``unit``, of which ``module`` has run, unless more modules of the unit follow, or the backward needs it.
     Hook the outputs, and return them, cast."""
     running.end()
     for guard in unit.guards if unit.summoned is None else ():

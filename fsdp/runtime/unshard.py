@@ -398,8 +398,8 @@ class Unsharder:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _has_room(self, unit: Unit, room: int) -> bool:
-        """Whether one more unit fits beside ``room`` gathered ones, not counting the root, the ancestors of ``unit`` and
-        units that are kept. While a unit computes, as many more may be gathered as are to be prefetched."""
+        """Whether one more unit fits beside ``room`` gathered ones. The root, the ancestors of ``unit`` and units that
+        are kept do not count. While a unit computes, as many more may be gathered as are to be prefetched."""
         for other in self._gathered:
             limited = other is not self._root and other.policy.reshard_after_forward is not False
             room -= limited and other.position.index not in unit.position.ancestors
