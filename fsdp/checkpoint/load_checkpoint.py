@@ -138,15 +138,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
             found = {**tensors, **contents.values(contents.others)}
             model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
             extras = [contents.extra(rank) for rank in range(manifest.ranks)]
-            if GROUPS not in found:
-                return Plain(model, None, extras)
-            states: dict[str, Any] = {}
-            for key in contents.table:
-                if key.startswith(STATE):
-                    name, state = param_and_state(key)
-                    states.setdefault(name, {})[state] = found[key]
-            optimizer = {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
-            return Plain(model, optimizer, extras)
+            return Plain(model, _optimizer_state(found) if GROUPS in found else None, extras)
 
     return files.read_latest(Path(path), read, files.find)
 
@@ -534,25 +526,27 @@ class Contents:
 
     def optimizer_state(self, trained: Mapping[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be fetched."""
-        states: dict[str, dict[str, Any]] = {}
-        scalars: dict[str, torch.Tensor] = {}
-        for key in self.tensors:
-            if not key.startswith(STATE):
-                continue
+
+        def wanted(key: str) -> bool:
+            return key.startswith(STATE) and param_and_state(key)[0] in trained
+
+        found: dict[str, Any] = {}
+        for key in filter(wanted, self.tensors):
+            shape = self.table[key].shape
+            found[key] = Whole(self._dtype(key), shape) if shape else self.empty(key)
+        self.read({key: value for key, value in found.items() if isinstance(value, torch.Tensor)})
+        found.update(self.values([*filter(wanted, self.others), GROUPS, OTHERS]))
+        return _optimizer_state(found)
+
+
+def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer's state dict of values by key of the checkpoint."""
+    states: dict[str, dict[Any, Any]] = {}
+    for key, value in found.items():
+        if key.startswith(STATE):
             name, state = param_and_state(key)
-            saved = self.table[key]
-            if name not in trained:
-                continue
-            if not saved.shape:
-                scalars[key] = self.empty(key)
-            states.setdefault(name, {})[state] = scalars.get(key, Whole(torch_dtype(saved.dtype), saved.shape))
-        self.read(scalars)
-        keys = [key for key in self.others if key.startswith(STATE) and param_and_state(key)[0] in trained]
-        found = self.values([*keys, GROUPS, OTHERS])
-        for key in keys:
-            name, state = param_and_state(key)
-            states.setdefault(name, {})[state] = found[key]
-        return {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
+            states.setdefault(name, {})[state] = value
+    return {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
 
 
 def _misfits(saved: dict[str, index.Saved], needed: dict[str, Any], *, strict: bool) -> Iterator[str]:
