@@ -26,7 +26,7 @@ from fsdp.api import TrainingState
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -476,8 +476,11 @@ def test_rank0_only(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def _offloaded(mode: Mode) -> list[str]:
-    model, plain = build(mode), Plain()
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_offload_of_parameters_on_the_cpu_shares_their_memory(use_orig_params: bool) -> None:
+    """torch frees this memory inside the context and aborts."""
+    model, plain = build(Mode(FULL_SHARD, use_orig_params)), Plain()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with summon(model, offload_to_cpu=True):
@@ -491,14 +494,8 @@ def _offloaded(mode: Mode) -> list[str]:
     train(model, optimizer, 0)
     plain.train(0)
     assert_bit_equal(full_parameters(model), plain.values())
-    return [str(w.message) for w in caught]
-
-
-def test_offload_of_parameters_on_the_cpu_shares_their_memory() -> None:
-    """torch frees this memory inside the context and aborts."""
-    for use_orig_params in (False, True):
-        for (message,) in run_ranks(2, _offloaded, Mode(FULL_SHARD, use_orig_params)):
-            assert "rank0_only" in message
+    (message,) = [str(w.message) for w in caught]
+    assert "rank0_only" in message
 
 
 @pytest.mark.parametrize(("world_size", "mode"), modes(False))
@@ -709,11 +706,15 @@ def _settled(meter: Meter, base: int, bound: int) -> int:
     return meter.live() - base
 
 
-def _loop_memory(use_orig_params: bool) -> list[int]:
+@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:
+    """Beside the shards; `summon_full_params` holds the whole model."""
     meter = Meter()
     unit = (BIG + 1) * BIG * 4
     peaks: list[int] = []
-    for _ in range(2):  # the first time fills the caches of what is called
+    for _ in range(2):  # the first time fills caches
         module = nn.Sequential(*(nn.Linear(BIG, BIG) for _ in range(COUNT)))
         model = build(Mode(FULL_SHARD, use_orig_params), module)
         del module
@@ -725,14 +726,5 @@ def _loop_memory(use_orig_params: bool) -> list[int]:
         with summon(model):
             peaks.append(_settled(meter, base, COUNT * unit + 4 * NOISE))
         peaks.append(_settled(meter, base, 4 * NOISE))
-    return peaks
-
-
-@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:
-    """Beside the shards; `summon_full_params` holds the whole model."""
-    unit = (BIG + 1) * BIG * 4
     expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
-    for found in run_ranks(2, _loop_memory, use_orig_params):
-        assert all(abs(a - b) < 4 * NOISE for a, b in zip(found, expected, strict=True)), (found, expected)
+    assert all(abs(a - b) < 4 * NOISE for a, b in zip(peaks, expected, strict=True)), (peaks, expected)

@@ -333,7 +333,9 @@ def test_peft(name: str) -> None:
     run_ranks(2, train_library, name, timeout=180)
 
 
-def save_adapters(folder: str) -> None:
+@_needs("transformers", "peft")
+@on_ranks(2, timeout=180)
+def test_peft_saves_and_loads_adapters_inside_units(tmp_path: Path) -> None:
     with foreign_code():
         from fsdp.compat import patch, unpatch
 
@@ -348,18 +350,13 @@ def save_adapters(folder: str) -> None:
             assert list(units_in(model.module)), "units inside"
             expected = peft.get_peft_model_state_dict(plain)
             state = model.state_dict()
-            model.module.save_pretrained(f"{folder}/{dist.get_rank()}", state_dict=state, save_embedding_layers=False)
-            saved = peft.utils.load_peft_weights(f"{folder}/{dist.get_rank()}", device="cpu")
+            model.module.save_pretrained(f"{tmp_path}/{dist.get_rank()}", state_dict=state, save_embedding_layers=False)
+            saved = peft.utils.load_peft_weights(f"{tmp_path}/{dist.get_rank()}", device="cpu")
             assert expected.keys() == saved.keys() and any("lm_head" in key for key in saved)
             assert_bit_equal(saved, expected)
             peft.set_peft_model_state_dict(other, saved)
             assert_bit_equal(peft.get_peft_model_state_dict(other), expected)
         unpatch()
-
-
-@_needs("transformers", "peft")
-def test_peft_saves_and_loads_adapters_inside_units(tmp_path: Path) -> None:
-    run_ranks(2, save_adapters, str(tmp_path), timeout=180)
 
 
 def llama_with_a_cache() -> int:

@@ -26,7 +26,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, run_plain, sgd
 from tests.harness.passes import gathered
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, run_fsdp, wrap
 from tests.test_state_dict import KINDS, kind_of
@@ -121,7 +121,9 @@ def assert_equal_states(states: dict[str, dict[str, Tensor]], expected: dict[str
         assert_bit_equal(states[name], state, name)
 
 
-def _state(mode: bool, directory: str) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> None:
     for name in GROUPED:
         grouped, without = (wrap(cases[name], use_orig_params=mode) for cases in (GROUPED, WITHOUT))
         optims = []
@@ -163,7 +165,7 @@ def _state(mode: bool, directory: str) -> None:
         optim = adamw(fresh.parameters())
         optim.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optim, expected))
         assert_equal_states(full_optim_state(fresh, optim), expected["state"])
-        path = Path(directory, name)
+        path = Path(tmp_path, name)
         save(path, grouped, optims[0])
         for cases in (GROUPED, WITHOUT):
             fresh = wrap(cases[name], use_orig_params=mode, seed=1)
@@ -177,11 +179,6 @@ def _state(mode: bool, directory: str) -> None:
             _LM.loss(model, _LM.make_batch(7, 2)).backward()
         assert_bit_equal(full_gradients(copied), full_gradients(grouped))
         assert "\n  embed, head Embedding, Linear " in str(fsdp.describe(grouped)) or name == "untied"
-
-
-@pytest.mark.parametrize("mode", [False, True])
-def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> None:
-    run_ranks(2, _state, mode, str(tmp_path))
 
 
 def labels_of(log: Any, verb: str) -> list[str]:

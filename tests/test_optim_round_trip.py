@@ -30,7 +30,7 @@ from fsdp import (
 )
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 
 FSDP = FullyShardedDataParallel
 Make = Callable[[Any], Optimizer]
@@ -107,7 +107,9 @@ def makers() -> Iterable[tuple[str, Make]]:
     yield "ManyKinds", ManyKinds
 
 
-def check_other_dtypes(root: str) -> None:
+@on_ranks(2)
+def test_states_are_cast_to_another_dtype_as_torch_casts_them(tmp_path: Path) -> None:
+    """Float32 moments loaded for bfloat16 parameters become bfloat16, so the optimizer can step."""
     for uop in (False, True):
         trained, plain = build(uop, Model().float()), Model()
         optimizer = step(torch.optim.AdamW(trained.parameters(), foreach=uop))
@@ -122,18 +124,13 @@ def check_other_dtypes(root: str) -> None:
             if form == "full":
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
             else:
-                load(save(root, trained, optimizer, keep=1), model, fresh)
+                load(save(tmp_path, trained, optimizer, keep=1), model, fresh)
             loaded_state = FSDP.optim_state_dict(model, fresh)
             for number, (name, _) in enumerate(plain.named_parameters()):
                 assert bits(dict(sorted(loaded_state["state"][name].items()))) == bits(
                     dict(sorted(of_plain.state[list(plain.parameters())[number]].items()))
                 ), f"{name}, {form}, use_orig_params={uop}"
             step(fresh)
-
-
-def test_states_are_cast_to_another_dtype_as_torch_casts_them(tmp_path: Path) -> None:
-    """Float32 moments loaded for bfloat16 parameters become bfloat16, so the optimizer can step."""
-    run_ranks(2, check_other_dtypes, str(tmp_path))
 
 
 def test_states_of_parameters_without_dimensions() -> None:
@@ -176,7 +173,7 @@ def content(optimizer: Optimizer) -> dict[Any, Any]:
     return found
 
 
-def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: str) -> None:
+def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: Path) -> None:
     """Move state from one optimizer of the model to another."""
     if form == "save":
         load(save(root, model, optimizer, keep=1), model, fresh)
@@ -199,7 +196,10 @@ def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, roo
             fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
 
 
-def check_round_trips(root: str) -> None:
+@on_ranks(2)
+def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path) -> None:
+    """Dotted and integer names, states of no parameter, every dtype, groups in any order."""
+    assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
     for uop in (False, True):
         model = build(uop)
         before = {name: value.clone() for name, value in model.named_parameters()}
@@ -212,17 +212,11 @@ def check_round_trips(root: str) -> None:
                 fresh = make(groups_of(model, backwards=True))
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "the optimizer's state has an entry 'global'")
-                    transfer(form, model, optimizer, fresh, root)
+                    transfer(form, model, optimizer, fresh, tmp_path)
                 assert content(fresh) == expected, f"{name}, {form}, use_orig_params={uop}"
             with torch.no_grad():
                 for name, param in model.named_parameters():
                     param.copy_(before[name])
-
-
-def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path) -> None:
-    """Dotted and integer names, states of no parameter, every dtype, groups in any order."""
-    assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
-    run_ranks(2, check_round_trips, str(tmp_path))
 
 
 # -- mismatched states ------------------------------------------------------------------------------------------------
@@ -256,12 +250,25 @@ class Wider(Model):
         self.newest = nn.Linear(2, 4, dtype=torch.float64)
 
 
-def check_missing_entries(root: str) -> None:
+def quietly(function: Any, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the optimizer's state has an entry")
+        return function(*args)
+
+
+def save_quietly(*args: Any) -> Path:
+    path: Path = quietly(save, *args)
+    return path
+
+
+@on_ranks(2)
+def test_entries_missing_in_the_checkpoint_are_left_alone(tmp_path: Path) -> None:
+    """States, settings and entries of no parameter in the loading optimizer."""
     for uop in (False, True):
         saved = build(uop)
         optimizer = step(torch.optim.SGD(saved.parameters(), lr=0.5, momentum=0.9))
         optimizer.state["global"] = {"x": 1}
-        path = save_quietly(f"{root}/{uop}", saved, optimizer)
+        path = save_quietly(f"{tmp_path}/{uop}", saved, optimizer)
         model = build(uop, Wider())
         groups = [{"params": [p], "lr": 0.1 * (number + 1)} for number, p in enumerate(model.parameters())]
         present = step(torch.optim.SGD(groups, lr=0.1, momentum=0.5), 3)
@@ -280,35 +287,21 @@ def check_missing_entries(root: str) -> None:
         assert (rates["half.weight"], rates["newest.weight"]) == (0.5, groups[-1 if not uop else -2]["lr"])
 
 
-def quietly(function: Any, *args: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the optimizer's state has an entry")
-        return function(*args)
-
-
-def save_quietly(*args: Any) -> Path:
-    path: Path = quietly(save, *args)
-    return path
-
-
-def test_entries_missing_in_the_checkpoint_are_left_alone(tmp_path: Path) -> None:
-    """States, settings and entries of no parameter in the loading optimizer."""
-    run_ranks(2, check_missing_entries, str(tmp_path))
-
-
 def gradients_of(model: nn.Module) -> Tensor:
     for param in model.parameters():
         param.grad = param.detach().clone()
     return torch.ones(())
 
 
-def check_names(root: str) -> None:
+@on_ranks(2)
+def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Also where a hook renames or drops the parameter's key in the model's state."""
     rank = dist.get_rank()
     for uop in (False, True):
         model = build(uop, Renamed())
         optimizer = step(torch.optim.AdamW(model.parameters()))
         fresh = torch.optim.AdamW(model.parameters())
-        load(save(root, model, optimizer), model, fresh)
+        load(save(tmp_path, model, optimizer), model, fresh)
         assert content(fresh) == content(optimizer)
         # states that could not be loaded are refused by name
         for key, error, message in (
@@ -320,7 +313,7 @@ def check_names(root: str) -> None:
             else:
                 next(state for state in optimizer.state.values() if state)[None] = 1
             with pytest.raises(error, match=message):
-                save(root, model, optimizer)
+                save(tmp_path, model, optimizer)
             optimizer.state.pop(key, None)
         optimizer = step(ManyKinds(model.parameters()))
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -336,7 +329,7 @@ def check_names(root: str) -> None:
         with pytest.warns(UserWarning, match="LBFGS computes with the norms, shapes or products of whole parameters"):
             lists.step(lambda model=model: gradients_of(model))
         with pytest.raises((NotImplementedError, AssertionError), match=r"state '\w+' of 'weight'"):
-            save(root, model, lists)
+            save(tmp_path, model, lists)
         # all ranks list states in one order, independent of the optimizer's order
         model = build(uop)
         params = list(model.parameters())
@@ -346,12 +339,8 @@ def check_names(root: str) -> None:
         assert names[0] == names[1]
 
 
-def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
-    """Also where a hook renames or drops the parameter's key in the model's state."""
-    run_ranks(2, check_names, str(tmp_path))
-
-
-def check_lists(root: str) -> None:
+@on_ranks(2)
+def test_states_that_are_lists_of_tensors_survive(tmp_path: Path) -> None:
     data = torch.sin(torch.arange(32.0)).view(8, 4)
     for uop in (False, True):
 
@@ -374,7 +363,7 @@ def check_lists(root: str) -> None:
 
         first = make()
         continue_training(*first)
-        saved, state = save(root, *first), copy.deepcopy(FSDP.optim_state_dict(*first))
+        saved, state = save(tmp_path, *first), copy.deepcopy(FSDP.optim_state_dict(*first))
         values = first[0].state_dict()
         loaded, made = make(), make()
         load(saved, *loaded)
@@ -390,10 +379,6 @@ def check_lists(root: str) -> None:
                 FSDP.optim_state_dict_to_load(*make(), state)
 
 
-def test_states_that_are_lists_of_tensors_survive(tmp_path: Path) -> None:
-    run_ranks(2, check_lists, str(tmp_path))
-
-
 class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +388,9 @@ class Empty(nn.Module):
         return cast(Tensor, self.linear(x) + self.empty.sum())
 
 
-def check_no_elements() -> None:
+@on_ranks(2)
+def test_parameters_without_elements_have_state() -> None:
+    """A saved state has to fit a new optimizer."""
     for uop in (False, True):
         states = []
         for steps in (1, 0):
@@ -417,7 +404,9 @@ def check_no_elements() -> None:
         assert [state["empty"]["exp_avg"].shape for state in states] == 2 * [(0, 4)]
 
 
-def check_no_elements_in_a_flat_parameter() -> None:
+@on_ranks(2)
+def test_flat_parameters_without_elements_have_state() -> None:
+    """Fused optimizers need momentum for all parameters or none."""
     for fused in (False, True):
         torch.manual_seed(0)
         model = FSDP(Empty(), use_orig_params=False, flat_param_key=lambda name, param: name)
@@ -429,12 +418,6 @@ def check_no_elements_in_a_flat_parameter() -> None:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(fresh["state"])
-
-
-def test_parameters_without_elements_have_state() -> None:
-    """A saved state has to fit a new optimizer, and fused optimizers need momentum for all parameters or none."""
-    run_ranks(2, check_no_elements)
-    run_ranks(2, check_no_elements_in_a_flat_parameter)
 
 
 @on_ranks(3)

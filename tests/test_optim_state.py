@@ -318,7 +318,9 @@ def test_state_converts_from_and_to_plain_optimizers() -> None:
                 FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
 
 
-def check_group(root: str) -> None:
+@on_ranks(3)
+def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
+    """The group's own first rank saves and distributes the state."""
     group = dist.new_group([1, 2])
     for uop in (False, True) if dist.get_rank() > 0 else ():
         model = ours(uop, process_group=group)
@@ -327,7 +329,7 @@ def check_group(root: str) -> None:
         assert bool(full) is (dist.get_rank() == 1)
         scattered = FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer, group=group)
         sharded = FSDP.sharded_optim_state_dict(model, optimizer, group=group)
-        directory, fresh = f"{root}/{uop}", adamw(model.parameters())
+        directory, fresh = f"{tmp_path}/{uop}", adamw(model.parameters())
         checkpoint.save(directory, model, optimizer, process_group=group)
         checkpoint.load(directory, model, fresh, process_group=group)
         flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
@@ -338,11 +340,6 @@ def check_group(root: str) -> None:
             assert model.load_state_dict(state if dist.get_rank() == 1 else {}) == ([], [])
     dist.barrier()
     dist.destroy_process_group(group)
-
-
-def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
-    """Its own first rank is the one that saves and hands out."""
-    run_ranks(3, check_group, str(tmp_path))
 
 
 # -- which parameters --------------------------------------------------------------------------------------------------
@@ -374,7 +371,10 @@ def groups_of(named: Iterable[tuple[str, nn.Parameter]], plain: bool) -> list[di
     return [{"params": weights, "lr": 0.1, "momentum": 0.9}, {"params": rest, "lr": 0.01, "weight_decay": 0.2}]
 
 
-def check_mixed() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks("world_size")
+def test_groups_frozen_stateless_ignored_and_partial(world_size: int) -> None:
+    """Existing states are saved, over buckets, groups and parameters that no unit owns."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         model = mixed_plain()
         model = ours(True, strategy, False, module=model, ignored_modules=[model.ignored])
@@ -404,12 +404,6 @@ def check_mixed() -> None:
         more["state"]["anything"] = {"of": "the user's"}
         loadable = FSDP.optim_state_dict_to_load(model, optimizer, more)
         assert loadable["state"].pop("anything") == {"of": "the user's"}
-
-
-def test_groups_frozen_stateless_ignored_and_partial() -> None:
-    """Existing states are saved, over buckets, groups and parameters that no unit owns."""
-    for world_size in (1, 2, 3):
-        run_ranks(world_size, check_mixed)
 
 
 @on_ranks(2)
@@ -631,7 +625,10 @@ def test_parameters_without_saved_state_are_left_out() -> None:
             set_optimizer_state_dict(model, optimizer, saved)
 
 
-def check_ragged() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_ragged_state_moves_no_tensors_between_ranks(world_size: int) -> None:
+    """Ranks save their parts as boxes of the full parameter and exchange descriptions only."""
     for uop in (False, True):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
             model = ours(uop, strategy)
@@ -662,16 +659,13 @@ def check_ragged() -> None:
             assert_same_states(loadable, optimizer.state_dict(), "from intervals")
 
 
-def test_ragged_state_moves_no_tensors_between_ranks() -> None:
-    """Ranks save their parts as boxes of the full parameter and exchange descriptions only."""
-    for world_size in (1, 3):
-        run_ranks(world_size, check_ragged)
-
-
 # -- at any time -------------------------------------------------------------------------------------------------------
 
 
-def check_ragged_without_dimensions() -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks("world_size")
+def test_ragged_state_of_parameters_without_dimensions(world_size: int) -> None:
+    """Loaded states are plain tensors, also unsharded and on one rank, so the optimizer can step."""
     for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "NO_SHARD")):
         for make in (adamw, lambda params: SGD(params, lr=0.1, momentum=0.9), lambda params: NAdam(params, lr=0.1)):
             model = ours(uop, strategy, module=with_scalar())
@@ -686,12 +680,6 @@ def check_ragged_without_dimensions() -> None:
             assert not any(isinstance(value, RaggedTensor) for its in fresh.state.values() for value in its.values())
             assert_same(save(FSDP, model, fresh), expected, f"use_orig_params={uop}, {strategy}")
             train(fresh)
-
-
-def test_ragged_state_of_parameters_without_dimensions() -> None:
-    """Loaded states are plain tensors, also unsharded and on one rank, so the optimizer can step."""
-    for world_size in (1, 3):
-        run_ranks(world_size, check_ragged_without_dimensions)
 
 
 @on_ranks(2)

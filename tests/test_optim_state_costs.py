@@ -17,7 +17,7 @@ from fsdp import FullStateDictConfig, StateDictType
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_optim_state import FSDP, adamw, assert_same, ours, train
 
@@ -29,30 +29,6 @@ def big(uop: bool) -> tuple[FSDP, Optimizer, int]:
         warnings.simplefilter("ignore")
         model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=uop)
     return model, train(adamw(model.parameters()), steps=1), (700 * 700 + 700) * 4
-
-
-def check_direct(uop: bool) -> None:
-    group = dist.new_group()  # numbers of direct messages differ between ranks
-    model = ours(uop, process_group=group)
-    optimizer = train(adamw(model.parameters()))
-    results, ops = {}, {}
-    for transport in ("native", "direct"):
-        os.environ["FSDP_COLLECTIVES"] = transport
-        with record_collectives() as log:
-            on_rank0 = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
-            on_all_ranks = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-            sharded = FSDP.sharded_optim_state_dict(model, optimizer)
-            scattered = FSDP.scatter_full_optim_state_dict(on_rank0 or None, model, optim=optimizer, group=group)
-            flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
-            weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
-        results[transport] = [on_rank0, on_all_ranks, sharded, scattered, flattened, *weights]
-        moved = [record for record in log.records if not str(record.label).startswith(("agree", "describe"))]
-        ops[transport] = {record.op for record in moved if record.dtype in (torch.float32, torch.uint8)}
-    os.environ["FSDP_COLLECTIVES"] = "auto"
-    del model
-    dist.destroy_process_group(group)
-    assert_same(results["direct"], results["native"], "direct messages")
-    assert ops["direct"] <= {"exchange"} and "exchange" not in ops["native"]
 
 
 def full_model_state(model: FSDP, rank0_only: bool) -> dict[str, Any]:
@@ -131,8 +107,29 @@ def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
 
 @pytest.mark.parametrize("uop", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
 def test_direct_messages_equal_native_collectives(world_size: int, uop: bool) -> None:
-    run_ranks(world_size, check_direct, uop)
+    group = dist.new_group()  # numbers of direct messages differ between ranks
+    model = ours(uop, process_group=group)
+    optimizer = train(adamw(model.parameters()))
+    results, ops = {}, {}
+    for transport in ("native", "direct"):
+        os.environ["FSDP_COLLECTIVES"] = transport
+        with record_collectives() as log:
+            on_rank0 = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
+            on_all_ranks = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+            sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+            scattered = FSDP.scatter_full_optim_state_dict(on_rank0 or None, model, optim=optimizer, group=group)
+            flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+            weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
+        results[transport] = [on_rank0, on_all_ranks, sharded, scattered, flattened, *weights]
+        moved = [record for record in log.records if not str(record.label).startswith(("agree", "describe"))]
+        ops[transport] = {record.op for record in moved if record.dtype in (torch.float32, torch.uint8)}
+    os.environ["FSDP_COLLECTIVES"] = "auto"
+    del model
+    dist.destroy_process_group(group)
+    assert_same(results["direct"], results["native"], "direct messages")
+    assert ops["direct"] <= {"exchange"} and "exchange" not in ops["native"]
 
 
 @pytest.mark.skipif(not meter_available(), reason="needs a byte meter")

@@ -440,18 +440,15 @@ def test_slow_rank_causes_no_error() -> None:
         assert error is None and step == 5, error
 
 
+@on_ranks(RANKS)
 @impatient
-def show_late() -> None:
+def test_slow_rank_before_the_first_pass_causes_no_error() -> None:
     chain = build(Chain(UNEQUAL), dist.group.WORLD)
     for late in (False, True):
         if late and dist.get_rank() == 0:
             time.sleep(0.5)
         with FullyShardedDataParallel.summon_full_params(chain):
             pass
-
-
-def test_slow_rank_before_the_first_pass_causes_no_error() -> None:
-    run_ranks(RANKS, show_late)
 
 
 # Actions of one rank, and whether the next model is synchronized from rank 0.

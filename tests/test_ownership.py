@@ -19,7 +19,7 @@ from fsdp import (
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
 from tests.test_wrapper import (
     WIDTH,
@@ -230,7 +230,9 @@ def test_ignored_parameters_and_buffers_are_unchanged(use_orig_params: bool) -> 
         assert module.layers.module[3].weight is weight
 
 
-def units_beside_replicate(use_orig_params: bool) -> list[str]:
+@both_modes
+@on_ranks(2)
+def test_modules_under_composable_replicate_are_ignored(use_orig_params: bool) -> None:
     from torch.distributed._composable import replicate
 
     module = net()
@@ -241,12 +243,7 @@ def units_beside_replicate(use_orig_params: bool) -> list[str]:
     expected = train_plain(net(), 2)
     assert torch.equal(module.layers[0].weight, expected["layers.0.weight"])
     assert_bit_equal(full_parameters(model), {n: v for n, v in expected.items() if not n.startswith("layers.0.")})
-    return [unit.name for unit in shard_info(model)]
-
-
-@both_modes
-def test_modules_under_composable_replicate_are_ignored(use_orig_params: bool) -> None:
-    assert run_ranks(2, units_beside_replicate, use_orig_params)[0] == ["", "layers.2", "layers.4", "head"]
+    assert [unit.name for unit in shard_info(model)] == ["", "layers.2", "layers.4", "head"]
 
 
 # -- the meta device -----------------------------------------------------------------------------------------------
@@ -411,7 +408,10 @@ def test_peak_memory_from_the_meta_device_is_shards_and_one_unit(init: Any, use_
 # -- the same values on every rank -----------------------------------------------------------------------------------
 
 
-def errors_of_torch(use_orig_params: bool) -> list[str]:
+@both_modes
+@on_ranks(3)
+def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
+    """Trained and frozen parameters and buffers of rank 0; torch refuses CPU tensors."""
     rank = dist.get_rank()
     policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
 
@@ -443,13 +443,7 @@ def errors_of_torch(use_orig_params: bool) -> list[str]:
             assert_bit_equal(values(model), expected_values)
         for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
             assert torch.equal(buffer, other), name
-    return [error_of(torchs, make(10 + rank), sync_module_states=True, use_orig_params=True)]
-
-
-@both_modes
-def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
-    """Trained and frozen parameters and buffers of rank 0; torch refuses CPU tensors."""
-    (message,) = run_ranks(3, errors_of_torch, use_orig_params)[0]
+    message = error_of(torchs, make(10 + rank), sync_module_states=True, use_orig_params=True)
     if torch.__version__.startswith("2.13"):
         assert message.startswith("ValueError")
 

@@ -137,56 +137,32 @@ def by_turns(world_size: int, collectives: str, first: int) -> list[Run]:
     return runs
 
 
-RUNS = [
+BASIC_RUNS = [
     *by_turns(1, "auto", 0)[::2],
     *by_turns(2, "auto", 7),
     *by_turns(3, "direct", 5)[1::2],
     *by_turns(4, "direct", 2)[2::4],
 ]
-RUNS.sort(key=lambda run: (run.world_size, list(ZOO).index(run.case), run.optimizer))  # by reference
-
-
-@pytest.mark.parametrize("run", RUNS, ids=str)
-def test_parity(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(2, "encoder-decoder", "adamw", "FULL_SHARD", True, "direct"),
-        Run(2, "segment-reentrant", "sgd", "SHARD_GRAD_OP", False, "direct"),
-        Run(3, "tied-transformer", "adamw", "FULL_SHARD", False, "native"),
-        Run(3, "mlp", "sgd", "SHARD_GRAD_OP", True, "native"),
-        Run(4, "unused", "sgd", "FULL_SHARD", False, "native"),
-        Run(4, "encoder-decoder", "adamw", "NO_SHARD", True, "native"),
-    ],
-    ids=str,
-)
-def test_parity_with_native_and_direct_collectives(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(2, "mlp", "sgd", "FULL_SHARD", True, policy="one unit"),
-        Run(2, "unused", "adamw", "FULL_SHARD", False, policy="one unit"),
-        Run(3, "lora", "adamw", "FULL_SHARD", False, "direct", policy="linears"),
-        Run(2, "encoder-decoder", "sgd", "SHARD_GRAD_OP", False, policy="linears"),
-        Run(3, "mlp", "adamw", "FULL_SHARD", True, "direct", policy="nested"),
-        Run(2, "lora", "sgd", "SHARD_GRAD_OP", True, policy="nested"),
-        Run(2, "used-twice", "adamw", "FULL_SHARD", False, policy="nested"),
-    ],
-    ids=str,
-)
-def test_parity_with_any_choice_of_units(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
+BASIC_RUNS.sort(key=lambda run: (run.world_size, list(ZOO).index(run.case), run.optimizer))  # by reference
+RUNS = [
+    *BASIC_RUNS,
+    # Native and direct collectives.
+    Run(2, "encoder-decoder", "adamw", "FULL_SHARD", True, "direct"),
+    Run(2, "segment-reentrant", "sgd", "SHARD_GRAD_OP", False, "direct"),
+    Run(3, "tied-transformer", "adamw", "FULL_SHARD", False, "native"),
+    Run(3, "mlp", "sgd", "SHARD_GRAD_OP", True, "native"),
+    Run(4, "unused", "sgd", "FULL_SHARD", False, "native"),
+    Run(4, "encoder-decoder", "adamw", "NO_SHARD", True, "native"),
+    # Any choice of units.
+    Run(2, "mlp", "sgd", "FULL_SHARD", True, policy="one unit"),
+    Run(2, "unused", "adamw", "FULL_SHARD", False, policy="one unit"),
+    Run(3, "lora", "adamw", "FULL_SHARD", False, "direct", policy="linears"),
+    Run(2, "encoder-decoder", "sgd", "SHARD_GRAD_OP", False, policy="linears"),
+    Run(3, "mlp", "adamw", "FULL_SHARD", True, "direct", policy="nested"),
+    Run(2, "lora", "sgd", "SHARD_GRAD_OP", True, policy="nested"),
+    Run(2, "used-twice", "adamw", "FULL_SHARD", False, policy="nested"),
+    # Three micro-batches per step: summed and reduced once (under `no_sync`), or reduced each.
+    *(
         Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each, steps=steps)
         for each in (False, True)
         for world_size, case, opt, strategy, mode, collectives, steps in [
@@ -195,72 +171,44 @@ def test_parity_with_any_choice_of_units(run: Run) -> None:
             (2, "unused", "sgd", "NO_SHARD", not each, "auto", 3),
             (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 6 if each else 3),
         ]
-    ],
-    ids=str,
-)
-def test_parity_with_accumulated_gradients(run: Run) -> None:
-    """Three micro-batches per step: summed and reduced once (under `no_sync`), or reduced each."""
-    run_ranks(run.world_size, compare, run)
+    ),
+    # The alignment of accelerators: shards are multiples of 16 bytes, not of one element.
+    Run(2, "mlp", "adamw", "FULL_SHARD", False, shard_alignment=16),
+    Run(3, "tied-transformer", "sgd", "FULL_SHARD", True, "direct", shard_alignment=16),
+    Run(3, "conv-batchnorm", "sgd", "SHARD_GRAD_OP", False, "direct", shard_alignment=16),
+    Run(4, "unused", "adamw", "FULL_SHARD", True, "direct", shard_alignment=16),
+    # Any prefetch.
+    Run(2, "mlp", "sgd", "FULL_SHARD", True, prefetch="1 BACKWARD_POST 1"),
+    Run(3, "encoder-decoder", "sgd", "FULL_SHARD", False, "direct", prefetch="2 BACKWARD_POST 2"),
+    Run(2, "segment-reentrant", "sgd", "FULL_SHARD", False, prefetch="0 None 1"),
+    Run(3, "used-twice", "sgd", "FULL_SHARD", True, "direct", prefetch="1 None 1"),
+    Run(2, "lora", "sgd", "FULL_SHARD", True, policy="nested", prefetch="3 BACKWARD_PRE 2"),
+    # Shards and replicas on meshes of every shape; with one rank per shard group, replicas average gradients.
+    *(
+        Run(4, case, opt, strategy, mode, "direct", mesh=mesh, micro=micro)
+        for mesh, case, opt, strategy, mode, micro in [
+            ("2x2", "tied-transformer", "adamw", "HYBRID_SHARD", True, 1),
+            ("2x2", "unused", "sgd", "_HYBRID_SHARD_ZERO2", False, 3),
+            ("2x2", "segment-reentrant", "adamw", "HYBRID_SHARD", False, 3),
+            ("2x2", "segment-non-reentrant", "sgd", "_HYBRID_SHARD_ZERO2", True, 1),
+            ("1x4", "lora", "sgd", "HYBRID_SHARD", False, 1),
+            ("1x4", "encoder-decoder", "adamw", "_HYBRID_SHARD_ZERO2", True, 1),
+        ]
+    ),
+    *(
+        Run(4, case, opt, strategy, mode, "native", mesh=mesh, micro=micro, reduce_each=micro > 1)
+        for mesh, case, opt, strategy, mode, micro in [
+            ("2x2", "used-twice", "sgd", "HYBRID_SHARD", True, 3),
+            ("2x2", "mlp", "adamw", "_HYBRID_SHARD_ZERO2", False, 1),
+            ("4x1", "mlp", "sgd", "HYBRID_SHARD", True, 1),
+            ("4x1", "lora", "adamw", "_HYBRID_SHARD_ZERO2", False, 3),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(2, "mlp", "adamw", "FULL_SHARD", False, shard_alignment=16),
-        Run(3, "tied-transformer", "sgd", "FULL_SHARD", True, "direct", shard_alignment=16),
-        Run(3, "conv-batchnorm", "sgd", "SHARD_GRAD_OP", False, "direct", shard_alignment=16),
-        Run(4, "unused", "adamw", "FULL_SHARD", True, "direct", shard_alignment=16),
-    ],
-    ids=str,
-)
-def test_parity_with_the_shard_alignment_of_accelerators(run: Run) -> None:
-    """Shards are multiples of 16 bytes; runs above have the alignment of CPUs, one element."""
-    run_ranks(run.world_size, compare, run)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(2, "mlp", "sgd", "FULL_SHARD", True, prefetch="1 BACKWARD_POST 1"),
-        Run(3, "encoder-decoder", "sgd", "FULL_SHARD", False, "direct", prefetch="2 BACKWARD_POST 2"),
-        Run(2, "segment-reentrant", "sgd", "FULL_SHARD", False, prefetch="0 None 1"),
-        Run(3, "used-twice", "sgd", "FULL_SHARD", True, "direct", prefetch="1 None 1"),
-        Run(2, "lora", "sgd", "FULL_SHARD", True, policy="nested", prefetch="3 BACKWARD_PRE 2"),
-    ],
-    ids=str,
-)
-def test_parity_with_any_prefetch(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        *(
-            Run(4, case, opt, strategy, mode, "direct", mesh=mesh, micro=micro)
-            for mesh, case, opt, strategy, mode, micro in [
-                ("2x2", "tied-transformer", "adamw", "HYBRID_SHARD", True, 1),
-                ("2x2", "unused", "sgd", "_HYBRID_SHARD_ZERO2", False, 3),
-                ("2x2", "segment-reentrant", "adamw", "HYBRID_SHARD", False, 3),
-                ("2x2", "segment-non-reentrant", "sgd", "_HYBRID_SHARD_ZERO2", True, 1),
-                ("1x4", "lora", "sgd", "HYBRID_SHARD", False, 1),
-                ("1x4", "encoder-decoder", "adamw", "_HYBRID_SHARD_ZERO2", True, 1),
-            ]
-        ),
-        *(
-            Run(4, case, opt, strategy, mode, "native", mesh=mesh, micro=micro, reduce_each=micro > 1)
-            for mesh, case, opt, strategy, mode, micro in [
-                ("2x2", "used-twice", "sgd", "HYBRID_SHARD", True, 3),
-                ("2x2", "mlp", "adamw", "_HYBRID_SHARD_ZERO2", False, 1),
-                ("4x1", "mlp", "sgd", "HYBRID_SHARD", True, 1),
-                ("4x1", "lora", "adamw", "_HYBRID_SHARD_ZERO2", False, 3),
-            ]
-        ),
-    ],
-    ids=str,
-)
-def test_parity_of_shards_and_replicas(run: Run) -> None:
-    """For meshes of every shape; with one rank per shard group, replicas average gradients."""
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_parity(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 

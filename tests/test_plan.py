@@ -29,7 +29,7 @@ from fsdp.tools.plan import _Tree, as_nbytes
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, meter_available
 from tests.harness.models import EncoderBlock, TiedTransformer
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -319,7 +319,8 @@ def test_optimizer_bytes_come_from_a_real_step() -> None:
     )
 
 
-def _wrapped_already() -> None:
+@on_ranks(2)
+def test_wrapped_and_tensor_parallel_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"plan\(\) is for models that are not wrapped yet; fsdp.describe"):
         fsdp.plan(FullyShardedDataParallel(Mlp(8, 1)), world_size=2)
 
@@ -330,7 +331,6 @@ def _wrapped_already() -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    run_ranks(2, _wrapped_already)
     with pytest.raises(ValueError, match="world_size must be a number of ranks, 1 or more, but got 0"):
         fsdp.plan(Mlp, world_size=0)
     with pytest.raises(TypeError, match=r"model must be an nn.Module or a function that makes one, but got str"):

@@ -190,36 +190,32 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parity_with_a_plain_model_with_the_same_casts(world_size: int) -> None:
-    """Strategy x precision x accumulation x mode x offload x model, 3 steps each."""
-    run_ranks(world_size, compare_all, [run for run in RUNS if run.world_size == world_size], timeout=300)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_parity_with_a_plain_model_with_the_same_casts(run: Run) -> None:
+    run_ranks(run.world_size, compare, run)
 
 
-def compare_all(runs: list[Run]) -> None:
+def compare(run: Run) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
-    for run in runs:
-        case, precision = ZOO[run.case], PRECISIONS[run.precision]
-        schedule = Schedule(3, micro=run.micro, reduce_each=run.reduce_each)
-        options: dict[str, Any] = {"strategy": run.strategy, "use_orig_params": run.use_orig_params}
-        optimizer = OPTIMIZERS[run.optimizer]
-        with pytest.warns(UserWarning, match=BATCH_NORM) if run.case == "conv-batchnorm" else nullcontext():
-            options |= {"mixed_precision": precision, "cpu_offload": CPUOffload(run.offload)}
-            steps = run_fsdp(case, optimizer, schedule, rank0_only=True, **options)
-        if dist.get_rank() == 0:
-            expected = run_mixed(case, optimizer, run.world_size, schedule, precision)
-            for index, (actual, reference) in enumerate(zip(steps, expected, strict=True)):
-                label = f"{run}, step {index}"
-                losses = [{str(r): loss for r, loss in enumerate(step.rank_losses)} for step in (actual, reference)]
-                assert_bit_equal(*losses, f"{label}, losses")
-                unused = {name for name in reference.grads if reference.grads[name] is None}
-                assert_bit_equal(without(actual.grads, unused), without(reference.grads, unused), f"{label}, gradients")
-                assert_bit_equal(
-                    without(actual.params, unused), without(reference.params, unused), f"{label}, parameters"
-                )
-                assert_bit_equal(actual.buffers, reference.buffers, f"{label}, buffers")
-                state = [without(flatten_state(step.optim), unused) for step in (actual, reference)]
-                assert_bit_equal(*state, f"{label}, optimizer state")
+    case, precision = ZOO[run.case], PRECISIONS[run.precision]
+    schedule = Schedule(3, micro=run.micro, reduce_each=run.reduce_each)
+    options: dict[str, Any] = {"strategy": run.strategy, "use_orig_params": run.use_orig_params}
+    optimizer = OPTIMIZERS[run.optimizer]
+    with pytest.warns(UserWarning, match=BATCH_NORM) if run.case == "conv-batchnorm" else nullcontext():
+        options |= {"mixed_precision": precision, "cpu_offload": CPUOffload(run.offload)}
+        steps = run_fsdp(case, optimizer, schedule, rank0_only=True, **options)
+    if dist.get_rank() == 0:
+        expected = run_mixed(case, optimizer, run.world_size, schedule, precision)
+        for index, (actual, reference) in enumerate(zip(steps, expected, strict=True)):
+            label = f"{run}, step {index}"
+            losses = [{str(r): loss for r, loss in enumerate(step.rank_losses)} for step in (actual, reference)]
+            assert_bit_equal(*losses, f"{label}, losses")
+            unused = {name for name in reference.grads if reference.grads[name] is None}
+            assert_bit_equal(without(actual.grads, unused), without(reference.grads, unused), f"{label}, gradients")
+            assert_bit_equal(without(actual.params, unused), without(reference.params, unused), f"{label}, parameters")
+            assert_bit_equal(actual.buffers, reference.buffers, f"{label}, buffers")
+            state = [without(flatten_state(step.optim), unused) for step in (actual, reference)]
+            assert_bit_equal(*state, f"{label}, optimizer state")
 
 
 def without(tensors: Any, names: set[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
 from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, named_parameters
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import delay_collectives
 from tests.harness.sharded import full_gradients, handles_of, wrap
 from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
@@ -267,19 +267,6 @@ def full_precision_in_eval() -> Iterator[None]:
         yield
 
 
-def check_mode_switches(seeds: int) -> None:
-    with full_precision_in_eval():
-        for strategy, use_orig_params in OTHER_MODES:
-            for seed in range(seeds):
-                order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
-                if seed == 0:
-                    order = list(reversed(STAGES))  # begins with a forward in inference mode
-                pair = Pair(strategy, use_orig_params)
-                for index, stage in enumerate(order):
-                    run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
-                assert_at_rest(pair.model, strategy.name)
-
-
 def run_stage(pair: Pair, stage: str, case: str) -> None:
     pair.model.train(stage.startswith("train"))
     dtype = BF16 if stage.startswith("train") else None
@@ -296,13 +283,20 @@ def run_stage(pair: Pair, stage: str, case: str) -> None:
     assert pair.net.blocks[0].turn.dtype == (dtype or FP32), case
 
 
-def test_full_precision_evaluation_between_training_in_any_order() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_full_precision_evaluation_between_training_in_any_order(world_size: int) -> None:
     """Parameters, buffers and inputs have the dtype of the mode; gradients in eval mode are float32."""
-    run_ranks(2, check_mode_switches, 2)
-
-
-def test_full_precision_evaluation_on_one_rank() -> None:
-    run_ranks(1, check_mode_switches, 2)
+    with full_precision_in_eval():
+        for strategy, use_orig_params in OTHER_MODES:
+            for seed in range(2):
+                order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
+                if seed == 0:
+                    order = list(reversed(STAGES))  # begins with a forward in inference mode
+                pair = Pair(strategy, use_orig_params)
+                for index, stage in enumerate(order):
+                    run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
+                assert_at_rest(pair.model, strategy.name)
 
 
 @on_ranks(2)
@@ -398,9 +392,12 @@ def test_full_precision_in_eval_is_chosen_at_wrapping() -> None:
 # -- summoned ------------------------------------------------------------------------------------------------------
 
 
-def check_forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_summoned_parameters_have_full_precision(world_size: int) -> None:
+    """Forwards inside use them; writes are kept or dropped as without mixed precision."""
     rank = dist.get_rank()
-    for strategy in strategies:
+    for strategy in STRATEGIES if world_size > 1 else (FULL,):
         for use_orig_params in (False, True):
             pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
             summoned = FullyShardedDataParallel.summon_full_params
@@ -431,21 +428,15 @@ def check_forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> No
             pair.step(f"{case}, after the error")
 
 
-def test_summoned_parameters_have_full_precision() -> None:
-    """Forwards inside use them; writes are kept or dropped as without mixed precision."""
-    run_ranks(2, check_forwards_inside_summon, STRATEGIES)
-
-
-def test_summoned_parameters_have_full_precision_on_one_rank() -> None:
-    run_ranks(1, check_forwards_inside_summon, (FULL,))
-
-
 # -- gradients in low precision ------------------------------------------------------------------------------------
 
 
-def check_low_precision_gradients(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks("world_size")
+def test_keep_low_precision_grads(world_size: int) -> None:
+    """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bfloat16."""
     rank = dist.get_rank()
-    for reduce_dtype in reduce_dtypes:
+    for reduce_dtype in (None, FP32):
         for strategy, use_orig_params in MODES:
             pair = Pair(
                 strategy, use_orig_params, MixedPrecision(BF16, reduce_dtype, BF16, keep_low_precision_grads=True)
@@ -475,12 +466,6 @@ def check_low_precision_gradients(reduce_dtypes: tuple[torch.dtype | None, ...])
             for name, param in named_parameters(pair.master).items():
                 param.data.sub_(expected[name].float(), alpha=0.1)
             assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, case)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_keep_low_precision_grads(world_size: int) -> None:
-    """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bfloat16."""
-    run_ranks(world_size, check_low_precision_gradients, (None, FP32))
 
 
 # -- after the backward --------------------------------------------------------------------------------------------

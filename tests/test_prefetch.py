@@ -32,7 +32,7 @@ from fsdp.runtime.order import ExecutionOrder
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal, clean_name
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, delay_collectives, record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -249,18 +249,6 @@ CHOICES += [Choice(1, prefetch, backward) for prefetch in (PRE, POST) for backwa
 CHOICES += [Choice(2, None, 0), Choice(2, PRE, 2, limited=False), Choice(0, POST, 2, limited=False)]
 
 
-def check_orders(delayed: bool) -> None:
-    os.environ["FSDP_COLLECTIVES"] = "native"
-    plain: list[dict[str, Any]] | None = None
-    for number, choice in enumerate(CHOICES[:: 3 if delayed else 1]):
-        choice = replace(choice, use_orig_params=number % 2 == 0)
-        steps, grads = train(choice, chain(), delayed)
-        check_order(choice, steps)
-        plain = plain or grads
-        for step, (ours, theirs) in enumerate(zip(grads, plain, strict=True)):
-            assert_bit_equal(ours, theirs, f"{choice}, step {step}")
-
-
 def test_passes_without_gathers_are_recorded() -> None:
     """They prefetch nothing; a unit at an unexpected position resumes the record from there."""
     first, second, third = units = ["first", "second", "third"]
@@ -283,9 +271,18 @@ def test_passes_without_gathers_are_recorded() -> None:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
+@on_ranks(2)
 def test_gathers_are_issued_at_each_distance_and_kind_of_prefetch(delayed: bool) -> None:
     """With delayed collectives every third choice. Gradients do not depend on the choice."""
-    run_ranks(2, check_orders, delayed)
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    plain: list[dict[str, Any]] | None = None
+    for number, choice in enumerate(CHOICES[:: 3 if delayed else 1]):
+        choice = replace(choice, use_orig_params=number % 2 == 0)
+        steps, grads = train(choice, chain(), delayed)
+        check_order(choice, steps)
+        plain = plain or grads
+        for step, (ours, theirs) in enumerate(zip(grads, plain, strict=True)):
+            assert_bit_equal(ours, theirs, f"{choice}, step {step}")
 
 
 # -- beyond the chain ----------------------------------------------------------------------------------------------
