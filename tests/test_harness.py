@@ -250,7 +250,7 @@ def replace_the_default_group() -> int:
 
 
 def test_pool_whose_default_group_was_replaced_is_replaced() -> None:
-    """As after a failure of some ranks, whose next collectives a new group carries."""
+    """A new group carries further collectives after a failure of some ranks."""
     first, second = run_ranks(2, replace_the_default_group), run_ranks(2, pid_of_rank)
     assert not {*first} & {*second}
 

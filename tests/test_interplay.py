@@ -80,7 +80,7 @@ def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: i
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_parameter_hooks_see_the_full_local_gradient(world_size: int) -> None:
-    """As under DDP; the returned gradient is reduced."""
+    """Hooks fire as under DDP, and the returned gradient is reduced."""
     schedule = Schedule(steps=3)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for strategy in STRATEGIES:

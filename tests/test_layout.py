@@ -230,7 +230,7 @@ def test_documented_example_with_aligned_parameters() -> None:
 
 
 def test_documented_example_without_alignment() -> None:
-    """The same without alignment: 15 and 5 elements."""
+    """Without alignment: 15 and 5 elements, without a gap."""
     layout = example(world_size=2, param_alignment=1)
     assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (15, 20)]
     assert layout.gaps == ()

@@ -717,7 +717,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_deepcopy_keeps_parameters_without_dimensions(use_orig_params: bool) -> None:
-    """Of a unit that is not sharded; the copy trains."""
+    """A copy of an unsharded unit trains."""
     model = wrap(Scaled(), ShardingStrategy.NO_SHARD, use_orig_params)
     copied = copy.deepcopy(model)
     for module in (model, copied):

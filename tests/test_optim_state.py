@@ -342,11 +342,12 @@ def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
     dist.destroy_process_group(group)
 
 
-# -- which parameters --------------------------------------------------------------------------------------------------
+# -- parameter groups --------------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
-    """Frozen and trained parameters of two dtypes in one unit, an ignored module, and something never optimised."""
+    """Frozen and trained parameters of two dtypes in one unit, an ignored module, and a parameter without an
+    optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +364,7 @@ def mixed_plain() -> Mixed:
 
 
 def groups_of(named: Iterable[tuple[str, nn.Parameter]], plain: bool) -> list[dict[str, Any]]:
-    """Two groups, interleaved over the unit; with flat parameters, whatever the names say of them."""
+    """Return two groups that interleave over the unit."""
     named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in named]
     trained = [(n, p) for n, p in named if p.requires_grad and n != "idle"]
     weights = [p for n, p in trained if n.endswith("weight")]
@@ -392,7 +393,9 @@ def test_groups_frozen_stateless_ignored_and_partial(world_size: int) -> None:
         sharded = save(FSDP, model, optimizer, "SHARDED_STATE_DICT")
         loadable = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
         assert_same_states(loadable, optimizer.state_dict(), "several groups, sharded")
-        dict(model.named_parameters())["_fsdp_wrapped_module.up.weight"].requires_grad_(False)  # it keeps its state
+        dict(model.named_parameters())["_fsdp_wrapped_module.up.weight"].requires_grad_(
+            False
+        )  # frozen parameters keep their state
         assert_same(save(FSDP, model, optimizer), full, "frozen later")
         without = {"state": full["state"]}
         assert list(FSDP.optim_state_dict_to_load(model, optimizer, without)) == ["state"]
@@ -450,7 +453,7 @@ def test_named_optimizers_and_optim_input() -> None:
         assert_same_states(directly.state_dict(), raw, "loaded directly")
 
 
-# -- what becomes of it ------------------------------------------------------------------------------------------------
+# -- memory and devices ------------------------------------------------------------------------------------------------
 
 
 def settle_all(value: Any) -> Any:
@@ -459,7 +462,7 @@ def settle_all(value: Any) -> Any:
 
 @on_ranks(2)
 def test_tensors_are_owned_and_compact() -> None:
-    """Nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
+    """No tensor aliases the optimizer, gathered memory or another state, and scalars are not shared."""
     for uop in (False, True):
         for strategy in ("FULL_SHARD", "NO_SHARD"):
             model = ours(uop, strategy)
@@ -597,7 +600,7 @@ def test_mismatched_states_are_refused_on_every_rank_and_change_nothing() -> Non
 
 @on_ranks(2)
 def test_parameters_without_saved_state_are_left_out() -> None:
-    """As in torch's FSDP1, where programs complete the result before `Optimizer.load_state_dict` checks it."""
+    """Programs complete the result before `Optimizer.load_state_dict` checks it, as with torch's FSDP1."""
     for uop in (False, True):
         saved_model = ours(uop)
         saved = FSDP.full_optim_state_dict(saved_model, train(adamw(saved_model.parameters())), rank0_only=False)

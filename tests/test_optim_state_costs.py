@@ -23,7 +23,7 @@ from tests.test_optim_state import FSDP, adamw, assert_same, ours, train
 
 
 def big(uop: bool) -> tuple[FSDP, Optimizer, int]:
-    """Return a model, its trained optimizer, and the bytes of one state of its largest unit."""
+    """Return a model, the trained optimizer, and the bytes of one state of the largest unit."""
     plain = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -69,8 +69,7 @@ def test_loading_a_flattened_dict_visits_each_entry_at_most_three_times() -> Non
 @pytest.mark.parametrize("uop", [False, True])
 @on_ranks(2)
 def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
-    """One exchange of descriptions, then one collective per unit for all of its states; ranks receive only requested
-    parts."""
+    """One exchange of descriptions, then one collective per unit for all states; ranks receive only requested parts."""
     model, optimizer, state = big(uop)
     world_size, group = dist.get_world_size(), tuple(range(dist.get_world_size()))
     for save, op in (

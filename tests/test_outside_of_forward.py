@@ -129,7 +129,7 @@ def check_averages(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> N
 
 @pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
 def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: Program) -> None:
-    """As with DistributedDataParallel, for every path to such a parameter."""
+    """Every path to such a parameter counts, as with DistributedDataParallel."""
     run_ranks(2, check_averages, program)
 
 

@@ -466,7 +466,7 @@ def warned(text: str) -> Iterator[list[bool]]:
 
 @on_ranks(2)
 def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
-    """The same modules, dtypes, warning and gradients as torch's FSDP1."""
+    """Modules, dtypes, the warning and gradients equal torch's FSDP1."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = NormNet()

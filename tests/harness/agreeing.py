@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Module):
-    """Units in a sequence with a variable order, and a root with a layer of its own."""
+    """Units in a variable order under a root with a layer."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Chain(nn.Module):
 
 
 class Fork(nn.Module):
-    """Two units side by side with separate outputs: the caller orders their backwards."""
+    """Two units side by side with separate outputs: the caller orders the backwards."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()

@@ -5,11 +5,11 @@ A `Program` is a generator function of (model, `Data`): it calls the model and `
 * a dictionary after each synchronised backward pass: this rank's tensors to compare (outputs, gradients of inputs);
 * `STEP` where the optimizer steps and gradients are set to None, `CLEAR` where they are set to None.
 
-`Reference` runs it on one plain replica per rank. At each yield of a dictionary the replicas' gradients are averaged in
-rank order and added to what there was, so on equal shapes a sharded model that reduces at the end of each backward
-agrees bit for bit (on 2 ranks; on more where the sum has that order). `Reference.check` runs it on a wrapped model.
+`Reference` runs the program on one plain replica per rank, and `Reference.check` on a wrapped model. At each yield of a
+dictionary the replicas' gradients are averaged in rank order and added to earlier gradients. A sharded model that
+reduces at the end of each backward agrees bit for bit, on 2 ranks and on more if the sum has rank order.
 
-Comparisons are local: each rank compares what it holds with its part of the reference, without communication.
+Comparisons are local: each rank compares its tensors with its part of the reference, without communication.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tests.harness.sharded import _in_memory_order
 STEP, CLEAR = "step", "clear"
 
 # Units in float64 by which values may differ where sums are added up in another order and training goes on from them.
-# Two orders of a sum differ by at most (terms - 1) * 2**-53 of the largest partial sum, which the following steps
-# multiply by the conditions of a few layers of width 7 or less, whatever cancels: less than 2**20 units, 2**-32 of the
-# largest element. A contribution that is missing, stale or counted twice is a change of more than 2**-20 of the whole.
+# Two orders of a sum differ by at most (terms - 1) * 2**-53 of the largest partial sum. Further steps multiply this by
+# the conditions of a few layers of width 7 or less: less than 2**20 units, 2**-32 of the largest element. A missing,
+# stale or repeated contribution changes the sum by more than 2**-20.
 REASSOCIATED = 2.0**20
 
 

@@ -1,4 +1,4 @@
-"""The same training steps without sharding, and comparisons that name differences.
+"""Training steps without sharding, and comparisons that name differences.
 
 `run_plain` trains the plain model in one process, in one of two orders of arithmetic:
 

@@ -85,9 +85,9 @@ _ASYNC_TWIN = {"send": "isend", "recv": "irecv"}  # of functions without an `asy
 class Collective:
     """One issued collective. A `batch_isend_irecv` is one, with the op "exchange".
 
-    `op` is the same for every function that does the same (all_gather_single and all_gather_into_tensor are
-    "all_gather"), `function` is what was called. `input_nbytes` is what this rank gave and `output_nbytes` what it got;
-    for an exchange, what it sent to and received from its peers. `label` names the unit, if the package said one.
+    `op` is the same for functions with the same effect (all_gather_single and all_gather_into_tensor are
+    "all_gather"), and `function` is the called one. `input_nbytes` are bytes sent by this rank and `output_nbytes`
+    bytes received. `label` names the unit, if the package gave a label.
     """
 
     index: int
