@@ -17,42 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.comm import threads
 from fsdp.comm.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.agreeing import new_pair
+from tests.harness.agreeing import WIDTH, Block, Chain, new_pair
 
-WIDTH = 6
 SOON = 10.0  # seconds until every rank must have an error
 TIMEOUT = 25.0  # of a collective: a divergence that ends this way was not detected
-
-
-class Part(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Parts(nn.Module):
-    """Units in a variable order, and a root with a layer of its own."""
-
-    def __init__(self, widths: list[int]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([Part(width) for width in widths])
-        self.head = nn.Linear(WIDTH, 3)
-        self.order = list(range(len(widths)))
-        self.between: Callable[[int, Tensor], Tensor] = lambda position, x: x
-
-    def forward(self, x: Tensor) -> Tensor:
-        for position, index in enumerate(self.order):
-            x = self.parts[index](self.between(position, x))
-        return self.head(x)
 
 
 class Fault(Exception):
@@ -202,13 +176,13 @@ class _Run:
     def __init__(self, program: Program, group: Any) -> None:
         self.program, self.group, self.rank = program, group, dist.get_rank()
         torch.manual_seed(program.seed)
-        self.plain = Parts(program.widths)
+        self.plain = Chain(tuple(program.widths))
         module = copy.deepcopy(self.plain)
         options = dict(program.options)
         if isinstance(group, tuple):
             options["sharding_strategy"] = HYBRID[options["sharding_strategy"]]
-        self.model = FullyShardedDataParallel(module, group, auto_wrap_policy=ModuleWrapPolicy({Part}), **options)
-        self.module: Parts = self.model.module
+        self.model = FullyShardedDataParallel(module, group, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+        self.module: Chain = self.model.module
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
         self.outcome = Outcome()
 
