@@ -40,6 +40,9 @@ class HostStreams:
 
     asynchronous_work = True  # collectives overlap as Work handles
 
+    def gather_stream(self) -> Stream:
+        return None
+
     def on_gather_stream(self) -> AbstractContextManager[None]:
         return NOTHING
 
@@ -98,6 +101,10 @@ class AcceleratorStreams:
         self._replica: torch.Stream | None = None  # made at first use
         self._uploaded: StreamEvent = None  # after the last upload, which the gather stream has queued
         self._device = device
+
+    def gather_stream(self) -> Stream:
+        """Return the stream of the gathers."""
+        return self._gather
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
         return self._on(self._gather)
