@@ -40,9 +40,6 @@ class HostStreams:
 
     asynchronous_work = True  # collectives overlap as Work handles
 
-    def gather_stream(self) -> Stream:
-        return None
-
     def on_gather_stream(self) -> AbstractContextManager[None]:
         return NOTHING
 
@@ -101,10 +98,6 @@ class AcceleratorStreams:
         self._replica: torch.Stream | None = None  # made at first use
         self._uploaded: StreamEvent = None  # after the last upload, which the gather stream has queued
         self._device = device
-
-    def gather_stream(self) -> Stream:
-        """Return the stream of the gathers."""
-        return self._gather
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
         return self._on(self._gather)
@@ -274,6 +267,12 @@ def streams_for(device: torch.device) -> Streams:
     An allocator keeps freed memory per stream: with separate streams each model would reserve memory of its own.
     """
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
+
+
+def compute_and_gather_stream(device: torch.device) -> tuple[Stream, Stream]:
+    """Return the two streams for callers outside of the engine; on CPU, torch's object for its one stream, twice."""
+    streams, current = streams_for(device), torch.get_device_module(device).current_stream()
+    return (current, current) if isinstance(streams, HostStreams) else (current, streams._gather)
 
 
 def default_device() -> torch.device:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import BackwardPrefetch, HandleShardingStrategy, HandleTrainingState, MixedPrecision, TrainingState
 from fsdp.comm.collectives import predivisor
-from fsdp.comm.streams import streams_for
+from fsdp.comm.streams import compute_and_gather_stream
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import clean
@@ -51,12 +51,12 @@ class FSDP1Names(nn.Module):
     @property
     def _default_stream(self) -> Any:
         """The stream that the unit computes on, which is the current one."""
-        return self._device_handle.current_stream()
+        return compute_and_gather_stream(self.compute_device)[0]
 
     @property
     def _unshard_stream(self) -> Any:
         """The stream of the gathers; on CPU, which has no streams, the current one."""
-        return streams_for(self.compute_device).gather_stream() or self._default_stream
+        return compute_and_gather_stream(self.compute_device)[1]
 
     @property
     def _pre_unshard_stream(self) -> Any:
