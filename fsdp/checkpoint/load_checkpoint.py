@@ -33,7 +33,7 @@ from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import RankFile, opened
-from fsdp.checkpoint.save_checkpoint import classes_of
+from fsdp.checkpoint.save_checkpoint import aligned, classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
@@ -46,8 +46,6 @@ from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
 from fsdp.placement.boxes import Box, Part
-
-_ALIGNMENT = 64  # bytes; where a tensor of any dtype may begin
 
 
 class Plain(NamedTuple):
@@ -455,7 +453,7 @@ class Contents:
         alike = {key: like for key, like in likes.items() if is_distributed(like) and like.shape == self._shape(key)}
         numels = {key: like.local.numel() for key, like in alike.items() if isinstance(like, RaggedTensor)}
         sizes = {key: numel * self._dtype(key).itemsize for key, numel in numels.items()}
-        *begins, end = accumulate((-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in sizes.values()), initial=0)
+        *begins, end = accumulate(map(aligned, sizes.values()), initial=0)
         memory = host_memory.empty(end, dtype=torch.uint8, device=torch.device("cpu"))
         made = {key: self.empty(key) for key in likes if key not in alike}
         for key, begin in zip(sizes, begins):

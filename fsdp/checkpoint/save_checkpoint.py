@@ -333,14 +333,14 @@ class Save:
         inner = [tensor for _, tensors in self._packed.values() for tensor in tensors]
         for tensor in [*inner, *(piece.values for piece in self._pieces)]:
             if tensor.device.type != "cpu":
-                nbytes[tensor.device] += _aligned(tensor.nbytes)
+                nbytes[tensor.device] += aligned(tensor.nbytes)
         room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
         events: list[tuple[torch.device, StreamEvent]] = []
 
         def staged(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type == "cpu":
                 return tensor.clone()
-            device, size = tensor.device, _aligned(tensor.nbytes)
+            device, size = tensor.device, aligned(tensor.nbytes)
             memory, room[device] = room[device][:size], room[device][size:]
             copied, event = streams_for(device).fetch(tensor, memory)
             events.append((device, event))
@@ -456,7 +456,7 @@ def _note_replicas(model: nn.Module) -> None:
             handle.note_replicas(tp_group)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     """Round up to where the next tensor of any dtype may begin."""
     return -(-nbytes // 64) * 64
 
