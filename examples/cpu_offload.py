@@ -19,7 +19,7 @@ from fsdp.wrap import ModuleWrapPolicy
 
 
 def join() -> torch.device:
-    """Join the process group and return this process's device: an accelerator of its own, or the CPU."""
+    """Join the process group and return the device of this process: a separate accelerator, or the CPU."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -4,7 +4,7 @@
 
 A unit is gathered and reduced as a whole, so modules that compute together belong together, and the largest unit sets
 the peak of memory. `CustomPolicy` is called for each module: False leaves the module to the unit around it, True makes
-it a unit, and a dict makes it a unit with other arguments than the root's.
+it a unit, and a dict makes it a unit with arguments that differ from the root's.
 """
 
 import torch
@@ -17,7 +17,7 @@ from fsdp.wrap import CustomPolicy
 
 
 class Router(nn.Linear):
-    """A layer that chooses between experts; its scores are sensitive to rounding."""
+    """A layer that chooses between experts; the scores are sensitive to rounding."""
 
 
 class Layer(nn.Module):

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/ema.py
 
-The average of a sharded parameter is the average of the shards, so each rank averages its own shards without any
-communication, and no rank holds the whole average. For evaluation and saving the shards and the averages are swapped.
+The average of a sharded parameter is the average of the shards. So each rank averages the local shards without
+communication, and no rank holds the full average. For evaluation and saving the shards and the averages are swapped.
 """
 
 from collections.abc import Iterator

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py --replicas 2 --steps 6 --save checkpoints
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py --replicas 1 --steps 12 --resume checkpoints
 
-The first command trains on a mesh of 2 replicas x 2 shards and saves. The second continues on a mesh of 1 x 4 (or with
-another number of ranks), with the same losses as an uninterrupted run. Without --replicas each machine is a replica. On
-several machines the same script is started once per machine, by examples/launch_machines.sh.
+The first command trains on a mesh of 2 replicas x 2 shards and saves. The second continues on a mesh of 1 x 4, with
+the same losses as an uninterrupted run; any number of ranks is possible. Without --replicas each machine is a replica.
+On several machines the same script is started once per machine, by examples/launch_machines.sh.
 
 All-gathers stay inside a machine. Between machines only the shards of gradients travel, once a step:
 (replicas - 1) / replicas of the model, divided by the ranks of a machine, in each direction and for each rank.

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/meta_init.py
 
-On the meta device parameters have shapes and no values. Each unit allocates memory for its shards. `param_init_fn`
-initialises one module at a time. Here the values are loaded afterwards: rank 0 has the plain state dict, and sends each
-rank its shards.
+On the meta device parameters have shapes and no values. Each unit allocates memory for the shards. `param_init_fn`
+initializes one module at a time. Here the values are loaded afterwards: rank 0 has the plain state dict, and sends each
+rank the local shards.
 """
 
 import tempfile

@@ -18,7 +18,7 @@ def main() -> None:
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), device_id="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # after wrapping: it holds this rank's shards
 
-    data = torch.Generator().manual_seed(dist.get_rank())  # each rank has its own part of the data
+    data = torch.Generator().manual_seed(dist.get_rank())  # each rank has a separate part of the data
     for step in range(50):
         x = torch.randn(64, 32, generator=data)
         loss = (model(x) - x.sum(dim=1, keepdim=True).tanh()).square().mean()

@@ -1,14 +1,14 @@
-"""Lose a rank in the middle of a save, continue with another number of ranks, and end with the same losses.
+"""Lose a rank in the middle of a save, continue with one rank more, and end with the same losses.
 
     python examples/resume_elastic.py
 
-It trains three times, in CPU processes that it starts itself:
+The script trains three times, in CPU processes that it starts:
 
 1. 2 ranks, never interrupted;
 2. 2 ranks, of which one is killed with SIGKILL in the middle of a save: the other gets an error at once;
 3. 3 ranks, from the last whole checkpoint of the second run, to the end.
 
-Then it compares the losses of runs 1 and 3. `train` shows the part that a training script has to do.
+Then the losses of runs 1 and 3 are compared. `train` shows the part that a training script has to do.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ from fsdp.wrap import ModuleWrapPolicy
 STEPS, SAVE_EVERY = 12, 3
 KILLED_AT = 9  # in the save after this step
 BATCH = 12  # rows of all ranks together, in equal parts at 1, 2, 3, 4 or 6 ranks
-# Another number of ranks adds the same float64 numbers in another order: each sum is off by about 1e-16 of its size.
+# Three ranks add the same float64 numbers in a different order than two: each sum is off by about 1e-16 of its size.
 # This leaves a factor of 10,000 for the growth of that error in a few steps. A step too many or too few changes a loss
 # by 1e-2.
 BOUND = 1e-12
@@ -61,7 +61,7 @@ def train(checkpoints: Path, killed: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"step": 0, "losses": []}
     if (checkpoints / "latest").exists():
-        # Every rank reads its own parts, for any number of saving ranks, and gets back its `extra`.
+        # Every rank reads the local parts, for any number of saving ranks, and returns the `extra`.
         progress = load(checkpoints, model, optimizer)
         if dist.get_rank() == 0:
             print(f"   loaded the checkpoint of step {progress['step']}", flush=True)
@@ -81,7 +81,7 @@ def train(checkpoints: Path, killed: bool) -> None:
 
 
 class DiesWhileWriting(files.Disk):
-    """A writer of saves that kills its process when the tensors are written, and their header is not."""
+    """A writer of saves that kills the process when the tensors are written, and their header is not."""
 
     def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
         if offset == 0:
@@ -123,7 +123,7 @@ def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | No
         for process in processes:
             process.join(timeout=120)
         for process in processes:
-            process.kill()  # has no effect on processes that have ended; the exit code of the others will be -9
+            process.kill()  # has no effect on processes that have ended; the exit code of the remaining ones will be -9
             process.join()
     return [process.exitcode for process in processes]
 

@@ -1,9 +1,9 @@
-"""Train a policy on two ranks while another process generates with a plain bf16 copy of it.
+"""Train a policy on two ranks while a third process generates with a plain bf16 copy of it.
 
     torchrun --standalone --nproc-per-node 2 examples/rollout.py
 
 The copy gets all weights once, unit by unit and already in bf16, and after each step only the elements that the step
-has changed. Each rank finds these in its own shards, without communication. In the end the outputs of the copy are
+has changed. Each rank finds these in the local shards, without communication. In the end the outputs of the copy are
 equal to those of the trained weights, to the last bit.
 """
 
@@ -65,7 +65,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 class Generator:
-    """The other process, as rank 0 sees it."""
+    """The generating process, as rank 0 sees it."""
 
     def __init__(self) -> None:
         command = [sys.executable, __file__, "serve"]

@@ -1,7 +1,7 @@
 """Train a small GPT on real text with sharded parameters, gradients and optimizer state.
 
-The text is the Python standard library's own source code, read as bytes from this Python's installation, so nothing is
-downloaded. One file in ten is held out to measure the loss on text that was not trained on.
+The text is the source code of the Python standard library, read as bytes from the local installation, so no download
+is needed. One file in ten is held out to measure the loss on text that was not trained on.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
@@ -9,7 +9,7 @@ runs on one GPU per process with NCCL, or on the CPU with gloo where there is no
 one call of `FSDP(...)` in `train`; the rest is an ordinary training script. At the end it reports the loss, the memory
 of this run beside that of one unsharded process, the traffic of one step, and a sample of text.
 
-With `--save DIRECTORY` it saves a checkpoint at its end, and with `--save-every N` every N steps; `--resume DIRECTORY`
+With `--save DIRECTORY` it saves a checkpoint at the end, and with `--save-every N` every N steps; `--resume DIRECTORY`
 continues from the latest one, at any number of ranks. With the same number of ranks a resumed run has the same
 parameters and losses, bit for bit, as a run that never stopped.
 """
@@ -63,7 +63,7 @@ def rotate_by_position(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One transformer layer: causal self-attention, then a feed-forward network, each added to its input."""
+    """One transformer layer: causal self-attention, then a feed-forward network, each with a residual."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -122,7 +122,7 @@ def read_standard_library() -> tuple[Tensor, Tensor]:
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped, files = {"test", "tests", "site-packages", "dist-packages"}, list[Path]()
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in skipped]  # and nothing below them
+        inner[:] = [name for name in inner if name not in skipped]  # and not the files below them
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
@@ -140,7 +140,7 @@ def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 class Batches:
-    """An endless, seeded stream of batches of shape (batch, context + 1); each rank has its own rows of the stream."""
+    """An endless, seeded stream of batches of shape (batch, context + 1); each rank has separate rows of the stream."""
 
     def __init__(self, text: Tensor, context: int, batch: int, seed: int):
         self.text, self.context, self.batch = text, context, batch
@@ -414,7 +414,7 @@ def accelerator() -> torch.device | None:
 
 
 def join_ranks() -> torch.device:
-    """Join the process group; return the device of this process: an accelerator of its own, or the CPU."""
+    """Join the process group; return the device of this process: a separate accelerator, or the CPU."""
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("train_gpt.py: start it with torchrun --standalone --nproc-per-node N examples/train_gpt.py")
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -442,7 +442,7 @@ def train() -> None:
     if options.trace and device.type != "cpu":
         raise SystemExit("train_gpt.py: --trace is for the CPU; on accelerators torch.profiler shows the units' ranges")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    strategy = options.strategy if ranks > 1 else "no_shard"  # one rank has nothing to shard with
+    strategy = options.strategy if ranks > 1 else "no_shard"  # one rank cannot shard
 
     train_text, held_out_text = read_standard_library()
     batches = Batches(train_text, options.context, options.batch, options.seed)

@@ -72,7 +72,6 @@ import fsdp.export
 import fsdp.optim
 import fsdp.wrap
 from fsdp.comm.lane import Lane
-from fsdp.comm.versions import ALL_GATHER
 
 OURS = ("native", "direct", "shared", "auto", "coalesced")
 OF_MUON, OF_EXPORT = ("owners", "everywhere"), ("stream", "state-dict")
@@ -368,22 +367,17 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def received(calls: Callable[[], None]) -> tuple[int, float]:
-    """Return the number of collectives in ``calls``, and the bytes that this rank receives in them."""
-    ranks, found = dist.get_world_size(), list[float]()
+    """Return the number of messages that this rank waited for, and the bytes that its peers put into its memory."""
+    found: list[tuple[str, Any]] = []
     real = Lane.collective
-    share = {ALL_GATHER: (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks, "all_to_all_single": 1.0}
 
-    def counted(lane: Any, name: str, event: Any, *tensors: Any, **options: Any) -> Any:
-        found.append(share[name] * tensors[0].nbytes)
-        return real(lane, name, event, *tensors, **options)
+    def counted(lane: Any, op: str, event: Any, *tensors: Any, **options: Any) -> Any:
+        found.append((op, tensors))
+        return real(lane, op, event, *tensors, **options)
 
     with mock.patch.object(Lane, "collective", counted):
         calls()
-    return len(found), sum(found)
-
-
-def nothing() -> None:
-    """Prepare no round: a step of Muon takes so long that the first one is not slower."""
+    return len(found), float(sum(tensors[0].nbytes for _, tensors in found))
 
 
 def stepping(options: argparse.Namespace, contender: str, workload: str) -> Measured:
@@ -396,7 +390,7 @@ def stepping(options: argparse.Namespace, contender: str, workload: str) -> Meas
             model, lambda params: torch.optim.Muon(params, lr=1e-3), select=is_matrix, rest=torch.optim.AdamW
         )
         optimizer.step()
-        return nothing, optimizer.step, lambda: received(optimizer.step)
+        return optimizer.step, optimizer.step, lambda: received(optimizer.step)
 
     summoned = fsdp.FullyShardedDataParallel.summon_full_params
     units = [unit for unit in fsdp.FullyShardedDataParallel.fsdp_modules(model) if unit is not model]
@@ -414,7 +408,7 @@ def stepping(options: argparse.Namespace, contender: str, workload: str) -> Meas
         rest.step()
 
     step()
-    return nothing, step, lambda: received(step)
+    return step, step, lambda: received(step)
 
 
 def exporting(options: argparse.Namespace, contender: str, workload: str) -> Measured:

@@ -1,30 +1,30 @@
-"""Measures checkpoints beside those of torch's FSDP1 and FSDP2, in one run, so that the machine's moods meet all alike.
+"""Measures checkpoints beside those of torch's FSDP1 and FSDP2, interleaved in one run.
 
     python scripts/bench_checkpoint.py
 
-starts ``--ranks`` processes that wrap the same model (a transformer of about 120 million parameters unless ``--width``
-and so on say otherwise, after one step of AdamW) once with this package, once with torch's FSDP1, both in either mode
-of ``use_orig_params``, and once with torch's FSDP2. Then they take turns, ``--rounds`` times, in
+starts ``--ranks`` processes. They wrap the same model, after one step of AdamW: with this package and with torch's
+FSDP1, both in either mode of ``use_orig_params``, and with torch's FSDP2. The model is a transformer of about 120
+million parameters; ``--width`` and further options change it. The contenders take turns, ``--rounds`` times, in
 
-* taking the full model state and the full optimizer state: on rank 0 alone, offloaded to CPU, and on all ranks;
-* loading what was taken: the model state, which all ranks have; the optimizer state of rank 0, or of all ranks;
+* collecting the full model state and the full optimizer state: on rank 0 alone, offloaded to CPU, and on all ranks;
+* loading these states: the model state on all ranks, the optimizer state from rank 0 or on all ranks;
 * saving model and optimizer, sharded, to a directory, and loading them from there: into an optimizer with state, and
-  into one without, as when a program starts again. This package writes by
+  into one without, as when a program starts again. This package uses
   ``fsdp.checkpoint.save``: files with a checksum for each block, synced to the disk, published by a rename; ``load``
-  verifies everything that it reads before anything changes. The others write by ``torch.distributed.checkpoint.save``,
-  which syncs files to the disk too, and checks nothing in a load;
-* beginning the same save in the background: how long the call blocks, beside a bare copy of what it has to copy.
+  verifies all data before any change. torch's contenders use ``torch.distributed.checkpoint.save``, which syncs files
+  to the disk, too, and verifies no data in a load;
+* starting the same save in the background: for how long the call blocks, beside a bare copy of the same bytes.
 
-Prints for each of these and for each contender the median time of the slowest rank and the fastest and slowest round;
-the time in units of this package's, round by round: median, smallest and largest; and by how much memory rose at its
-peak above what was held before, results included, on rank 0 and on the worst of the others: resident memory of the
-process, and on accelerators what was allocated on the device.
+Prints for each row and contender: the median time of the slowest rank, with the fastest and slowest round; the time
+relative to this package, round by round (median, smallest and largest); and the peak of memory above that held before,
+including results, on rank 0 and on the worst remaining rank. Memory is the resident memory of the process, or on
+accelerators the memory allocated on the device.
 
-``--only`` picks rows, ``--directory`` says which disk is written to.
+``--only`` picks rows, ``--directory`` selects the disk.
 
     python scripts/bench_checkpoint.py --simulate-ranks 4096
 
-measures instead what a save and a load cost each of so many ranks, and fewer, in one process; see
+measures instead the cost of a save and a load per rank for up to so many ranks, in one process; see
 ``simulate_ranks.py``.
 """
 
@@ -105,7 +105,7 @@ class FSDP1(Trained):
         self.model = self.cls(model, **options)
 
     def full(self, everywhere: bool) -> Any:
-        # torch's FSDP1 cannot offload to CPU what is there already: it frees what it then reads
+        # torch's FSDP1 cannot offload to CPU a tensor that is there already: it frees the tensor before reading it
         options = {"offload_to_cpu": not everywhere and self.offloads, "rank0_only": not everywhere}
         configs = self.api.FullStateDictConfig(**options), self.api.FullOptimStateDictConfig(**options)
         return self.cls.state_dict_type(self.model, self.api.StateDictType.FULL_STATE_DICT, *configs)
@@ -244,7 +244,7 @@ class Meter:
     def measure(self, action: Callable[[], Any]) -> tuple[Any, Cost]:
         """Return the result and the cost of ``action``; all ranks begin at the same time."""
         gc.collect()
-        self.trim(0)  # memory that malloc keeps would hide what the action takes
+        self.trim(0)  # memory cached by malloc would hide the memory of the action
         held = peak = 0
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -264,7 +264,7 @@ class Meter:
 
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
-# (name, what to add to the contender's, action); is sent what the action returned
+# (name, the suffix for the contender's name, action); receives the result of the action
 Rows = Generator[tuple[str, str, Callable[[], Any]], Any, None]
 
 
@@ -292,7 +292,7 @@ def sharded(contender: Contender, directory: Path) -> Rows:
 
 def background(contender: Contender, directory: Path) -> Rows:
     if not isinstance(contender, (Ours, FSDP2)):
-        return  # torch's background saves refuse the ShardedTensor of its FSDP1
+        return  # torch's background saves refuse the ShardedTensor of FSDP1
     row = "sharded save in the background, blocked"
     if isinstance(contender, Ours):
         yield row, ", bare copy", contender.copy
@@ -311,7 +311,7 @@ class Results:
         self._units: dict[str, str] = {}
 
     def add(self, row: str, label: str, unit: str, cost: Cost) -> None:
-        """One round's; ``unit`` is the label whose time is its unit. All ranks have to call."""
+        """The measurements of one round; ``unit`` is the label of the reference. All ranks have to call."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, cost)
         self._units[label] = unit
@@ -344,14 +344,14 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def _peaks(rounds: list[list[int]]) -> str:
-    """The median of rank 0, and of the worst of the others."""
+    """Return the median of rank 0, and that of the worst remaining rank."""
     first = statistics.median(ranks[0] for ranks in rounds)
     others = [max(ranks[1:]) for ranks in rounds if ranks[1:]]
     return f"{first / MB:5.0f} MB" + (f" / {statistics.median(others) / MB:5.0f} MB" if others else "")
 
 
 def run_rank(rank: int, options: argparse.Namespace, place: str) -> None:
-    """One process; they meet in the directory ``place``, which is also where checkpoints go."""
+    """Run one process. The ranks rendezvous in the directory ``place``, which also holds the checkpoints."""
     warnings.filterwarnings("ignore")
     device = torch.device(options.device)
     backend = "gloo"
@@ -373,7 +373,7 @@ def run_rank(rank: int, options: argparse.Namespace, place: str) -> None:
         numel = sum(p.numel() for p in Model(options.width, options.depth, options.vocabulary).parameters())
         print(f"{numel / 1e6:.1f} million parameters, {options.ranks} ranks, {backend}, {device.type}")
     meter, results = Meter(device), Results()
-    gc.freeze()  # collections between measurements need not look at what is imported
+    gc.freeze()  # keep imported modules out of collections between measurements
     for scenario in options.only or SCENARIOS:
         for number in range(options.rounds + 1):  # the first fills caches and is not counted
             for name, contender in contenders.items():

@@ -5,8 +5,8 @@
 For each number of ranks a fresh process acts as rank 0. It wraps a chain of ``--units`` units of 12 small parameters
 (and a root without parameters) with this package, with torch's FSDP1 and with torch's FSDP2. These and the plain model
 take turns, ``--rounds`` times. Two parts are not the engine's and are subtracted: the plain model's time in the same
-round, and the fake group's own work. That group answers at once, but it writes its whole output, which takes longer
-with more ranks; its work is timed at each collective.
+round, and the fake group's work. That group answers at once, but it writes the whole output, which takes longer with
+more ranks; this work is timed at each collective.
 
 The table has, for each contender:
 
@@ -16,8 +16,8 @@ The table has, for each contender:
 * the bytes of parameters and gradients that a rank keeps, and the collectives of a step;
 * the functions that Python calls per unit and step. Unlike time, this number does not depend on the processor's caches,
   which the fake group's output fills at many ranks;
-* wrapping in units of FSDP1's, and processor time in units of FSDP1's and of FSDP2's: of a step right after the other
-  contenders, and (*warm*) of the step after that, which finds the caches as a training does.
+* wrapping relative to FSDP1, and processor time relative to FSDP1 and to FSDP2: of a step right after those of the
+  remaining contenders, and (*warm*) of the next step, which finds the caches as a training does.
 
 ``--json`` writes the measurements.
 """
@@ -35,7 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CONTENDERS = ("fsdp", "fsdp1", "fsdp2")
-WIDTH = 8  # of the linear layers: small, so that the host's work is what is seen
+WIDTH = 8  # of the linear layers: small, so that host time dominates
 
 
 def unit_of(layers: int) -> Any:

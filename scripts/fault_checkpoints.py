@@ -8,9 +8,9 @@
 
 After each, the loaded checkpoint holds the values of one save alone, of the new one if a save returned on some rank,
 and the next save works. A violation is counted, and printed with the seed of the test: lost (no checkpoint can be
-loaded), torn (values of two saves), wrong (a damage that was not found, or a model that has changed although the load
-failed). The exit code is 0 only without violations. Every test has a seed, from which it can be repeated alone
-(`--seed N --kills 1` ...).
+loaded), torn (values of two saves), wrong (a damage that was not found, or a failed load that changed the model). The
+exit code is 0 only without violations. Every test has a seed, from which it can be repeated alone (`--seed N --kills 1`
+...).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def rank_saves(rank: int, root: Path, store: Path, value: float, keep: int | Non
         model, optimizer = trained(value, wrapped=True)
         dist.barrier()
         os.write(begins, b"x")
-        with contextlib.suppress(RuntimeError):  # the other is gone
+        with contextlib.suppress(RuntimeError):  # the peer is dead
             save(root, model, optimizer, extra=value, keep=keep)
             code = 0
     except BaseException:
@@ -189,7 +189,7 @@ def damage(seed: int, root: Path) -> str:
 
 
 class Failing(files.Disk):
-    """Its `at`-th operation fails with the error `number`; with `on`, all after it as well."""
+    """A disk whose operation number `at` fails with the error `number`; with `on`, all later ones as well."""
 
     def __init__(self, at: int, number: int, *, on: bool) -> None:
         self.at, self.number, self.on, self.count = at, number, on, 0

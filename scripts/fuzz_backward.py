@@ -4,7 +4,7 @@
 
 Each seed is one program: the modules of the model, which of them are units or checkpointed, and the order of forwards
 and backwards. `tests/harness/random_models.py` draws the programs and defines "equal". A seed that fails is printed
-with its program in words and the traceback of the rank that failed first; `--seed S --count 1` runs it alone. Exits
+with the program in words and the traceback of the rank that failed first; `--seed S --count 1` runs it alone. Exits
 with 0 only if none fails.
 """
 
@@ -24,7 +24,7 @@ SECONDS = 60.0  # for one program, on a loaded machine
 
 
 def first_failure(seeds: range, world_size: int) -> tuple[int, str] | None:
-    """Return the first of `seeds` that fails, with its message; None if none fails."""
+    """Return the first failing seed and the message; None if none fails."""
     try:
         pool.run_ranks(world_size, random_programs.check_range, seeds, timeout=SECONDS + 5 * len(seeds))
     except pool.RankFailure as failure:

@@ -2,7 +2,7 @@
 
     python scripts/fuzz_ranks.py --count 500 --seed 0 [--exits 50]
 
-Prints each violation with the program and its seed, and exits with 0 only if there is none. The programs are those of
+Prints each violation with the program and the seed, and exits with 0 only if there is none. The programs are those of
 `tests/harness/differing.py`; `tests/test_differing_ranks.py` runs some of them.
 """
 

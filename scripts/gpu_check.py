@@ -11,14 +11,14 @@ every sharding strategy, both values of ``use_orig_params``, with and without ac
   undelayed, with every block's compute delayed on the device, and with every collective delayed. A missing wait between
   streams then reads too early or overwrites too early.
 * memory: the allocator's peak is the same at every step from the second.
-* features: parity with mixed precision, with shards and gradients offloaded to the host, with clipped gradients, with a
-  scaled loss that overflows now and then, with a copy of the model that takes over half way, and with background saves
-  whose source is overwritten at once.
+* features: parity with mixed precision; with shards and gradients offloaded to the host; with clipped gradients; with
+  a scaled loss that overflows now and then; with a copy of the model that replaces it half way; and with background
+  saves whose source is overwritten at once.
 * host (one process with NCCL): a step neither trips the synchronisation debug mode nor waits for work that was queued
   before it.
 
-Then it runs the situations of ``gpu_situations.py``, those that break their group in processes of their own. ``--only``
-chooses some of them, for example for a tool that looks on:
+Then it runs the situations of ``gpu_situations.py``, those that break a process group in separate processes. ``--only``
+selects some of them, for example to run them under a tool:
 
     compute-sanitizer --tool memcheck --target-processes all python scripts/gpu_check.py --only offload means
 
@@ -197,7 +197,7 @@ class Training:
         elif self.feature != "scaling" or self.steps % 4:
             self.optimizer.step()
         if self.feature == "copying" and not self.plain and self.steps == 4:
-            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))  # the recorder hears of both
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))  # both models call the recorder
         if self.feature == "saving" and not self.plain and self.steps % 4 == 0:
             self.save_spoil_and_load()
         return total
@@ -229,7 +229,7 @@ def expect(condition: bool, message: str) -> None:
 
 @contextmanager
 def delayed(what: str) -> Iterator[None]:
-    """Delay, on the device, every block (``compute``), every collective (``collectives``), or nothing."""
+    """Delay, on the device, every block (``compute``), every collective (``collectives``), or no operation."""
     global compute_delay
     names = COLLECTIVES if what == "collectives" else ()
     originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
@@ -395,7 +395,9 @@ class Setting:
 
 
 def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -> None:
-    """Run one process of a setting. They meet at the file ``place``; rank 0 puts the verdict into ``passed``."""
+    """Run one process of a setting. The ranks rendezvous at the file ``place``; rank 0 puts the verdict into
+    ``passed``.
+    """
     backend, device = setting.backend, setting.on(rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -417,7 +419,7 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
     results = [check(f"{title}, {s.run.__name__.replace('_', ' ')}", s.run, device, words=words) for s in situations]
     if setting.only is None:
         results += run_parity(setting, device, steps, words)
-        if device.type == "cpu":  # where they break nothing
+        if device.type == "cpu":  # on CPU they do not break the process
             last = [s for s in fitting(ALONE, device, backend, setting.world_size) if not s.kills]
             results += [check(f"{title}, {s.run.__name__}", s.run, device, words=words) for s in last]
     if rank == 0:
@@ -460,7 +462,7 @@ def run_parity(setting: Setting, device: torch.device, steps: int, words: Any) -
 
 
 def settings_for(device: torch.device) -> list[Setting]:
-    """Return the settings to run on ``device`` and others of its kind."""
+    """Return the settings to run on ``device`` and further devices of that kind."""
     backend = dist.get_default_backend_for_device(device)
     settings = [Setting(backend, 1, device), Setting("gloo", 2, device)]
     if device.type == "cpu":

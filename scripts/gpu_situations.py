@@ -1,6 +1,6 @@
 """Situations that ``gpu_check.py`` runs beside its parity checks: each returns a line to print, or raises.
 
-Every rank runs them, on its own device. ``fitting`` leaves out the situations that need an accelerator, more ranks or
+Every rank runs them, each on one device. ``fitting`` leaves out the situations that need an accelerator, more ranks or
 more devices than there are.
 """
 
@@ -291,7 +291,7 @@ def failing_backwards(device: torch.device) -> str:
 
 
 def failed_and_deleted(device: torch.device) -> str:
-    """Delete an offloaded model right after a failed forward: its pages stay until the device has read them."""
+    """Delete an offloaded model right after a failed forward: the pages stay until the device has read them."""
     keep = tower(device, width=64)
     for _ in range(3):
         model = tower(device, cpu_offload=CPUOffload(offload_params=True))
@@ -381,7 +381,9 @@ def background_save(device: torch.device) -> str:
 
 
 def blocked_by_a_save(device: torch.device) -> str:
-    """Return for how long ``async_save`` of 1 GB per rank blocks the program, beside its page-locking alone."""
+    """Return for how long ``async_save`` of 1 GB per rank blocks the program, beside page-locking the same memory
+    alone.
+    """
     root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(root, src=0, device=device)
     width = int((2**28 * dist.get_world_size() / 16) ** 0.5)  # four blocks of 4 width^2 elements of 4 bytes
@@ -585,7 +587,7 @@ TOGETHER = (
     Situation(allocator),
     Situation(other_device, devices=2),
 )
-ALONE = (  # situations after which the process or its group cannot be used
+ALONE = (  # situations after which the process or the group cannot be used
     Situation(skipping, "any", ranks=2),
     Situation(killed, "any", ranks=2, kills=True),
     Situation(no_interface, "nccl"),

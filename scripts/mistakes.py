@@ -1,23 +1,23 @@
-"""Makes the mistakes that programs make with this package, and grades what each rank is told of them.
+"""Runs programs with common mistakes, and grades the errors and warnings that each rank reports.
 
     python scripts/mistakes.py [--only SUBSTRING] [--jobs 2] [--long]
 
-Each case of `CASES` is a small program that runs in new processes, usually two ranks, until it ends or its time is up.
-A rank is told by an exception, a warning, or what is printed on stderr. The grade is
+Each case of `CASES` is a small program that runs in new processes, usually two ranks, until the end or a timeout. A
+report is an exception, a warning, or output on stderr. The grade is
 
-    5  in time, on every rank that has to be told, with what was done (`what`) and what to do instead (`remedy`)
-    4  the remedy without the name of what was done, or 5 less one rank, or too late
-    3  what was done, without a remedy
-    1  something else
-    0  nothing: the program goes on with something else than was meant, or hangs
+    5  a report in time, on every rank concerned, that names the mistake (`what`) and the remedy (`remedy`)
+    4  the remedy without the name of the mistake, or grade 5 except for one rank, or too late
+    3  the mistake without a remedy
+    1  an unrelated report
+    0  no report: the program trains wrongly, or hangs
 
-A case without words is no mistake: it has to work in silence. Prints a line per case, the average and the number of
-cases at grade 0; exits with 1 if there is one, or if the average is below 4.
+A case without patterns is a correct program, which must run without a report. Prints a line per case, the average and
+the number of cases at grade 0. Exits with 1 if a case has grade 0 or the average is below 4.
 
-Four mistakes leave nothing that could be noticed, and are no cases: with `use_orig_params=True` a sharded parameter is
-an ordinary `nn.Parameter`, which optimizers and libraries need, so that reading its `shape` or `sum()` is as ordinary;
-a loop that passes over what has less than two dimensions does nothing; a norm of gradients computed by hand is a sum of
-numbers; and with flat parameters a loop that freezes by names finds no name.
+Four mistakes cannot be detected, and are no cases. With `use_orig_params=True` a sharded parameter is an ordinary
+`nn.Parameter`, as optimizers and libraries need, and so is reading `shape` or `sum()`. A loop that skips parameters of
+fewer than two dimensions changes none. A norm of gradients computed by hand is a plain sum. With flat parameters, a
+loop that freezes by name finds no name.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
 
 NAMES = {"argparse": argparse, "copy": copy, "fsdp": fsdp, "signal": signal}  # that programs alone use
-PATIENCE = 25.0  # seconds that a case may run; a rank that waits has to be told after 10
-QUICK = 5.0  # seconds until which the ranks are to be told
+PATIENCE = 25.0  # seconds that a case may run; a waiting rank must raise within 10
+QUICK = 5.0  # seconds within which the ranks must report the mistake
 
 
 class Block(nn.Module):
@@ -117,13 +117,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Case:
-    """A program, and what is to be said of it; `what` and `remedy` are regular expressions."""
+    """A program, and the expected report; `what` and `remedy` are regular expressions."""
 
     name: str
     program: str
     what: str = ""
     remedy: str = ""
-    ranks: str = "all"  # which have to be told: all, one (no matter which), or the digits of some
+    ranks: str = "all"  # the ranks that must report: all, one (any), or the digits of some
     world: int = 2
     quick: float = QUICK
     group: bool = True  # whether there is a process group
@@ -355,7 +355,7 @@ for call, (program, words) in ALONE.items():
         f"{MODEL}{before}if rank == 0:\n    {program}\ntrain(model, optimizer)",
         f"rank 0.*{words}|{words}.*rank 0",
         EVERY_RANK,
-        ranks="0" if call == "backward()" else "all",  # rank 1 makes a step with what rank 0 does alone, and ends
+        ranks="0" if call == "backward()" else "all",  # rank 1 runs the step that only rank 0 should run, and ends
     )
 for call in ("state_dict()", "save()", "clip_grad_norm_()"):
     program, words = ALONE[call]
@@ -761,7 +761,7 @@ class Printed:
 
 
 def warm_up() -> None:
-    """Import here, before the ranks are forked, what torch imports when it is first used."""
+    """Import, before the ranks are forked, the modules that torch imports at first use."""
     for make in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor):
         make([nn.Parameter(torch.zeros(1))]).step()
     torch.utils.checkpoint.checkpoint(nn.Identity(), torch.zeros(1), use_reentrant=False)

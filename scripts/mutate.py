@@ -1,12 +1,12 @@
-"""Mutation testing of a change: break what the diff touches, one place at a time, and see a test fail.
+"""Mutation testing of a change: break one line of the diff at a time, and see a test fail.
 
     python scripts/mutate.py [--base REV] [--tests FILE ...] [--jobs N] [--most N] [FILE ...]
 
 Each statement, condition and keyword argument on a line of the package that was added since ``--base`` (HEAD: the
 uncommitted change) is mutated: the statement is deleted, the condition negated, the argument dropped. The tests of
-the file run on a copy of the repository. A mutant that no test notices survives: either a test is missing, or the
-code does nothing. The tests of a file are those that import it, unless ``--tests`` names others. Nothing is kept.
-Exits with 0 only if there are no survivors.
+the file run on a copy of the repository. A mutant that no test notices survives: either a test is missing, or the code
+has no effect. The tests of a file are those that import it, unless ``--tests`` names different ones. The copy is
+deleted. Exits with 0 only if there are no survivors.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def added_lines(base: str) -> dict[str, set[int]]:
 
 
 def find_tests(file: str) -> list[str]:
-    """Return the test files that import ``file``, or something from it."""
+    """Return the test files that import ``file`` or a name of it."""
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     parent, _, name = module.rpartition(".")
     whole, package = re.escape(module), re.escape(parent)
@@ -137,7 +137,7 @@ def run_tests(root: Path, tests: Sequence[str]) -> int | None:
 
 
 def judge(mutant: Mutant, tests: Sequence[str], copies: SimpleQueue[Path]) -> str:
-    """Return "noticed", "SURVIVED", or "INVALID" for a mutant that says nothing about the tests."""
+    """Return "noticed", "SURVIVED", or "INVALID" for a mutant that the tests cannot run."""
     root = copies.get()
     path = root / mutant.file
     source = path.read_text()

@@ -2,13 +2,13 @@
 
     python scripts/run_tests.py [-x] [--quick] [--workers N] [--no-types] [FILE ...]
 
-Most of the suite's time is waiting: ranks for each other, and everything for time limits that have to pass. So files
-are handed out to several pytest processes, one more than a machine of two cores has, so that none is idle while some
-wait, and the longest first; each keeps its rank processes from file to file. All are forked from one process, which has
-collected the tests (`tests/harness/handout.py`). Tests
-marked `serial` come last, when nothing else runs. A failure is shown in full as soon as it happens; the run goes on,
+Most of the suite's time is waiting: ranks wait for each other and for time limits. So files are distributed to several
+pytest processes, one more than a machine of two cores has, and the longest first. Each process keeps the ranks' pool
+from file to file. All are forked from one process, which has collected the tests (`tests/harness/handout.py`).
+
+Tests marked `serial` run last, one at a time. A failure is shown in full as soon as it happens; the run continues,
 unless -x ends it there. The last line counts as pytest's does. Exits with 0 only if at least one test passed, none
-failed, every collected test was run, and the type checker found nothing.
+failed, every collected test ran, and the type checker found no error.
 
 For one file or one test use pytest itself: `bash scripts/test.sh tests/test_layout.py -k gaps`.
 """
@@ -110,7 +110,7 @@ COSTS: dict[str, float] = {
 }
 SHORT = 5.0
 
-# The answer within a minute: what most mistakes break first.
+# The tests of `--quick`, which takes a minute: those that most mistakes break first.
 QUICK = [
     "tests/test_architecture.py",
     "tests/test_api.py",
@@ -132,14 +132,14 @@ PATIENCE = 15.0  # seconds that a pytest process gets to end after it was interr
 
 
 class Queue:
-    """Which part of the suite goes to which process. Serial parts go out one by one, when nothing else runs."""
+    """The parts of the suite that wait for a process. Serial parts run one by one, when no other part runs."""
 
     def __init__(self, busy: int = 0) -> None:
         self._changed = threading.Condition()
         self._parts: dict[str, int] | None = None  # all, with their numbers of tests
         self._parallel: list[str] = []
         self._serial: list[str] = []
-        self._busy = busy  # parts that run, and other work that serial tests must not have beside them
+        self._busy = busy  # running parts, and other work that must not run beside serial tests
         self.stopped = False
 
     def offer(self, parts: dict[str, int]) -> None:
@@ -187,7 +187,7 @@ class Queue:
 
 @dataclass
 class Results:
-    """What happened, and its printing. Methods may be called from any thread."""
+    """Results of tests, counted and printed. Methods may be called from any thread."""
 
     stop_at_failure: bool
     queue: Queue
@@ -261,13 +261,14 @@ def _rule(text: str, line: str) -> str:
 
 
 class Collector:
-    """The process that collects the tests, and from which those that run them are forked."""
+    """The process that collects the tests and forks the test processes."""
 
     def __init__(self, queue: Queue, results: Results, arguments: Sequence[str]) -> None:
         self._queue, self._results = queue, results
         self._failing = threading.Lock()
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # a fork has none of its threads
+        # a fork has no threads of the parent
+        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the same files
         command = ["-m", "pytest", "-q", "--tb=auto", "-p", "tests.harness.handout", *arguments]
         self._template = Template(command, environment)
@@ -309,7 +310,7 @@ class Worker:
         try:
             while self._queue.left and self._run_process():
                 pass
-        except Exception as error:  # a thread's error is shown and ends the run like any other failure
+        except Exception as error:  # an error of a thread is shown and ends the run as a failed test does
             self._results.fail(f"ERROR worker {self._number}", repr(error))
             self._queue.stop()
 

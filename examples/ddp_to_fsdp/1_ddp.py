@@ -1,4 +1,4 @@
-"""A training script for DistributedDataParallel: 2_torch_fsdp.py and 3_fsdp.py are what becomes of it.
+"""A training script for DistributedDataParallel: 2_torch_fsdp.py and 3_fsdp.py are the migrated versions.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_to_fsdp/1_ddp.py
 """

@@ -2,9 +2,9 @@
 
 python -m tests.device.gpu_scripts [PART_OF_A_NAME ...]
 
-The scripts are written for CUDA. They are read here with another object in place of ``torch.cuda``, so that they are
-known to run, and their checks to pass, before a GPU is there. ``kept_leaves`` is left out: this device refuses a kernel
-on a released buffer in words of its own (``kept_leaf`` of the situations).
+The scripts are written for CUDA. Here a substitute replaces ``torch.cuda``, so that the scripts and checks are tested
+without a GPU. ``kept_leaves`` is left out: this device refuses a kernel on a released buffer with a different message
+(``kept_leaf`` of the situations).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def run_situation(name: str, device: torch.device) -> str:
 
 
 def run_check(kind: str, strategy: str, uop: bool, feature: str, device: torch.device) -> str:
-    script("gpu_situations")  # before the other one imports it
+    script("gpu_situations")  # before the second script imports it
     found = script("gpu_check")
     options = {"sharding_strategy": found.ShardingStrategy[strategy], "use_orig_params": uop}
     if feature:

@@ -1,7 +1,7 @@
 """Builds the late device of ``lag.cpp`` (once per version of torch), and registers it with torch as "lag".
 
-Importing this module is enough: ``torch.device("lag")`` exists then, and is the accelerator. ``C`` is the extension:
-its lateness, its counts, its reports. ``init`` makes the process group.
+Importing this module suffices: ``torch.device("lag")`` exists then, and is the accelerator. ``C`` is the extension
+with the settings of lateness, the counters and the reports. ``init`` makes the process group.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ WIDTH = 32
 
 
 class Block(nn.Module):
-    """A residual block that raises in forward or in backward where ``fail`` says so."""
+    """A residual block that raises in forward or in backward, as ``fail`` selects."""
 
     def __init__(self) -> None:
         super().__init__()

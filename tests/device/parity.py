@@ -29,7 +29,7 @@ LATE_STREAMS = {"compute": {0: 40.0}, "gather": {1: 40.0}, "reduce": {2: 40.0}} 
 
 
 class Norm(nn.Module):
-    """A layer norm of plain operations: the CPU's own kernel takes other combinations of dtypes than a GPU's."""
+    """A layer norm of plain operations: the CPU's kernel supports other combinations of dtypes than a GPU's."""
 
     def __init__(self) -> None:
         super().__init__()

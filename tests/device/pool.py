@@ -1,8 +1,8 @@
-"""Run cases on N ranks, each a process of its own. A case that hangs or dies is reported, and the others go on.
+"""Run cases on N ranks, each a separate process. A case that hangs or dies is reported, and the remaining cases run.
 
 The driver starts the ranks and prints a line per case: ``ok``, ``WRONG`` (an assertion), ``RAISED``, ``DEVICE`` (an
-error on the device), ``HANG`` or ``DIED``. After a case that failed the process group may be of no use: the driver
-starts new ranks for the cases after it.
+error on the device), ``HANG`` or ``DIED``. After a failed case the process group may be unusable: the driver starts
+new ranks for the following cases.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ def locked_pages_as_on_cuda() -> Iterator[None]:
 
 
 def _run_case(case: Case, device: torch.device) -> str:
-    """The result of one case on this rank: a word, and the case's remark or its error."""
+    """The result of one case on this rank: a word, and the case's remark or error."""
     _clear_logs()
     try:
         text = f"ok     {case(device) or ''}"
     except AssertionError as error:
         text = f"WRONG  {error}"
         _trace()
-    except BaseException as error:  # a rank reports whatever a case raises
+    except BaseException as error:  # a rank reports any error of a case
         text = f"RAISED {type(error).__name__}: {str(error)[:600]}"
         _trace()
     lag.C.set_lateness(0, {})

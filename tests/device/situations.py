@@ -50,7 +50,7 @@ def case(function: pool.Case) -> pool.Case:
 def _spoil_after(
     device: torch.device, read: Callable[[Pair, torch.Tensor], torch.Tensor | None], **options: Any
 ) -> str:
-    """Overwrite offloaded shards right after ``read``: the device has copied what was there before."""
+    """Overwrite offloaded shards right after ``read``: the device must have copied the old values."""
     pair = Pair(device, **offload(), **options)
     pair.train(1)
     x = pair.batch()
@@ -237,7 +237,7 @@ for _where, _what in itertools.product(("forward", "backward"), ("go_on", "spoil
 
 @case
 def fail_and_delete(device: torch.device) -> str | None:
-    """Delete an offloaded model right after a failed step: the device has still to read its shards."""
+    """Delete an offloaded model right after a failed step: the device has still to read the shards."""
     for where in ("forward", "backward"):
         pair = Pair(device, **offload())
         pair.train(1)
@@ -329,7 +329,7 @@ def failed_backward_then_another(device: torch.device) -> str:
 
 @case
 def delete_after_backward(device: torch.device) -> str | None:
-    """Delete a model right after a backward: nothing that is queued touches memory of others."""
+    """Delete a model right after a backward: queued kernels must not touch memory of other models."""
     keep = Pair(device, seed=5)
     keep.train(1)
     for options in ({}, offload()):
@@ -510,7 +510,7 @@ def unshard_on_side_stream(device: torch.device) -> str | None:
 
 @case
 def thread_trains(device: torch.device) -> str | None:
-    """Train in another host thread, which has current streams of its own."""
+    """Train in a second host thread, which has separate current streams."""
     pair = Pair(device)
     pair.train(1)
     lag.C.set_lateness(30, {})
@@ -836,7 +836,7 @@ def coalesced(device: torch.device) -> str | None:
 
 @case
 def uneven(device: torch.device) -> str | None:
-    """Train with more batches on one rank than on the other."""
+    """Train with more batches on one rank than on the second."""
     pair = Pair(device)
     lag.C.set_lateness(40, {})
     batches = [pair.batch() for _ in range(3 + dist.get_rank())]
@@ -991,7 +991,7 @@ def memory(device: torch.device) -> str | None:
 
 @case
 def phases(device: torch.device) -> str | None:
-    """Move everything off the device and back: no byte is left there meanwhile, and the training goes on as before."""
+    """Move all tensors off the device and back: no byte is left there meanwhile, and the training continues."""
     for options in (
         {},
         {"sharding_strategy": S.SHARD_GRAD_OP},
@@ -1135,7 +1135,7 @@ def cpu_group(device: torch.device) -> str:
 
 @case
 def one_device_for_all(device: torch.device) -> str:
-    """Share one device among the ranks: sharded state dicts say where each shard lies."""
+    """Share one device among the ranks: sharded state dicts name the rank of each shard."""
     shared, group = torch.device("lag", 0), dist.new_group()
     lag.C.set_device(0)
     try:

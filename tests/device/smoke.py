@@ -1,4 +1,4 @@
-"""Shows that the late device computes what the CPU does, and that a missing wait between streams gives other numbers.
+"""Shows that the late device computes as the CPU does, and that a missing wait between streams changes the values.
 
 python -m tests.device.smoke
 """
