@@ -22,7 +22,7 @@ from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
 
 WIDTH = 5
@@ -104,7 +104,12 @@ CHOICES: list[dict[str, Any]] = [
 KINDS = list(itertools.product((ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP), (False, True)))
 
 
-def out_of_memory(recompute: str) -> int:
+@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+@on_ranks(2)
+def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompute: str) -> None:
+    """The requests are for a full buffer needed now or prefetched, or for a reduction; with and without
+    `reset_iter_state()`.
+    """
     os.environ["FSDP_COLLECTIVES"] = "native"
     count = 0
     for number, options in enumerate(CHOICES):
@@ -149,16 +154,7 @@ def out_of_memory(recompute: str) -> int:
                     assert_at_rest(model, what)
                     model.zero_grad()
                 count += 1
-    return count
-
-
-@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
-def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompute: str) -> None:
-    """The requests are for a full buffer needed now or prefetched, or for a reduction; with and without
-    `reset_iter_state()`.
-    """
-    for count in run_ranks(2, out_of_memory, recompute):
-        assert count > 15, count
+    assert count > 15, count
 
 
 class Fault(Exception):

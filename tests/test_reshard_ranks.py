@@ -23,7 +23,7 @@ from fsdp.comm import groups, nodes
 from fsdp.comm.nodes import nearby_group, node_groups
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import handles_of
 from tests.test_switches import GRAD_OP, HYBRID, Layer, Net, per_rank
@@ -210,8 +210,9 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
         assert count(pair.run(backward(14))) == (UNITS, UNITS)
 
 
+@on_ranks(4)
 @impatient
-def _fail() -> None:
+def test_ranks_continue_after_a_failure_between_gathers_over_two_ranks() -> None:
     model = wrapped(reshard_after_forward=2, process_group=dist.new_group(list(ALL)))  # a group of this test
     layer, stops = model.module.layers[1], dist.get_rank() == 1
 
@@ -239,10 +240,6 @@ def _fail() -> None:
         except RuntimeError as error:
             assert stops and "failed in the backward" in str(error)  # the failed rank learns of the peers' error
     assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
-
-
-def test_ranks_continue_after_a_failure_between_gathers_over_two_ranks() -> None:
-    run_ranks(4, _fail)
 
 
 @on_ranks(4)

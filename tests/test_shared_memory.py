@@ -42,7 +42,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal
-from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
+from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
 
@@ -177,8 +177,9 @@ def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
     assert held_nbytes_at_rest() <= HEADERS
 
 
+@on_ranks(2)
 @impatient
-def write_before_all_have_read() -> None:
+def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     """Let rank 1 read late: rank 0 gathers a unit again after the shard has changed, and writes to summoned
     parameters.
     """
@@ -231,10 +232,6 @@ def write_before_all_have_read() -> None:
     for name, after in full_parameters(model).items():
         factor = 2 if name in ("3.weight", "3.bias") else 1
         assert torch.equal(after, before[name] * factor), name
-
-
-def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
-    run_ranks(2, write_before_all_have_read)
 
 
 @on_ranks(2)
@@ -293,7 +290,8 @@ def test_a_recorder_on_one_rank_does_not_block_the_remaining_ranks() -> None:
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
 
 
-def post_different_collectives() -> list[str]:
+@on_ranks(2)
+def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
@@ -311,18 +309,20 @@ def post_different_collectives() -> list[str]:
         shard, full = torch.full((3,), float(rank)), torch.empty(6)
         communicator.gather([Gather(full, shard)], Event("gather", 1)).wait()
         assert full.tolist() == [0.0] * 3 + [1.0] * 3
-    return words
+    (unit, size) = words
+    rank = dist.get_rank()
+    assert f"rank {rank} is at 'gather another unit {rank}'" in unit
+    assert f"rank {1 - rank} is at 'gather another unit {1 - rank}'" in unit
+    assert "(16 bytes)" in size and "(20 bytes)" in size
 
 
-def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
-    for rank, (unit, size) in enumerate(run_ranks(2, post_different_collectives)):
-        assert f"rank {rank} is at 'gather another unit {rank}'" in unit
-        assert f"rank {1 - rank} is at 'gather another unit {1 - rank}'" in unit
-        assert "(16 bytes)" in size and "(20 bytes)" in size
+def raise_value_error(*_: object) -> None:
+    raise ValueError("not a number")
 
 
+@on_ranks(2)
 @impatient
-def fail_and_continue() -> None:
+def test_ranks_train_correctly_after_a_failure() -> None:
     """Let each rank fail in the forward of a different unit; afterwards the ranks train as if no error had occurred."""
     found = []
     enable_shared_memory()
@@ -343,14 +343,6 @@ def fail_and_continue() -> None:
         found.append(full_parameters(model))
     assert_bit_equal(found[1], found[0])
     assert held_nbytes_at_rest() <= HEADERS
-
-
-def raise_value_error(*_: object) -> None:
-    raise ValueError("not a number")
-
-
-def test_ranks_train_correctly_after_a_failure() -> None:
-    run_ranks(2, fail_and_continue)
 
 
 def die_in_a_forward() -> tuple[str, float]:
@@ -402,8 +394,9 @@ def test_a_dead_rank_is_detected_within_a_second_in_a_plain_wait() -> None:
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 @impatient
-def run_out_of_memory() -> None:
+def test_a_full_segment_raises_an_error_and_does_not_crash() -> None:
     enable_shared_memory()
     group = new_group()
     model = make_model(group)
@@ -428,10 +421,6 @@ def run_out_of_memory() -> None:
         step(tried)
         assert_bit_equal(full_parameters(tried), expected)
     assert held_nbytes_at_rest() <= HEADERS
-
-
-def test_a_full_segment_raises_an_error_and_does_not_crash() -> None:
-    run_ranks(2, run_out_of_memory)
 
 
 @on_ranks(2)
@@ -479,8 +468,9 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
     assert out.tolist() == [3.0] * 10 and held_nbytes_at_rest() <= HEADERS and segment.lent_at(address) is None
 
 
-def step_in_small_units() -> list[bool]:
-    """Train a model with small units; return for each of the last steps whether memory was released during it."""
+@on_ranks(2)
+def test_small_units_keep_their_memory_during_a_step() -> None:
+    """A block is at least one page, which is larger than the largest buffer of such units."""
     enable_shared_memory()
     units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
@@ -491,12 +481,7 @@ def step_in_small_units() -> list[bool]:
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
             found.append(given.called)
-    return found[1:]
-
-
-def test_small_units_keep_their_memory_during_a_step() -> None:
-    """A block is at least one page, which is larger than the largest buffer of such units."""
-    assert run_ranks(2, step_in_small_units) == [[False] * 3] * 2
+    assert found[1:] == [False] * 3
 
 
 @on_ranks(2)

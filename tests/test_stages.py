@@ -49,7 +49,7 @@ from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.pairs import pairwise
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
 
@@ -360,9 +360,8 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
     return expected
 
 
-# On one rank all strategies are equal; three ranks only differ in the numbers.
-MEASURED = [(2, strategy, mode) for strategy in STRATEGIES for mode in (False, True)]
-MEASURED += [(3, strategy, index % 2 == 1) for index, strategy in enumerate(STRATEGIES)] + [(1, STRATEGIES[0], False)]
+# On one rank all strategies are equal.
+MEASURED = [(1, FULL_SHARD, False), *pairwise([2, 3], STRATEGIES, [False, True])]
 
 
 @needs_meter
@@ -549,7 +548,36 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> list[str]:
+def check_gradients(r: Registration, kind: str | None) -> None:
+    """Check `.grad` of the visible parameters: None, the reduced shard, or with `no_sync` unsharded in the true
+    shape.
+    """
+    if not r.use_orig_params:
+        for unit, flat in r.flat.items():
+            numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)
+            if kind is None:
+                assert flat.grad is None
+            else:
+                assert flat.grad is not None and flat.grad.dtype == flat.dtype
+                assert flat.grad.shape == (flat.shape if kind == "reduced" else (numel,))
+        return
+    for name, original in r.originals.items():
+        absent = r.is_sharded and original.numel() == 0 and kind == "reduced"
+        if kind is None or absent:
+            assert original.grad is None, name
+        else:
+            assert original.grad is not None, name
+            assert original.grad.shape == (original.shape if kind == "reduced" else r.values[name].shape), name
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
+@on_ranks("world_size")
+def test_parameters_registered_on_the_modules_at_each_stage(
+    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    passes = ["forward 0", "forward 1", "between", "backward 1", "backward 0"]
+    synced, unsynced = [*passes, "after backward"], [p for p in passes if p != "between"]
+    end = ["after backward in no_sync", "forward 0", "forward 1"]
     r = Registration(strategy, use_orig_params)
     model = r.model
     r.check("built", set())
@@ -577,41 +605,9 @@ def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> lis
     with torch.no_grad():
         model(torch.ones(2, 5))
     r.check("after a forward without gradients", set())
-    return r.seen
-
-
-def check_gradients(r: Registration, kind: str | None) -> None:
-    """Check `.grad` of the visible parameters: None, the reduced shard, or with `no_sync` unsharded in the true
-    shape.
-    """
-    if not r.use_orig_params:
-        for unit, flat in r.flat.items():
-            numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)
-            if kind is None:
-                assert flat.grad is None
-            else:
-                assert flat.grad is not None and flat.grad.dtype == flat.dtype
-                assert flat.grad.shape == (flat.shape if kind == "reduced" else (numel,))
-        return
-    for name, original in r.originals.items():
-        absent = r.is_sharded and original.numel() == 0 and kind == "reduced"
-        if kind is None or absent:
-            assert original.grad is None, name
-        else:
-            assert original.grad is not None, name
-            assert original.grad.shape == (original.shape if kind == "reduced" else r.values[name].shape), name
-
-
-@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
-def test_parameters_registered_on_the_modules_at_each_stage(
-    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    passes = ["forward 0", "forward 1", "between", "backward 1", "backward 0"]
-    synced, unsynced = [*passes, "after backward"], [p for p in passes if p != "between"]
-    end = ["after backward in no_sync", "forward 0", "forward 1"]
-    for seen in run_ranks(world_size, check_registration, strategy, use_orig_params):
-        assert seen[: 1 + 2 * len(synced)] == ["built", *synced, *synced]
-        assert seen[1 + 2 * len(synced) :] == [*unsynced, end[0], "after a forward without gradients"]
+    seen = r.seen
+    assert seen[: 1 + 2 * len(synced)] == ["built", *synced, *synced]
+    assert seen[1 + 2 * len(synced) :] == [*unsynced, end[0], "after a forward without gradients"]
 
 
 # -- how many units are gathered at a time -------------------------------------------------------------------------
@@ -681,12 +677,36 @@ class Peak:
     frozen_grads: int
 
 
+WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "segment") for how in (True, False)]
+
+
+# Per form of checkpointing, one kind has separate inputs and the second kind an input that all units share, by turns.
+SHARING = [
+    (kind, *way, kind != "frozen" and (number + index) % 2 == 0)
+    for index, kind in enumerate(["frozen", "adapted", "trained"])
+    for number, way in enumerate(WAYS)
+    if kind != "adapted" or number % 2  # partly frozen units are between the other two kinds
+]
+
+
+@needs_meter
+@pytest.mark.parametrize(("kind", "checkpointing", "reentrant", "shared"), SHARING)
+@on_ranks(2)
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
 @mock.patch.object(host_memory, "_MAY_RECYCLE", False)
-def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> list[Peak]:
-    """Return a `Peak` for each of two steps, of which the first has no recorded order. Observes each direct
-    exchange.
+def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool) -> None:
+    """At most two units beside the root have memory, with frozen and checkpointed units, and with an input that all
+    units share. A unit ends when its part of that gradient is passed on, not when the sum is complete.
+
+    Where all large parameters are frozen there are no large gradients: then the bytes show it as well as the count.
     """
+    with torch.device("meta"):
+        block: nn.Module = Adapted(0) if kind == "adapted" else Block(0)
+        unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
+        frozen = 0 if kind == "trained" else nbytes_of(Block(0))
+    shards, gradients = (root + STACKED * unit) // 2, (root + STACKED * (unit - frozen)) // 2
+    most = shards + root + GATHERED * unit
+    use_orig_params = reentrant
     os.environ["FSDP_COLLECTIVES"] = "direct"
     meter = Meter()
     peaks: list[Peak] = []
@@ -730,41 +750,11 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
                 del stack, model, frozen, unit
     finally:
         dist.batch_isend_irecv = issue
-    return peaks
-
-
-WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "segment") for how in (True, False)]
-
-
-# Per form of checkpointing, one kind has separate inputs and the second kind an input that all units share, by turns.
-SHARING = [
-    (kind, *way, kind != "frozen" and (number + index) % 2 == 0)
-    for index, kind in enumerate(["frozen", "adapted", "trained"])
-    for number, way in enumerate(WAYS)
-    if kind != "adapted" or number % 2  # partly frozen units are between the other two kinds
-]
-
-
-@needs_meter
-@pytest.mark.parametrize(("kind", "checkpointing", "reentrant", "shared"), SHARING)
-def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool) -> None:
-    """At most two units beside the root have memory, with frozen and checkpointed units, and with an input that all
-    units share. A unit ends when its part of that gradient is passed on, not when the sum is complete.
-
-    Where all large parameters are frozen there are no large gradients: then the bytes show it as well as the count.
-    """
-    with torch.device("meta"):
-        block: nn.Module = Adapted(0) if kind == "adapted" else Block(0)
-        unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
-        frozen = 0 if kind == "trained" else nbytes_of(Block(0))
-    shards, gradients = (root + STACKED * unit) // 2, (root + STACKED * (unit - frozen)) // 2
-    most = shards + root + GATHERED * unit
-    for peaks in run_ranks(2, measure_peaks, kind, shared, checkpointing, reentrant, use_orig_params=reentrant):
-        for step, peak in enumerate(peaks):
-            what = f"step {step}"
-            assert peak.observations == (2 + (checkpointing != "none")) * STACKED, what
-            assert peak.units <= GATHERED, f"{what}: {peak.units} units at a time"
-            assert peak.frozen_grads == 0, what
-            assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"
-            if kind != "trained":
-                assert peak.nbytes <= most + NOISE, f"{what}: {peak.nbytes:,} bytes, allowed {most:,}"
+    for step, peak in enumerate(peaks):
+        what = f"step {step}"
+        assert peak.observations == (2 + (checkpointing != "none")) * STACKED, what
+        assert peak.units <= GATHERED, f"{what}: {peak.units} units at a time"
+        assert peak.frozen_grads == 0, what
+        assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"
+        if kind != "trained":
+            assert peak.nbytes <= most + NOISE, f"{what}: {peak.nbytes:,} bytes, allowed {most:,}"

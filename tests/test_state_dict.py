@@ -1,4 +1,4 @@
-"""Model state: which kind is made, what is in it, and where it can be loaded again."""
+"""Model state: the entries of each kind of state dict, and where each kind can be loaded."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
 MODES = [(strategy, mode) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for mode in (False, True)]
 
 
-class StandIn:
-    """All that a constructor may ask of a process group."""
+class StandInGroup:
+    """The members of a process group that a constructor reads."""
 
     def rank(self) -> int:
         return 0
@@ -72,7 +72,7 @@ class StandIn:
 
 @contextmanager
 def kind_of(model: nn.Module, kind: str) -> Iterator[None]:
-    """The kind set, and silence about what is not sharded."""
+    """Set a kind, and ignore warnings about parameters that are not sharded."""
     with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
         warnings.filterwarnings("ignore", "StateDictType.* which is not sharded", UserWarning)
         yield
@@ -98,8 +98,9 @@ class Tied(nn.Module):
 
 
 class Rich(nn.Module):
-    """Buffers between parameters, ties, a module used at two places, memory in another order, frozen and ignored ones,
-    and units of fewer rows than ranks."""
+    """Buffers between parameters, ties, a module registered twice, transposed memory, frozen and ignored parameters,
+    and units with fewer rows than ranks.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -128,7 +129,9 @@ def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0, **m
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[::3]), (2, MODES), (3, MODES[:2]), (4, MODES[1:2])])
 @on_ranks("world_size")
-def test_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
+def test_every_kind_of_state_has_the_plain_models_entries_and_loads(
+    world_size: int, modes: list[tuple[ShardingStrategy, bool]]
+) -> None:
     """Names, order, values and versions are the plain model's, in both modes."""
     plain, noise = Rich().state_dict(), Rich(1).state_dict()
     for strategy, mode in modes:
@@ -153,7 +156,7 @@ def test_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple
 # -- torch's FSDP1, plain modules and DDP ------------------------------------------------------------------------------
 
 
-def theirs_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_SHARD) -> nn.Module:
+def torch_fsdp_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_SHARD) -> nn.Module:
     from torch.distributed import fsdp as torchs
 
     options: dict[str, Any] = {"ignored_modules": [module.ignored]} if hasattr(module, "ignored") else {}
@@ -167,15 +170,17 @@ def theirs_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_S
     )
 
 
-def plainer(seed: int = 0) -> Rich:
-    """Without what torch refuses: frozen parameters beside others, sharded tensors that are not row-major."""
+def make_plainer(seed: int = 0) -> Rich:
+    """Leave out cases that torch refuses: frozen parameters beside trained ones, sharded tensors that are not
+    row-major.
+    """
     module = Rich(seed)
     del module.frozen, module.image
     return module
 
 
 def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
-    # torch registers shared parameters last when it unflattens; ours are always in the plain model's order
+    # torch registers shared parameters last when it unflattens; here they are always in the plain model's order
     shared = [key for key in theirs if "again.weight" in key]
     assert [k for k in ours if k not in shared] == [k for k in theirs if k not in shared], what
     assert set(ours) == set(theirs), what
@@ -188,7 +193,8 @@ def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str)
                 what,
                 key,
             )
-            theirs_are.tensor_properties.requires_grad = False  # local ones have a graph there, and cannot be copied
+            # torch's local tensors have a graph, and cannot be copied
+            theirs_are.tensor_properties.requires_grad = False
             assert ours_are.tensor_properties == theirs_are.tensor_properties, (what, key)
             assert len(found.local_shards()) == len(expected.local_shards()), (what, key)
             for shard, other in zip(found.local_shards(), expected.local_shards(), strict=True):
@@ -202,15 +208,15 @@ def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str)
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
-def test_state_is_torchs_in_every_form(world_size: int) -> None:
-    """The same names in the same order, types, chunks and values, also with `rank0_only`."""
+def test_every_form_of_state_equals_torch_fsdps(world_size: int) -> None:
+    """Names, order, types, chunks and values are equal, also with `rank0_only`."""
     warnings.simplefilter("ignore")
     from torch.distributed import fsdp as torchs
 
     for strategy, mode in [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (NO_SHARD, False)][: 4 - dist.get_world_size()]:
-        module = plainer()
+        module = make_plainer()
         ours = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
-        theirs = theirs_of(plainer(), mode, strategy)
+        theirs = torch_fsdp_of(make_plainer(), mode, strategy)
         holders = {"root": (ours, theirs), "unit": (ours.module.blocks[0], theirs.module.blocks[0])}
         holders["parent"] = (nn.Sequential(nn.ReLU(), ours), nn.Sequential(nn.ReLU(), theirs))
         for kind in ("full", "rank 0", "sharded", *(["local"] if not mode else [])):
@@ -222,7 +228,7 @@ def test_state_is_torchs_in_every_form(world_size: int) -> None:
             }[kind]
             options = {"rank0_only": True} if kind == "rank 0" else {}
             if kind == "rank 0" and strategy is NO_SHARD:
-                continue  # torch ignores it
+                continue  # torch ignores the option
             for holder, (our_holder, their_holder) in holders.items():
                 what = f"{kind}, {strategy}, use_orig_params={mode}, {holder}"
                 torch_type = torchs.StateDictType[f"{name}_STATE_DICT"]
@@ -239,17 +245,17 @@ def test_state_is_torchs_in_every_form(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @on_ranks("world_size")
-def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
+def test_states_are_exchanged_with_torchs_fsdp_plain_modules_and_ddp(world_size: int) -> None:
     """Full and sharded, across `use_orig_params`, and local."""
     warnings.simplefilter("ignore")
     from torch.distributed import fsdp as torchs
 
     world_size = dist.get_world_size()
-    first, second = plainer().state_dict(), plainer(1).state_dict()
+    first, second = make_plainer().state_dict(), make_plainer(1).state_dict()
     for mode in (False, True) if world_size == 2 else (world_size == 3,):
-        module = plainer()
+        module = make_plainer()
         ours = wrap(module, FULL_SHARD, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
-        theirs = theirs_of(plainer(1), not mode)
+        theirs = torch_fsdp_of(make_plainer(1), not mode)
         for kind in ("FULL", "SHARDED"):
             torch_kind = torchs.StateDictType[f"{kind}_STATE_DICT"]
             with (
@@ -265,10 +271,10 @@ def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(wo
             assert_bit_equal(full_state(ours), second, f"theirs in ours, {kind}, use_orig_params={mode}")
             assert_bit_equal(swapped, first, f"ours in theirs, {kind}, use_orig_params={mode}")
             first, second = second, first
-    module = plainer()
+    module = make_plainer()
     flat = wrap(module, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
     if world_size > 1:  # torch's NO_SHARD has no local state
-        theirs, local = theirs_of(plainer(1), False), torchs.StateDictType.LOCAL_STATE_DICT
+        theirs, local = torch_fsdp_of(make_plainer(1), False), torchs.StateDictType.LOCAL_STATE_DICT
         with (
             FullyShardedDataParallel.state_dict_type(flat, local),
             torchs.FullyShardedDataParallel.state_dict_type(theirs, local),
@@ -277,12 +283,12 @@ def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(wo
             assert flat.load_state_dict(theirs.state_dict()) == ([], [])
             theirs.load_state_dict(made)
         with torchs.FullyShardedDataParallel.state_dict_type(theirs, torchs.StateDictType.FULL_STATE_DICT):
-            assert_bit_equal(theirs.state_dict(), plainer().state_dict(), "ours in theirs, local")
-        assert_bit_equal(full_state(flat), plainer(1).state_dict(), "theirs in ours, local")
-    plain, ddp = plainer(), DistributedDataParallel(plainer())
+            assert_bit_equal(theirs.state_dict(), make_plainer().state_dict(), "ours in theirs, local")
+        assert_bit_equal(full_state(flat), make_plainer(1).state_dict(), "theirs in ours, local")
+    plain, ddp = make_plainer(), DistributedDataParallel(make_plainer())
     plain.load_state_dict(full_state(ours))
     ddp.module.load_state_dict(full_state(ours))
-    ours.load_state_dict(plainer(5).state_dict())
+    ours.load_state_dict(make_plainer(5).state_dict())
     ours.load_state_dict(ddp.module.state_dict())
     for state in (full_state(ours), plain.state_dict()):
         assert_bit_equal(state, first)
@@ -323,8 +329,10 @@ def _load_plain(folder: str) -> None:
     assert_bit_equal(state, Rich().state_dict())
 
 
-def test_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
-    """Saved and read as each rank has it, at another number of ranks, wrapping, strategy and mode, and plain."""
+def test_a_ragged_checkpoint_loads_with_any_ranks_wrapping_and_strategy(tmp_path: Path) -> None:
+    """Each rank saves its local parts; they are loaded at another number of ranks, wrapping, strategy and mode, and
+    plain.
+    """
     run_ranks(3, _save_ragged, str(tmp_path / "3"), False, FULL_SHARD)
     run_ranks(2, _save_ragged, str(tmp_path / "2"), True, NO_SHARD)
     run_ranks(2, _load_ragged, str(tmp_path / "3"), True, FULL_SHARD, None)
@@ -340,7 +348,7 @@ def test_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
 
 
 def refused(model: nn.Module, state: dict[str, Any], kind: type[Exception] = RuntimeError, **options: Any) -> str:
-    """The error's text; nothing of the model may have changed."""
+    """Return the error's text, and check that the model is unchanged."""
     before = {key: value.clone() for key, value in full_state(model).items()}
     with pytest.raises(kind) as caught:
         model.load_state_dict(state, **options)
@@ -351,15 +359,15 @@ def refused(model: nn.Module, state: dict[str, Any], kind: type[Exception] = Run
     return text
 
 
-def plainly(state: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What a plain module finds missing and unexpected."""
+def expected_mismatches(state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the missing and unexpected keys that a plain module reports."""
     found = Rich().load_state_dict(state, strict=False)
     return tuple([key.replace("_checkpoint_wrapped_module.", "") for key in keys] for keys in found)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
+def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
     model, rank = rich(mode), dist.get_rank()
     good = Rich(1).state_dict()
 
@@ -378,14 +386,14 @@ def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: boo
         with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{renamed}image"'):
             model.load_state_dict({renamed + key: value for key, value in good.items()})
     assert "expected torch.Tensor" in refused(model, good | {"image": 1})
-    # what one rank alone finds, all of them hear
+    # an error of one rank is reported on all ranks
     text = refused(model, without("last.bias") if rank == 1 else good)
     assert 'Missing key(s) in state_dict: "last.bias"' in text
     assert ("on another rank" in text) is (rank == 0)
-    # not strict: what is there is loaded
+    # not strict: matching entries are loaded
     before = full_state(model)
     partial = {"left.weight": good["left.weight"], "no.such": good["table"]}
-    assert model.load_state_dict(partial, strict=False) == plainly(partial)
+    assert model.load_state_dict(partial, strict=False) == expected_mismatches(partial)
     assert_bit_equal(full_state(model), before | dict.fromkeys(("left.weight", "right.weight"), good["left.weight"]))
     # assign
     assert "image" in refused(model, good | {"image": good["image"].double()}, assign=True)
@@ -395,7 +403,7 @@ def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: boo
     assert ignored.weight.data_ptr() == good["ignored.0.weight"].data_ptr()
     model.load_state_dict({key: value.double() for key, value in Rich(2).state_dict().items()})
     assert_bit_equal(full_state(model), Rich(2).state_dict())
-    # a parent
+    # a parent module
     holder = nn.Sequential(nn.Linear(2, 2), model)
     state = {"1." + key: value for key, value in good.items()} | nn.Sequential(nn.Linear(2, 2)).state_dict(prefix="")
     misfit = {"1.blocks.0.inner.bias": torch.ones(3)} if rank == 1 else {}
@@ -407,7 +415,7 @@ def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: boo
         holder.load_state_dict({key: value for key, value in state.items() if "1.0.inner.bias" not in key})
     assert holder.load_state_dict(state) == ([], [])
     assert_bit_equal(full_state(model), good)
-    # inside
+    # a nested module
     for part in (model.module, model.module.left, model.module.blocks):
         assert part.load_state_dict(part.state_dict()) == ([], [])
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -416,7 +424,7 @@ def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: boo
 
 
 @on_ranks(2)
-def test_an_empty_state_dict_on_one_rank_is_told_with_the_way_to_load_from_rank_0() -> None:
+def test_an_empty_state_dict_on_one_rank_raises_with_the_remedy() -> None:
     for strategy, mode in MODES:
         model = rich(mode, strategy)
         before = full_state(model)
@@ -428,7 +436,7 @@ def test_an_empty_state_dict_on_one_rank_is_told_with_the_way_to_load_from_rank_
 
 @on_ranks(2)
 def test_shards_of_another_model_are_refused() -> None:
-    """And a local dict is of whole units."""
+    """A local dict must have whole units."""
     mode = True
     model, coarse = rich(mode), wrap(Rich(1), FULL_SHARD, mode)
     for kind, words in (
@@ -444,7 +452,7 @@ def test_shards_of_another_model_are_refused() -> None:
             model.module.left.state_dict()
         with pytest.raises(RuntimeError, match="LOCAL_STATE_DICT holds whole units"):
             model.module.left.load_state_dict({})
-        with pytest.raises(AssertionError, match=r"Missing key.*_flat_param"):  # Y44
+        with pytest.raises(AssertionError, match=r"Missing key.*_flat_param"):
             model.load_state_dict({})
 
 
@@ -453,8 +461,8 @@ def test_shards_of_another_model_are_refused() -> None:
 
 @pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, True)])
 @on_ranks(3)
-def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bool) -> None:
-    """Unit by unit; and errors are those of rank 0."""
+def test_a_state_dict_of_rank_0_alone_is_distributed(strategy: ShardingStrategy, mode: bool) -> None:
+    """The units are distributed one by one, and errors are those of rank 0."""
     model, rank = rich(mode, strategy), dist.get_rank()
     good = Rich(1).state_dict()
     full_state(model)
@@ -470,9 +478,9 @@ def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bo
         assert_bit_equal(full_state(model), good)
         partial = {"left.bias": good["left.bias"] + 1, "ignored.0.bias": good["ignored.0.bias"] + 1}
         result = model.load_state_dict(partial if rank == 0 else {}, strict=False)
-        assert result == plainly(partial)
+        assert result == expected_mismatches(partial)
         assert_bit_equal(full_state(model), good | partial | {"right.bias": partial["left.bias"]})
-        mine = {k: v + rank for k, v in good.items()}  # with a dict of its own everywhere, each rank keeps its part
+        mine = {k: v + rank for k, v in good.items()}  # if every rank has a dict, each rank keeps a part of it
         model.load_state_dict(mine)
         assert torch.equal(model.module.table, mine["table"])
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -484,8 +492,8 @@ def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bo
 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
-    """Copies of what is sharded; buffers, ignored parameters and shards are live."""
+def test_state_is_a_compact_copy_where_parameters_are_sharded(mode: bool) -> None:
+    """Sharded parameters are copied; buffers, ignored parameters and shards are live."""
     model = rich(mode)
     states = {}
     for kind in KINDS:
@@ -524,7 +532,7 @@ def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
     for storage, key in zip(storages, managed, strict=True):
         assert storage.nbytes() == plain[key].nbytes, key
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Please use DTensor instead")  # whatever is done with one
+        warnings.filterwarnings("ignore", "Please use DTensor instead")  # a warning about ShardedTensor
         copied = copy.deepcopy(states["local"])
     flat = copied["_flat_param"].local_shards()[0].tensor
     assert torch.equal(flat, states["local"]["_flat_param"].local_shards()[0].tensor)
@@ -532,7 +540,7 @@ def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
 
 
 @on_ranks(2)
-def test_a_part_of_what_no_unit_owns_is_refused_before_anything_is_written() -> None:
+def test_a_part_of_an_unsharded_parameter_is_refused_before_any_write() -> None:
     def make(**options: Any) -> FullyShardedDataParallel:
         inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return wrap(inner, use_orig_params=True, wrap_policy=None, **options)
@@ -559,8 +567,8 @@ def test_a_part_of_what_no_unit_owns_is_refused_before_anything_is_written() -> 
     assert torch.equal(model.state_dict()["1.weight"], whole)
 
 
-class Curious(nn.Module):
-    """Has a say in its state."""
+class Customized(nn.Module):
+    """A module with custom state methods and extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -597,15 +605,15 @@ class Curious(nn.Module):
 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -> None:
-    """T16, T15; and an exception of theirs leaves the parameters in their places."""
-    module = nn.Sequential(Curious(), nn.Linear(3, 2))
+def test_state_hooks_of_modules_run_and_see_full_parameters(mode: bool) -> None:
+    """An exception in a hook leaves the parameters registered."""
+    module = nn.Sequential(Customized(), nn.Linear(3, 2))
     inner = module[0]
     plain = dict(module.state_dict().items())
     module[1]._register_state_dict_hook(
         lambda m, state, prefix, meta: state.update({prefix + "named": state.pop(prefix + "bias")})
     )
-    model = wrap(module, FULL_SHARD, mode, wrap_policy=ModuleWrapPolicy({Curious}))
+    model = wrap(module, FULL_SHARD, mode, wrap_policy=ModuleWrapPolicy({Customized}))
     inner.seen.clear()
     state = model.state_dict()
     assert list(state) == ["0.weight", "0._extra_state", "0.double", "1.weight", "1.named"]
@@ -622,19 +630,19 @@ def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -
     with pytest.raises(RuntimeError, match=r"only copy_\(\) of the whole"):
         model.load_state_dict(state | {"0.weight": plain["0.weight"] - 100})
     assert torch.equal(model.state_dict()["0.weight"], 10 * (plain["0.weight"] + 1))
-    # what raises on one rank alone is heard of
+    # an exception on one rank alone is reported on all
     inner.refuses = dist.get_rank() == 1
     words = None if inner.refuses else "Nothing was loaded, because on another rank: ZeroDivisionError"
     with pytest.raises(ZeroDivisionError if inner.refuses else RuntimeError, match=words):
         model.load_state_dict(state)
-    # what raises in between leaves no trace
+    # an exception in between leaves no trace
     before = [(name, param.shape, id(param)) for name, param in model.named_parameters()]
     inner.refuses = True
     for use in (model.state_dict, lambda: model.load_state_dict(state)):
         with pytest.raises(ZeroDivisionError):
             use()
         assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
-    for use in (inner.state_dict, lambda: inner.load_state_dict({})):  # seen when the module is next used
+    for use in (inner.state_dict, lambda: inner.load_state_dict({})):  # noticed when the module is next used
         with pytest.raises(ZeroDivisionError):
             use()
         model(torch.ones(2, 5)).sum().backward()
@@ -649,7 +657,7 @@ def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -
 
 
 class Scaled(nn.Module):
-    """Saves the attribute `scales` of its parameter beside it, as layers with quantized weights do."""
+    """A module that saves the attribute `scales` of a parameter beside it, as layers with quantized weights do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -689,8 +697,8 @@ def _attributes(strategy: ShardingStrategy, mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_modules_that_save_attributes_of_their_parameters_find_them(mode: bool) -> None:
-    """The packed numbers of a quantized layer are worth nothing without their scales, which hang on the parameter."""
+def test_attributes_of_parameters_are_available_to_modules_that_save_them(mode: bool) -> None:
+    """A quantized layer needs the scales, which are an attribute of the parameter."""
     for strategy in (FULL_SHARD, NO_SHARD):
         run_ranks(2, _attributes, strategy, mode)
 
@@ -698,7 +706,7 @@ def test_modules_that_save_attributes_of_their_parameters_find_them(mode: bool) 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
 def test_state_in_the_middle_of_a_step(mode: bool) -> None:
-    """Refused inside of a forward, and exact everywhere else."""
+    """State is refused inside of a forward, and exact everywhere else."""
     case = ZOO["mlp"]
     model, plain = wrap(case, use_orig_params=mode), case.build()
     batch = case.make_batch(dist.get_rank(), 4)
@@ -751,8 +759,8 @@ def test_state_in_the_middle_of_a_step(mode: bool) -> None:
 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_modules_inside_have_the_same_state(mode: bool) -> None:
-    """Not bare shards."""
+def test_nested_modules_return_their_part_of_the_state(mode: bool) -> None:
+    """Their parameters are full, not shards."""
     plain = Rich().state_dict()
     model = rich(mode)
     for kind in ("full", "sharded", "ragged"):
@@ -779,7 +787,7 @@ def test_modules_inside_have_the_same_state(mode: bool) -> None:
 
 
 class Buffered(nn.Module):
-    """Units only: the root has no parameter of its own, but a buffer."""
+    """A root without parameters, but with a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -793,10 +801,10 @@ class Buffered(nn.Module):
 
 @pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, False), (SHARD_GRAD_OP, True)])
 @on_ranks(2)
-def test_options_count_under_every_strategy_and_for_roots_without_parameters(
+def test_state_dict_options_apply_under_every_strategy_and_to_roots_without_parameters(
     strategy: ShardingStrategy, mode: bool
 ) -> None:
-    """In the parameters' own dtype, and buffers in that which they had."""
+    """Values have the parameters' dtype, and buffers their original dtype."""
     module = Buffered()
     plain = copy.deepcopy(module).state_dict()
     model = wrap(
@@ -866,9 +874,9 @@ def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
 
 
 def nested() -> nn.Module:
-    """A parent that is not wrapped, a unit, and units in it."""
+    """Return an unwrapped parent, with a unit and nested units."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
-    model[0] = FullyShardedDataParallel(model[0], StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model[0] = FullyShardedDataParallel(model[0], StandInGroup(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     return model
 
 
@@ -876,8 +884,8 @@ def kinds(model: nn.Module) -> list[Any]:
     return [(m._state_dict_type, m._state_dict_config) for m in FullyShardedDataParallel.fsdp_modules(model)]
 
 
-def test_the_default_is_full_and_setting_reaches_every_instance() -> None:
-    """And no deprecation warning."""
+def test_the_default_kind_is_full_and_a_setting_applies_to_all_instances() -> None:
+    """No deprecation warning is raised."""
     FSDP, model = FullyShardedDataParallel, nested()
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == default
@@ -889,8 +897,8 @@ def test_the_default_is_full_and_setting_reaches_every_instance() -> None:
     assert FSDP.set_state_dict_type(nn.Linear(1, 1), FULL) == StateDictSettings(None, None, None)
 
 
-def test_the_context_sets_back_also_after_an_exception() -> None:
-    """And says so where there is no instance."""
+def test_the_state_dict_context_restores_settings_after_an_exception() -> None:
+    """Without an instance it raises an error."""
     FSDP, model = FullyShardedDataParallel, nested()
     before = FSDP.get_state_dict_type(model)
     with FSDP.state_dict_type(model, LOCAL):
@@ -906,8 +914,8 @@ def test_the_context_sets_back_also_after_an_exception() -> None:
         FSDP.state_dict_type(nn.Linear(1, 1), FULL).__enter__()
 
 
-def test_instances_that_differ_and_configs_of_another_kind_are_refused() -> None:
-    """And nothing was set."""
+def test_different_settings_of_instances_and_mismatched_configs_are_refused() -> None:
+    """No setting is changed by the refusal."""
     FSDP, model = FullyShardedDataParallel, nested()
     with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
         FSDP.set_state_dict_type(model, SHARDED, FullStateDictConfig())
@@ -921,7 +929,7 @@ def test_instances_that_differ_and_configs_of_another_kind_are_refused() -> None
     assert [kind for kind, _ in kinds(model)] == [FULL, FULL, LOCAL]
 
 
-def test_torchs_own_settings_are_taken() -> None:
+def test_torchs_config_classes_are_accepted() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed import fsdp as torchs
@@ -931,7 +939,7 @@ def test_torchs_own_settings_are_taken() -> None:
 
 
 @on_ranks(2)
-def test_a_local_state_dict_that_is_loaded_as_a_full_one_is_named() -> None:
+def test_loading_a_local_state_dict_as_a_full_one_raises_by_name() -> None:
     for use_orig_params in (False, True):
         model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, use_orig_params)
         with FullyShardedDataParallel.state_dict_type(model, LOCAL):
@@ -941,8 +949,8 @@ def test_a_local_state_dict_that_is_loaded_as_a_full_one_is_named() -> None:
 
 
 @on_ranks(2)
-def test_a_load_that_is_not_strict_and_finds_no_name_is_warned_of() -> None:
-    """All names wrong, as with a prefix, is a mistake; some names missing is what `strict=False` is for."""
+def test_a_non_strict_load_without_any_matching_name_warns() -> None:
+    """All names wrong, as with a prefix, is a mistake; some missing names are the purpose of `strict=False`."""
     model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, True)
     state = model.state_dict()
     other = {f"model.{name}": value for name, value in state.items()}

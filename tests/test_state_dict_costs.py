@@ -1,4 +1,4 @@
-"""What model state costs on its way out and in: collectives and memory."""
+"""Costs of saving and loading model state: collectives and memory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ from tests.test_state_dict import FULL, KINDS, kind_of, rich
 
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
-    """Each unit moves once, with all its buckets; whole values load without communication but for three
-    numbers."""
+def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
+    """A full or sharded dict gathers each unit once, with all buckets, on rank 0 alone or not. Loading full values
+    needs no communication, except for three numbers.
+    """
     model = rich(mode)
     with kind_of(model, "full"):
-        model.state_dict()  # the first time the ranks compare what they do
+        model.state_dict()  # the first call compares the ranks
     units = ["gather the root unit", "gather unit 'blocks.0'", "gather unit 'blocks.1.0'"]
     by_kind = {"full": "all_gather", "rank 0": "all_to_all", "sharded": "all_to_all", "local": None, "ragged": None}
     for kind, op in by_kind.items():
@@ -58,8 +59,8 @@ def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> Non
 
 
 @on_ranks(2)
-def test_parameters_of_no_unit_are_loaded_with_a_few_visits_of_each() -> None:
-    """A list of thousands of parameters took the square of their number."""
+def test_loading_parameters_outside_of_units_takes_linear_time() -> None:
+    """Formerly the time grew with the square of the number of parameters."""
     visits = []
     for count in (5, 50):
         own = nn.ParameterList(torch.randn(2) for _ in range(count))
@@ -86,7 +87,7 @@ class Square(nn.Linear):
 
 
 class Wide(nn.Module):
-    """A root with parameters of its own before and after its units; a square matrix has a quarter of a megabyte."""
+    """A root with parameters before and after the units; a square matrix has a quarter of a megabyte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +99,8 @@ class Wide(nn.Module):
 SQUARE = 256 * 256 * 4
 
 
-class Highest(TorchDispatchMode):
-    """The most bytes that are held after any operation."""
+class PeakMode(TorchDispatchMode):
+    """A dispatch mode that records the most bytes held after any operation."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -112,18 +113,18 @@ class Highest(TorchDispatchMode):
 
 
 def _peak(kind: str) -> tuple[int, int]:
-    """Bytes held at most while the state is collected, and afterwards, beyond what was there before."""
+    """Return the peak of bytes while the state is collected, and the bytes held afterwards, beyond those before."""
     model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
     settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
     meter = Meter()
     with FullyShardedDataParallel.state_dict_type(model, *settings):
-        with Highest(meter):  # what is loaded at first use, and leaves cycles of tracebacks
+        with PeakMode(meter):  # imports at first use leave cycles of tracebacks
             model.state_dict()
         gc.collect()
         if (segment := shared_memory.segment()) is not None:
-            segment.trim()  # so that what a call leaves there shows
+            segment.trim()  # so that memory left by a call shows
         before = meter.at_rest()
-        with Highest(meter) as highest:
+        with PeakMode(meter) as highest:
             state = model.state_dict()
         held = meter.at_rest() - before
     del state
@@ -131,10 +132,9 @@ def _peak(kind: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter")
-def test_a_full_state_costs_itself_and_one_unit() -> None:
-    """Also where the root has parameters; and on other ranks than rank 0, with rank0_only, what they
-    send of one."""
-    total, largest, slack = 8 * SQUARE, 2 * SQUARE, 2 * NOISE  # the root's own parameters are the largest unit
+def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
+    """Root parameters are included; with rank0_only, the remaining ranks need the part of one unit that they send."""
+    total, largest, slack = 8 * SQUARE, 2 * SQUARE, 2 * NOISE  # the root's parameters are the largest unit
     for most, held in run_ranks(2, _peak, "full"):
         assert abs(held - total) <= slack, f"{held:,}, expected {total:,}"
         assert total + SQUARE - slack <= most <= total + largest + slack, f"{most:,}"
@@ -145,8 +145,9 @@ def test_a_full_state_costs_itself_and_one_unit() -> None:
         assert max(most, held) <= slack
 
 
-def _left_by_calls() -> dict[str, int]:
-    """By call, the bytes of memory that ranks share which it leaves at rest."""
+@on_ranks(2)
+def test_state_dict_calls_release_the_shared_memory_of_their_gathers() -> None:
+    """Return, by call, the bytes of shared memory that stay allocated at rest."""
     model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for param in model.parameters():
@@ -168,34 +169,29 @@ def _left_by_calls() -> dict[str, int]:
         before = segment.held_nbytes
         call()
         left[name] = segment.held_nbytes - before
-    return left
-
-
-def test_calls_give_back_the_memory_that_they_gathered_through() -> None:
-    for left in run_ranks(2, _left_by_calls):
-        assert not any(left.values()), left
+    assert not any(left.values()), left
 
 
 def _peak_of_loading(kind: str) -> int:
-    """Bytes held at most while it is loaded, beyond what was there before."""
+    """Return the peak of bytes during a load, beyond those before."""
     model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
     settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
     meter = Meter()
     with FullyShardedDataParallel.state_dict_type(model, *settings):
         state = model.state_dict()
-        with Highest(meter):
+        with PeakMode(meter):
             model.load_state_dict(state)
         dist.barrier()
         gc.collect()
         before = meter.at_rest()
-        with Highest(meter) as highest:
+        with PeakMode(meter) as highest:
             model.load_state_dict(state)
     return highest.nbytes - before
 
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter")
-def test_loading_costs_nothing_beside_what_is_received() -> None:
-    """Nothing where each rank has its values; of what rank 0 hands out, its own part at most."""
+def test_loading_needs_no_memory_except_for_received_values() -> None:
+    """If each rank has the values, no memory is needed; if rank 0 distributes them, at most this rank's part."""
     slack = 2 * NOISE
     for kind in ("full", "ragged"):
         assert max(run_ranks(2, _peak_of_loading, kind)) <= slack, kind
@@ -218,8 +214,8 @@ def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
         gc.enable()
 
 
-def looks(units: int) -> int:
-    """At how many values state_dict() looks more closely."""
+def count_inspections(units: int) -> int:
+    """Return the number of values that state_dict() inspects closely."""
     model = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(units))), wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with mock.patch.object(state_dict, "_storage", wraps=state_dict._storage) as storage:
         model.state_dict()
@@ -227,5 +223,5 @@ def looks(units: int) -> int:
 
 
 @on_ranks(1)
-def test_a_unit_does_not_look_at_what_those_before_it_have_given() -> None:
-    assert looks(20) == 2 * looks(10)
+def test_state_dict_inspects_each_value_once() -> None:
+    assert count_inspections(20) == 2 * count_inspections(10)

@@ -1,4 +1,4 @@
-"""What a directory of checkpoints promises to who shares it: other files, other jobs, other people's checkpoints."""
+"""Guarantees of a checkpoint directory: files of users, concurrent jobs, untrusted checkpoints."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ from tests.harness.pool import on_ranks, run_fresh, run_ranks
 from tests.harness.sharded import wrap
 
 
-class Keeps(nn.Module):
-    """Has one parameter, and extra state of any kind; refuses an extra state of `bad`."""
+class WithExtraState(nn.Module):
+    """A module with one parameter and extra state of any kind; loading the extra state `bad` raises."""
 
     def __init__(self, value: float = 0.0, extra: Any = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def manifest_of(directory: Path) -> dict[str, Any]:
 
 
 def forge(directory: Path, name: str, content: bytes, manifest: dict[str, Any] | None = None) -> None:
-    """Change a file of the latest checkpoint, which is `directory`, as somebody who knows its format would."""
+    """Change a file of the latest checkpoint, which is `directory`, and update the checksums."""
     (directory / name).write_bytes(content)
     manifest = manifest or manifest_of(directory)
     header = content[: 8 + int.from_bytes(content[:8], "little")] if name.endswith(".safetensors") else content
@@ -93,21 +93,21 @@ def with_header(content: bytes, there: str, forged: str) -> bytes:
 # -- what else is there ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
-    """Dates, other people's files and directories, of whatever name, are neither removed, renamed nor counted."""
+def test_files_and_directories_of_users_are_kept(tmp_path: Path) -> None:
+    """Dates, files and directories of users, of any name, are neither removed, renamed nor counted."""
     others = ["20240115/notes", "99999999/data", ".20240116.tmp/work", "checkpoint_00000007/config.json"]
     others += [".checkpoint_00000003.tmp/mine.txt", "20240117", "checkpoint_00000009", "00000002/manifest.json"]
     for name in others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    names = [save(tmp_path, Keeps(float(step)), keep=2).name for step in range(9)]
+    names = [save(tmp_path, WithExtraState(float(step)), keep=2).name for step in range(9)]
     assert names == [f"checkpoint_{number:08d}" for number in (1, 2, 4, 5, 6, 8, 10, 11, 12)]
     assert all((tmp_path / name).read_text() == name for name in others)
     ours = {"latest", *names[-2:]}
     assert set(os.listdir(tmp_path)) == {name.partition("/")[0] for name in others} | ours
     (tmp_path / "other" / "latest").mkdir(parents=True)
     with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/other/latest"):
-        save(tmp_path / "other", Keeps())
+        save(tmp_path / "other", WithExtraState())
     assert os.listdir(tmp_path / "other") == ["latest"]
 
 
@@ -115,32 +115,32 @@ def test_a_users_file_named_latest_is_not_replaced(tmp_path: Path) -> None:
     """A save into a directory with such a file, and without checkpoints, raises an error before it writes."""
     (tmp_path / "latest").write_text("my notes")
     with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/latest"):
-        save(tmp_path, Keeps())
+        save(tmp_path, WithExtraState())
     assert contents(tmp_path) == {"latest": b"my notes"}
 
 
-def test_numbers_have_no_end(tmp_path: Path) -> None:
-    """Those of nine digits come after those of eight."""
-    made = save(tmp_path, Keeps(1.0))
+def test_checkpoint_numbers_may_exceed_eight_digits(tmp_path: Path) -> None:
+    """Numbers of nine digits follow those of eight."""
+    made = save(tmp_path, WithExtraState(1.0))
     os.rename(made, tmp_path / "checkpoint_99999999")
     text = (tmp_path / "latest").read_text()
     (tmp_path / "latest").write_text(text.replace(made.name, "checkpoint_99999999"))
     assert load_plain(tmp_path).model["weight"].tolist() == [1.0] * 3
-    assert save(tmp_path, Keeps(2.0), keep=2).name == "checkpoint_100000000"
-    assert save(tmp_path, Keeps(3.0), keep=2).name == "checkpoint_100000001"
+    assert save(tmp_path, WithExtraState(2.0), keep=2).name == "checkpoint_100000000"
+    assert save(tmp_path, WithExtraState(3.0), keep=2).name == "checkpoint_100000001"
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_100000000", "checkpoint_100000001", "latest"]
     assert load_plain(tmp_path).model["weight"].tolist() == [3.0] * 3
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files below `folder`, by their paths in it."""
+    """Return all files below `folder`, by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
-    """Whatever a link with the name of a checkpoint, or of an unfinished one, leads to stays, and so does the link."""
+    """A link with the name of a checkpoint, or of an unfinished one, is kept, and so is the directory it leads to."""
     root, archive = tmp_path / "run", tmp_path / "archive"
-    made = save(root, Keeps(1.0), extra="first")
+    made = save(root, WithExtraState(1.0), extra="first")
     os.rename(made, archive)
     (archive / "notes.txt").write_text("mine")
     made.symlink_to(archive)
@@ -153,18 +153,18 @@ def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     (root / "checkpoint_00000004").symlink_to(tmp_path / "nowhere")
     links = {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()}
     before = contents(archive), contents(parts)
-    names = [save(root, Keeps(float(step)), extra=step, keep=1).name for step in range(3)]
+    names = [save(root, WithExtraState(float(step)), extra=step, keep=1).name for step in range(3)]
     assert names == [f"checkpoint_{number:08d}" for number in (5, 6, 7)]
     assert (contents(archive), contents(parts)) == before
     assert {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()} == links
     assert set(os.listdir(root)) == {*links, names[-1], "latest"}
-    assert load(made, Keeps()) == "first", "a link to a checkpoint can be loaded"
+    assert load(made, WithExtraState()) == "first", "a link to a checkpoint can be loaded"
 
 
-def test_a_directory_that_becomes_a_link_before_its_files_are_removed_is_not_entered(tmp_path: Path) -> None:
+def test_a_directory_replaced_by_a_link_is_not_removed_through_it(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     for step in range(2):
-        save(root, Keeps(float(step)))
+        save(root, WithExtraState(float(step)))
     (share,) = files.retire(root / "checkpoint_00000002", 1, 1)
     os.rename(root / "checkpoint_00000001", elsewhere)
     (root / "checkpoint_00000001").symlink_to(elsewhere)
@@ -174,21 +174,21 @@ def test_a_directory_that_becomes_a_link_before_its_files_are_removed_is_not_ent
     assert contents(elsewhere) == before
 
 
-def test_files_of_others_in_a_checkpoint_stay_and_its_tensors_go(tmp_path: Path) -> None:
+def test_user_files_in_an_expired_checkpoint_are_kept(tmp_path: Path) -> None:
     """A tokenizer beside the tensors, in a directory or not, keeps its path; no hidden directory is left."""
     theirs = {"HF/tokenizer.json": b"1", "config.json": b"2", "rank_0.safetensors.d/manifest.json": b"3"}
     for step in range(4):
-        made = save(tmp_path, Keeps(float(step)), extra=step, keep=1)
+        made = save(tmp_path, WithExtraState(float(step)), extra=step, keep=1)
         for name, content in theirs.items():
             (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_bytes(content)
-    assert load(tmp_path, Keeps()) == 3
+    assert load(tmp_path, WithExtraState()) == 3
     assert sorted(os.listdir(tmp_path)) == [*(f"checkpoint_{number:08d}" for number in (1, 2, 3, 4)), "latest"]
     assert all(contents(tmp_path / f"checkpoint_{number:08d}") == theirs for number in (1, 2, 3))
 
 
-class Refusing(Disk):
-    """Cannot remove files of tensors."""
+class UndeletableDisk(Disk):
+    """A disk that cannot remove files of tensors."""
 
     def remove_file(self, path: Path) -> None:
         if path.suffix == ".safetensors":
@@ -196,27 +196,27 @@ class Refusing(Disk):
         super().remove_file(path)
 
 
-def test_a_removal_that_failed_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file that cannot be removed does not keep the others, and what is left is never taken for a checkpoint."""
-    first = save(tmp_path, Keeps(1.0), extra=1)
+def test_a_failed_removal_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file that cannot be removed does not keep the rest, and the leftovers are not taken for a checkpoint."""
+    first = save(tmp_path, WithExtraState(1.0), extra=1)
     with (
         monkeypatch.context() as patch,
         pytest.warns(UserWarning, match=r"could not be removed: .*rank_0\.safetensors"),
     ):
-        patch.setattr(files, "disk", Refusing())
-        save(tmp_path, Keeps(2.0), extra=2, keep=1)
+        patch.setattr(files, "disk", UndeletableDisk())
+        save(tmp_path, WithExtraState(2.0), extra=2, keep=1)
     assert sorted(os.listdir(first)) == ["rank_0.safetensors", "retired"]
     with pytest.raises(FileNotFoundError, match="is no checkpoint"):
         load_plain(first)
-    assert save(tmp_path, Keeps(3.0), extra=3, keep=1).name == "checkpoint_00000003"
+    assert save(tmp_path, WithExtraState(3.0), extra=3, keep=1).name == "checkpoint_00000003"
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000003", "latest"]
 
 
 # -- other jobs --------------------------------------------------------------------------------------------------------
 
 
-class Slow(Disk):
-    """Publishing takes longer than the process group's timeout, and nothing can be removed."""
+class SlowDisk(Disk):
+    """A disk where publishing takes longer than the process group's timeout, and removing files fails."""
 
     def rename(self, old: Path, new: Path) -> None:
         time.sleep(3.0 if new.name == "latest" else 0.0)
@@ -227,39 +227,43 @@ class Slow(Disk):
 
 
 def saves_slowly(root: str) -> None:
-    model = Keeps(float(dist.get_rank()))
+    model = WithExtraState(float(dist.get_rank()))
     consensus.group_timeout = lambda group: timedelta(seconds=2)  # type: ignore[assignment]
     save(root, model)
-    files.disk = Slow()
+    files.disk = SlowDisk()
     with pytest.warns(UserWarning, match=r"is saved, but the older .* could not be removed: .* not empty"):
         made = save(root, model, keep=1)
     assert made.name == "checkpoint_00000002"
 
 
-def test_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
-    """More than collectives have; and what cannot be removed afterwards is no error."""
+def test_a_save_may_take_longer_than_the_timeout_of_collectives(tmp_path: Path) -> None:
+    """A file that cannot be removed afterwards is no error."""
     assert run_fresh(2, saves_slowly, str(tmp_path)) == [None, None], "a rank has died"
     assert load_plain(tmp_path).model["weight"].tolist() == [0.0] * 3
 
 
-def test_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
+def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second job with `keep=1` runs before each step of the load in turn. Without a second job, a missing file is
+    damage.
+    """
     steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
     for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
-        save(root, Keeps(1.0), extra=1)
+        save(root, WithExtraState(1.0), extra=1)
         real, replacing = getattr(where, name), [True]
 
         def replaced(*args: Any, real: Any = real, root: Path = root, todo: list[bool] = replacing, **kw: Any) -> Any:
             if todo:
                 todo.pop()
-                save(root, Keeps(2.0), extra=2, keep=1)
+                save(root, WithExtraState(2.0), extra=2, keep=1)
             return real(*args, **kw)
 
         for loads in (True, False):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, replaced)
-                assert (load(root, Keeps()) if loads else load_plain(root).extra[0]) == 2, name
+                assert (load(root, WithExtraState()) if loads else load_plain(root).extra[0]) == 2, name
             replacing.append(True)
         assert not (root / "checkpoint_00000002").exists()
 
@@ -269,10 +273,10 @@ def test_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypa
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"removed while it was read|damaged"):
             patch.setattr(where, name, lost)
-            load(root, Keeps())
+            load(root, WithExtraState())
 
     def read(directory: Path, manifest: Any) -> Path:
-        if directory == tmp_path / "old":  # its manifest was there, and now nothing is
+        if directory == tmp_path / "old":  # the manifest was there, and now the directory is empty
             raise FileNotFoundError(directory)
         return directory
 
@@ -281,18 +285,18 @@ def test_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypa
 
 
 def saves_its_rank(root: str) -> None:
-    save(root, Keeps(1.0), extra=f"rank {dist.get_rank()}")
+    save(root, WithExtraState(1.0), extra=f"rank {dist.get_rank()}")
 
 
 def loads_on_more_ranks(root: str) -> None:
-    assert load(root, Keeps()) == f"rank {dist.get_rank() % 2}"
+    assert load(root, WithExtraState()) == f"rank {dist.get_rank() % 2}"
 
 
-def test_more_ranks_than_saved_share_the_extras(tmp_path: Path) -> None:
+def test_extras_are_shared_by_more_ranks_than_saved(tmp_path: Path) -> None:
     """Rank r gets the extra of rank r % saved, so one line resumes at any number of ranks."""
     run_ranks(2, saves_its_rank, str(tmp_path))
     run_ranks(3, loads_on_more_ranks, str(tmp_path))
-    assert load(tmp_path, Keeps()) == "rank 0"
+    assert load(tmp_path, WithExtraState()) == "rank 0"
     assert load_plain(tmp_path).extra == ["rank 0", "rank 1"]
 
 
@@ -300,7 +304,7 @@ def test_more_ranks_than_saved_share_the_extras(tmp_path: Path) -> None:
 
 
 class Malicious:
-    """Unpickled, makes a file."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -310,33 +314,33 @@ class Malicious:
 
 
 def test_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
-    """Not in extra state, nor in a file beside; but for whoever says `trusted=True`."""
+    """Neither in extra state nor in a separate file, except with `trusted=True`."""
     root, harm = tmp_path / "run", tmp_path / "harm"
-    made = save(root, Keeps(1.0, Malicious(harm)), trusted=True)
-    for read in (lambda **how: load(root, Keeps(), **how), lambda **how: load_plain(root, **how)):
+    made = save(root, WithExtraState(1.0, Malicious(harm)), trusted=True)
+    for read in (lambda **how: load(root, WithExtraState(), **how), lambda **how: load_plain(root, **how)):
         with pytest.raises(RuntimeError, match=r"'model\._extra_state' holds more than .* trusted=True"):
             read()
         assert not harm.exists()
         read(trusted=True)
         harm.rmdir()
-    made = save(root, Keeps(1.0))
+    made = save(root, WithExtraState(1.0))
     for place in ("../secret", "/etc/passwd"):
         listing = manifest_of(made)
         listing["files"][place] = [0, ""]
         forge(made, "index.json", (made / "index.json").read_bytes(), listing)
         with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
-            load(root, Keeps())
+            load(root, WithExtraState())
         del listing["files"][place]
         forge(made, "index.json", (made / "index.json").read_bytes(), listing)
     own = (made / "index.json").read_bytes()
     for content in (b"[]", b"{", b'{"model.weight": ["load", [3], [0], []]}', own.replace(b"[3]", b"[[]]")):
         forge(made, "index.json", content, manifest_of(made) | {"files": listing["files"]})
         with pytest.raises(RuntimeError, match=r"index\.json was not written by this package"):
-            load(root, Keeps())
+            load(root, WithExtraState())
 
 
 RANK = "rank_0.safetensors"
-FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged one
+FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged replacement
     ("index.json", "[[0,1,0,3,0,3]]", "[[0,1000000,0,3,3,3]]"),
     ("index.json", "[[0,1,0,3,0,3]]", "[[5,1,0,3,0,3]]"),
     ("index.json", "[[0,1,0,3,0,3]]", "[[0,1,0,1e400,0,3]]"),
@@ -361,33 +365,33 @@ FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged o
 
 
 @pytest.mark.parametrize(("name", "there", "forged"), FORGED)
-def test_forged_numbers_are_refused_at_once(tmp_path: Path, name: str, there: str, forged: str) -> None:
-    """Checksums are anybody's: whatever numbers the files have, the error is a RuntimeError that names one of them."""
-    made = save(tmp_path, Keeps(1.0))
+def test_forged_numbers_raise_an_error_that_names_the_file(tmp_path: Path, name: str, there: str, forged: str) -> None:
+    """Anybody can compute checksums. Whatever the numbers are, the load raises a RuntimeError that names the file."""
+    made = save(tmp_path, WithExtraState(1.0))
     content = (made / name).read_bytes()
     changed = with_header(content, there, forged) if name == RANK else content.replace(there.encode(), forged.encode())
     assert changed != content
     forge(made, name, changed)
     words = rf"{re.escape(str(made))}.* (was not written by this package|has 0 of 3 elements of 'model\.weight')"
-    for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
+    for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path)):
         with pytest.raises(RuntimeError, match=words):
             read()
 
 
 @pytest.mark.parametrize("ranks", [-1, 0, 10**7, float("inf"), "many"])
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any) -> None:
-    made = save(tmp_path, Keeps(1.0), extra=1)
+    made = save(tmp_path, WithExtraState(1.0), extra=1)
     forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"ranks": ranks})
-    for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
+    for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path)):
         with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json is no manifest of this package"):
             read()
 
 
 def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
-    made = save(tmp_path, Keeps(1.0), extra=1)
+    made = save(tmp_path, WithExtraState(1.0), extra=1)
     for version in (0, 2, "1"):
         forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"version": version})
-        for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path, trusted=True)):
+        for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path, trusted=True)):
             with pytest.raises(
                 RuntimeError, match=rf"manifest.json has version {version}, and this package reads version"
             ):
@@ -396,7 +400,7 @@ def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
     del listing["files"]["index.json"]
     forge(made, RANK, (made / RANK).read_bytes(), listing)
     with pytest.raises(RuntimeError, match=r"manifest\.json lists no index\.json"):
-        load(tmp_path, Keeps())
+        load(tmp_path, WithExtraState())
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------
@@ -412,21 +416,21 @@ MAKERS: dict[str, Any] = {
 
 
 @on_ranks(2)
-def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
-    """Else the first step raises a KeyError, or trains with the learning rate of the other."""
+def test_the_state_of_a_different_optimizer_is_refused(tmp_path: Path) -> None:
+    """Otherwise the first step would raise a KeyError, or train with the wrong learning rate."""
     root = str(tmp_path)
     for saved, make in MAKERS.items():
         model = wrap(nn.Sequential(nn.Linear(3, 4)))
         optimizer = make(model.parameters())
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-        del optimizer.param_groups[0]["maximize"]  # an option that older versions did not have
+        del optimizer.param_groups[0]["maximize"]  # an option that older versions lack
         path = save(f"{root}/{saved}", model, optimizer)
         for name, make_other in MAKERS.items():
             other = wrap(nn.Sequential(nn.Linear(3, 4)))
             into = make_other(other.parameters())
-            before = everything(other, into)
-            if {name, saved} in ({name}, {"Adam", "AdamW"}):  # the states of these two are alike
+            before = all_state(other, into)
+            if {name, saved} in ({name}, {"Adam", "AdamW"}):  # the states of these two have the same form
                 load(path, other, into)
                 other(torch.ones(2, 3)).sum().backward()
                 into.step()
@@ -434,7 +438,7 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_pat
             words = rf"another optimizer than {name}: .* was trained by \w+\. Nothing was loaded\. Load with the"
             with pytest.raises(RuntimeError, match=words):
                 load(path, other, into)
-            assert everything(other, into) == before
+            assert all_state(other, into) == before
             load(path, other)
 
 
@@ -450,7 +454,7 @@ class Settings:
     width: int = 3
 
 
-REFUSED: list[tuple[Any, str]] = [  # and how the error ends, behind the path
+REFUSED: list[tuple[Any, str]] = [  # the value and the end of the error, after the path
     (argparse.Namespace(width=3), r" is an argparse.Namespace, .*: pass vars\({path}\)"),
     (Settings(), r" is a .*\.Settings, .*: pass dataclasses\.asdict\({path}\)"),
     (Color.RED, r" is a .*\.Color, .*: pass {path}\.name"),
@@ -465,9 +469,9 @@ REFUSED: list[tuple[Any, str]] = [  # and how the error ends, behind the path
 
 
 @pytest.mark.parametrize(("value", "ends"), REFUSED, ids=lambda value: type(value).__name__)
-def test_what_a_load_would_refuse_is_refused_by_the_save_with_its_path(tmp_path: Path, value: Any, ends: str) -> None:
-    """In a parameter group, an optimizer's state, extra state and `extra`; in one line, and nothing is left."""
-    module = Keeps(1.0)
+def test_a_save_refuses_values_that_a_load_would_refuse(tmp_path: Path, value: Any, ends: str) -> None:
+    """In a parameter group, an optimizer's state, extra state and `extra`: a one-line error, and no leftovers."""
+    module = WithExtraState(1.0)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for _ in range(3)]
     optimizers[0].param_groups[0]["note"] = value
     optimizers[1].state[module.weight] = {"momentum_buffer": torch.ones(3), "note": value}
@@ -476,7 +480,7 @@ def test_what_a_load_would_refuse_is_refused_by_the_save_with_its_path(tmp_path:
         ("optimizer.param_groups[0]['note']", lambda: save(tmp_path, module, optimizers[0])),
         ("optimizer.state['weight']['note']", lambda: save(tmp_path, module, optimizers[1])),
         ("optimizer.state['all']['note']", lambda: save(tmp_path, module, optimizers[2])),
-        ("the extra state of the model['note']", lambda: save(tmp_path, Keeps(1.0, {"note": value}))),
+        ("the extra state of the model['note']", lambda: save(tmp_path, WithExtraState(1.0, {"note": value}))),
         ("extra['note']", lambda: save(tmp_path, module, extra={"note": value})),
         ("extra['note']", lambda: async_save(tmp_path, module, extra={"note": value})),
     ]
@@ -489,8 +493,8 @@ def test_what_a_load_would_refuse_is_refused_by_the_save_with_its_path(tmp_path:
 
 
 def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
-    """A schedule that uses NumPy makes a learning rate one, and every load takes it."""
-    module = Keeps(1.0, {"scale": numpy.float32(0.5)})
+    """A schedule that uses NumPy sets a NumPy learning rate, and every load accepts it."""
+    module = WithExtraState(1.0, {"scale": numpy.float32(0.5)})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + numpy.cos(step / 3)))
     optimizer.step()
@@ -498,7 +502,7 @@ def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
     rate = optimizer.param_groups[0]["lr"]
     assert type(rate) is numpy.float64
     save(tmp_path, module, optimizer, extra={"loss": numpy.float64(0.1), "epoch": numpy.int64(3)})
-    other, fresh = Keeps(), torch.optim.SGD(module.parameters(), lr=0.1)
+    other, fresh = WithExtraState(), torch.optim.SGD(module.parameters(), lr=0.1)
     extra = load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.3))
     assert extra == {"loss": 0.1, "epoch": 3} and other.extra == {"scale": 0.5}
     load(tmp_path, module, fresh)
@@ -507,11 +511,11 @@ def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
 
 
 def test_objects_are_saved_and_loaded_with_trust_on_both_sides(tmp_path: Path) -> None:
-    module = Keeps(1.0, Settings(5))
+    module = WithExtraState(1.0, Settings(5))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.param_groups[0]["note"] = Color.RED
     save(tmp_path, module, optimizer, trusted=True)
-    other = Keeps()
+    other = WithExtraState()
     fresh = torch.optim.SGD(other.parameters(), lr=0.3)
     with pytest.raises(RuntimeError, match=r"holds more than tensors and plain values, .* trusted=True"):
         load(tmp_path, other, fresh)
@@ -522,7 +526,7 @@ def test_objects_are_saved_and_loaded_with_trust_on_both_sides(tmp_path: Path) -
 def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(are deprecated|in beta)")  # by torch
+        warnings.filterwarnings("ignore", ".*(are deprecated|in beta)")  # warnings of torch
         compressed = torch.eye(3).to_sparse_csr()
         quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
     for number, buffer in enumerate((sparse, compressed, quantized)):
@@ -546,31 +550,31 @@ def test_a_refused_save_is_refused_on_all_ranks(tmp_path: Path) -> None:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_extra_state_is_loaded_whatever_it_is_now(tmp_path: Path) -> None:
-    """A tensor of another size or dtype, none then and a tensor now, a tensor then and none now."""
+def test_extra_state_is_loaded_regardless_of_its_present_value(tmp_path: Path) -> None:
+    """A tensor of a different size or dtype, a tensor instead of None, and None instead of a tensor."""
     kinds = [None, torch.ones(2), torch.ones(3, 4, dtype=torch.int32), {"a": torch.ones(2)}, torch.ones(()), "text"]
     for number, kind in enumerate(kinds):
-        save(tmp_path / str(number), Keeps(1.0, kind))
+        save(tmp_path / str(number), WithExtraState(1.0, kind))
         for now in kinds:
-            module = Keeps(0.0, now)
+            module = WithExtraState(0.0, now)
             load(tmp_path / str(number), module)
             assert repr(module.extra) == repr(kind)
             assert module.weight.tolist() == [1.0] * 3
 
 
-def test_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> None:
+def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     """In `extra` and in extra state, at any depth."""
     big = torch.arange(100_000.0)
-    made = save(tmp_path, Keeps(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
+    made = save(tmp_path, WithExtraState(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
     assert sum(path.stat().st_size for path in made.iterdir()) < 30_000
-    module = Keeps()
+    module = WithExtraState()
     extra = load(tmp_path, module)
     assert (extra["x"].tolist(), extra["y"][0][0].tolist()) == ([0, 1], [5, 6])
     assert module.extra["deep"][0].tolist() == [2, 3]
 
 
-def test_errors_say_what_and_where(tmp_path: Path) -> None:
-    """A full disk names the file, and what is no model is told so."""
+def test_errors_name_the_file_or_the_wrong_argument(tmp_path: Path) -> None:
+    """An error of a full disk names the file, and a wrong argument is described."""
 
     class Full(Disk):
         def write(self, stream: Any, data: Any, offset: int) -> None:
@@ -578,17 +582,19 @@ def test_errors_say_what_and_where(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"No space left .*rank_0\.safetensors"):
         patch.setattr(files, "disk", Full())
-        save(tmp_path, Keeps())
+        save(tmp_path, WithExtraState())
     with pytest.raises(TypeError, match=r"expected a model to save, a torch.nn.Module, but got str"):
         save(tmp_path, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
         load(tmp_path, "x")  # type: ignore[arg-type]
 
 
-def test_a_file_system_without_syncs_of_directories_is_saved_to(
+def test_a_file_system_that_cannot_sync_directories_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There the names in a directory are as durable as they get; any other error names the directory."""
+    """Without directory syncs, names are only as durable as the file system allows; a different error names the
+    directory.
+    """
     sync = os.fsync
 
     def fails_for_directories(number: int) -> None:
@@ -598,22 +604,22 @@ def test_a_file_system_without_syncs_of_directories_is_saved_to(
 
     monkeypatch.setattr(os, "fsync", fails_for_directories)
     for code in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-        save(tmp_path / str(code), Keeps(1.0))
+        save(tmp_path / str(code), WithExtraState(1.0))
         assert load_plain(tmp_path / str(code)).model["weight"].tolist() == [1.0] * 3
     code = errno.EIO
     with pytest.raises(OSError, match=rf"Input/output error: '{re.escape(str(tmp_path))}"):
-        save(tmp_path / "never", Keeps(1.0))
+        save(tmp_path / "never", WithExtraState(1.0))
 
 
-class Unreadable(Disk):
+class UnreadableDisk(Disk):
     def read(self, number: int, memory: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", "rank_0.safetensors"])
 def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """And the model stays as it was."""
-    made, module = save(tmp_path, Keeps(1.0), extra=1), Keeps(2.0)
+    """The model is unchanged."""
+    made, module = save(tmp_path, WithExtraState(1.0), extra=1), WithExtraState(2.0)
     real = Path.read_bytes
 
     def reads(path: Path) -> bytes:
@@ -623,7 +629,7 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "read_bytes", reads)
     if name == "rank_0.safetensors":
-        monkeypatch.setattr(files, "disk", Unreadable())
+        monkeypatch.setattr(files, "disk", UnreadableDisk())
     for read in (lambda: load(tmp_path, module), lambda: load_plain(tmp_path)):
         with pytest.raises((OSError, RuntimeError), match=rf"Input/output error: '?{re.escape(str(made / name))}"):
             read()
@@ -636,23 +642,23 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 class Buffered(nn.Module):
     def __init__(self, value: float, extra: Any) -> None:
         super().__init__()
-        self.first, self.linear, self.last = Keeps(value, value), nn.Linear(2, 2), Keeps(value, extra)
+        self.first, self.linear, self.last = WithExtraState(value, value), nn.Linear(2, 2), WithExtraState(value, extra)
         self.register_buffer("table", torch.full((2,), value))
         nn.init.constant_(self.linear.weight, value)
 
 
-def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str:
-    """All that a load could change."""
+def all_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str:
+    """Return all state that a load could change."""
     values = [{name: value.tolist() for name, value in model.named_parameters()}, [b.tolist() for b in model.buffers()]]
-    values.append([part.extra for part in model.modules() if isinstance(part, Keeps)])
+    values.append([part.extra for part in model.modules() if isinstance(part, WithExtraState)])
     for one in optimizers:
         states = [{k: torch.as_tensor(v).tolist() for k, v in one.state[p].items()} for p in one.state]
         values.append([states, [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]])
     return repr(values)
 
 
-def stepped(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Two optimizers, of some of the parameters each, after a step."""
+def optimizers_after_a_step(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return two optimizers, each of some of the parameters, after a step."""
     params = list(model.parameters())
     optimizers = [torch.optim.Adam(params[number::2], lr=0.5) for number in range(2)]
     for param in params:
@@ -664,7 +670,7 @@ def stepped(model: nn.Module) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def built(value: float, extra: str, wrapping: str) -> nn.Module:
+def make_model(value: float, extra: str, wrapping: str) -> nn.Module:
     module: nn.Module = Buffered(value, extra)
     if wrapping == "parts":
         module.linear = wrap(module.linear, use_orig_params=True)
@@ -677,69 +683,71 @@ def refuses(*args: Any) -> None:
 
 @on_ranks(2)
 def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
-    """Extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
-    neither parameters nor buffers, extra state, the first optimizer; in plain models, in wrapped ones and in those that
-    hold wrapped ones."""
+    """A module refuses extra state, the second of two optimizers is wrong, or one rank alone fails: parameters,
+    buffers, extra state and the first optimizer are unchanged; in plain, wrapped and partly wrapped models.
+    """
     root = str(tmp_path)
     rank = dist.get_rank()
     for wrapping in ("none", "parts", "whole"):
         for extra in ("bad", "good"):
-            model = built(1.0, extra, wrapping)
-            save(f"{root}/{wrapping}/{extra}", model, stepped(model))
+            model = make_model(1.0, extra, wrapping)
+            save(f"{root}/{wrapping}/{extra}", model, optimizers_after_a_step(model))
         expected = model.state_dict() if wrapping != "whole" else {}
-        model = built(2.0, "now", wrapping)
-        optimizers = stepped(model)
-        before = everything(model, *optimizers)
+        model = make_model(2.0, "now", wrapping)
+        optimizers = optimizers_after_a_step(model)
+        before = all_state(model, *optimizers)
         with pytest.raises(ValueError, match=r"this module takes no such state"):
             load(f"{root}/{wrapping}/bad", model, optimizers)
-        assert everything(model, *optimizers) == before, wrapping
+        assert all_state(model, *optimizers) == before, wrapping
         handle = optimizers[1].register_load_state_dict_post_hook(refuses) if rank == 1 else None
         with pytest.raises(ValueError, match=r"rank 1: this optimizer takes no such state"):
             load(f"{root}/{wrapping}/good", model, optimizers)
         with pytest.raises(RuntimeError, match=r"has optimizer state of '.*, which no optimizer given holds: pass"):
             load(f"{root}/{wrapping}/good", model, optimizers[0])
-        assert everything(model, *optimizers) == before, wrapping
+        assert all_state(model, *optimizers) == before, wrapping
         if handle is not None:
             handle.remove()
         if wrapping == "whole":
-            expected = state = built(1.0, "good", wrapping).state_dict()
+            expected = state = make_model(1.0, "good", wrapping).state_dict()
             for key, value in (("last._extra_state", "bad"), ("first.weight", torch.ones(5))):
                 with pytest.raises((ValueError, RuntimeError), match=r"takes no such state|size mismatch|of shape"):
                     model.load_state_dict(state | {key: value} if rank == 1 else state)  # on one rank alone
-                assert everything(model, *optimizers) == before, key
+                assert all_state(model, *optimizers) == before, key
             of_rank0 = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
             with of_rank0:
                 with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
                     model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 0 else {})
-                assert everything(model, *optimizers) == before, "from rank 0"
+                assert all_state(model, *optimizers) == before, "from rank 0"
                 changed = copy.deepcopy(model.state_dict())
                 model.load_state_dict(state | {"last._extra_state": "sent"} if rank == 0 else {})
-                assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "sent"]
+                assert [part.extra for part in model.modules() if isinstance(part, WithExtraState)] == [1.0, "sent"]
                 model.load_state_dict(changed if rank == 0 else {})
-            assert everything(model, *optimizers) == before, "and back"
+            assert all_state(model, *optimizers) == before, "and back"
         options = StateDictOptions(full_state_dict=True)
-        good, bad = (get_model_state_dict(built(1.0, extra, wrapping), options=options) for extra in ("good", "bad"))
+        good, bad = (
+            get_model_state_dict(make_model(1.0, extra, wrapping), options=options) for extra in ("good", "bad")
+        )
         state = get_optimizer_state_dict(model, optimizers, options=options)
         state["param_groups"][0]["lr"] = 0.25
         for one, hindered in ((0, "module"), (1, "module"), (1, "optimizer")):  # on rank 1 alone, or on both
             if wrapping == "none" and one == 1:
-                continue  # plain models load by themselves
+                continue  # plain models load on each rank separately
             given = bad if hindered == "module" and rank >= one else good
             refusing = hindered == "optimizer" and rank >= one
             handle = optimizers[1].register_load_state_dict_post_hook(refuses) if refusing else None
             with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
                 set_state_dict(model, optimizers, model_state_dict=given, optim_state_dict=state, options=options)
-            assert everything(model, *optimizers) == before, f"{wrapping}, {hindered} of rank {one}"
+            assert all_state(model, *optimizers) == before, f"{wrapping}, {hindered} of rank {one}"
             if handle is not None:
                 handle.remove()
         load(f"{root}/{wrapping}/good", model, optimizers)
-        assert everything(model, *optimizers) != before
+        assert all_state(model, *optimizers) != before
         assert repr(model.state_dict()["table"]) == repr(expected["table"])
-        assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "good"]
+        assert [part.extra for part in model.modules() if isinstance(part, WithExtraState)] == [1.0, "good"]
 
 
 class NotYetLoaded:
-    """What Lightning puts into state dicts: loads itself when a function of torch's is called with it."""
+    """A lazy tensor as in Lightning's state dicts: it is loaded when a torch function is called with it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value, self.shape, self.dtype, self.is_meta = value, value.shape, value.dtype, False
@@ -753,8 +761,7 @@ class NotYetLoaded:
 
 
 @on_ranks(2)
-def test_tensors_that_load_themselves(tmp_path: Path) -> None:
-    """Lightning's."""
+def test_lazy_tensors_of_lightning_are_loaded(tmp_path: Path) -> None:
     model = wrap(nn.Linear(5, 3))
     model.load_state_dict({"weight": NotYetLoaded(torch.ones(3, 5)), "bias": torch.zeros(3)})
     assert model.state_dict()["weight"].tolist() == [[1.0] * 5] * 3

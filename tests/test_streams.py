@@ -1,8 +1,7 @@
-"""The engine orders its streams, shown without an accelerator: see `tests.harness.stream_tracer`.
+"""Ordering of streams, checked without an accelerator: see `tests.harness.stream_tracer`.
 
-That the engine runs without a race, that each of its synchronisations is needed (and so seen by the tracer when it is
-missing), that work which may overlap does, and that the host waits for nothing. The tracer's own tests are in
-`test_stream_tracer.py`.
+The engine runs without a race; leaving out a synchronization is detected, so each is needed; independent work may
+overlap; and the host does not wait. The tracer is tested in `test_stream_tracer.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 
 WIDTH = 8
@@ -58,7 +57,7 @@ class Block(nn.Module):
         self.base = nn.Linear(WIDTH, hidden).requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 3), nn.Linear(3, hidden)
         self.out = nn.Linear(hidden, WIDTH)
-        self.at_end: dict[str, Callable[[], None]] = {}  # "forward" or "backward" -> what to call when it is over
+        self.at_end: dict[str, Callable[[], None]] = {}  # "forward" or "backward" -> a function to call at the end
 
     def forward(self, x: Tensor) -> Tensor:
         if "backward" in self.at_end:
@@ -70,7 +69,7 @@ class Block(nn.Module):
         return y
 
 
-class Tower(nn.Module):
+class BlockTower(nn.Module):
     """Blocks of several sizes that can be skipped, and that can be checkpointed."""
 
     def __init__(self, sizes: tuple[int, ...] = (7, 13, 13, 29)) -> None:
@@ -105,7 +104,7 @@ class Chain(nn.Sequential):
 
 
 class Training:
-    """A wrapped model with its optimizer, and what can be done with it."""
+    """A wrapped model with an optimizer, and the parts of a training program."""
 
     def __init__(self, tracer: StreamTracer, model: nn.Module, **options: Any) -> None:
         torch.manual_seed(0)
@@ -165,13 +164,13 @@ class Training:
         tower.segments = None
 
     def skipping(self) -> None:
-        """What was gathered ahead is not always used."""
+        """Skip units that were prefetched."""
         tower = self.model.module
         for tower.skipped in (set(), {0}, {0, 2}, {3}, {1, 2}, set()):
             self.step(set_to_none=False)
 
     def changing(self) -> None:
-        """What was gathered ahead in vain is written at once, and nothing is gathered after it."""
+        """Write to parameters whose prefetched unit was not used, while no further unit is gathered."""
         tower = self.model.module
         with torch.no_grad():
             for tower.skipped in (set(), set(), {3}):
@@ -183,12 +182,12 @@ class Training:
 
     def failures(self) -> None:
         for block in (self.blocks[0], self.blocks[3]):
-            block.at_end["forward"] = fail
+            block.at_end["forward"] = raise_error
             with pytest.raises(ArithmeticError):
                 self.loss()
             del block.at_end["forward"]
             self.step()
-            block.at_end["backward"] = fail
+            block.at_end["backward"] = raise_error
             loss = self.loss()
             del block.at_end["backward"]
             with pytest.raises(ArithmeticError):
@@ -204,13 +203,13 @@ class Training:
             self.optimizer.zero_grad()
 
     def hooks(self) -> None:
-        """A communication hook, which raises the second time when it has read the gradient."""
+        """Use a communication hook that raises in the second call, after reading the gradient."""
         calls = itertools.count()
 
         def hook(state: None, grad: Tensor, shard: Tensor) -> None:
             shard.copy_(grad)
             if next(calls) == 1:
-                fail()
+                raise_error()
 
         self.model.register_comm_hook(None, hook)
         loss = self.loss()
@@ -243,7 +242,7 @@ class Training:
             handle = self.model._unshard(async_op=True)
             if wait:
                 handle.wait()
-                with torch.no_grad():  # too late for the gather, which is over
+                with torch.no_grad():  # too late for the gather, which is complete
                     for param in self.model.parameters():
                         param.mul_(0.5)
             self.step()
@@ -253,7 +252,7 @@ class Training:
         self.step()
 
     def switching(self) -> None:
-        """What is kept from pass to pass, goes on after a backward, waits for the replicas, and is handed to a hook."""
+        """Keep units between passes, prefetch, accumulate backwards, delay the replicas' reduction, and set a hook."""
         units = [unit for _, unit, _ in units_in(self.model)]
         before = [unit.policy for unit in units]
         self.model.set_reshard_after_backward(False)
@@ -289,7 +288,7 @@ class Training:
         del self.model, self.optimizer
 
 
-def fail() -> None:
+def raise_error() -> None:
     raise ArithmeticError("failed on purpose")
 
 
@@ -352,8 +351,9 @@ SETTINGS = (
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    """All of them with one setting of full sharding. The others take them by turns: those of full sharding each a
-    sixth, the two with replicas a half, of other strategies a third."""
+    """Return all parts for one setting of full sharding, and a fraction for the remaining ones: a sixth for full
+    sharding, a half with replicas, a third for other strategies.
+    """
     replicated = (HYBRID_SHARD, ZERO2)
     alike = replicated if setting.strategy in replicated else (setting.strategy,)
     turn = [other for other in SETTINGS if other.strategy in alike].index(setting)
@@ -366,40 +366,42 @@ def parts_of(setting: Setting) -> list[Part]:
 
 
 def force_sharded() -> None:
-    """One rank communicates with itself, in buffers of their own."""
+    """Set the mode in which one rank communicates with itself, in separate buffers."""
     os.environ["FSDP_FORCE_SHARDED"] = "1"
 
 
 def replicas() -> tuple[Any, Any]:
-    """Every rank is sharded over itself alone, and all are replicas."""
+    """Return two groups: every rank is sharded over itself alone, and all are replicas."""
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()], dist.group.WORLD
 
 
 def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
-    """The races, and what made the host wait once the order of the units was known."""
+    """Return the races, and the host waits after the order of the units is known."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
     with trace_streams(check=False) as tracer:
         options: dict[str, Any] = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
         if setting.strategy in (HYBRID_SHARD, ZERO2):
             options["process_group"] = replicas()
-        training = Training(tracer, Tower(), **options)
+        training = Training(tracer, BlockTower(), **options)
         training.step()
         tracer.host_synchronisations.clear()
         for part in parts_of(setting):
-            if part is not Training.switching or setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP:  # of each two
+            # `switching` runs in half of the settings
+            if part is not Training.switching or setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP:
                 part(training)
     return tracer.races, tracer.host_synchronisations
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_no_race_and_a_host_that_waits_for_nothing(setting: Setting) -> None:
+def test_training_has_no_race_and_no_host_wait(setting: Setting) -> None:
     for races, waits in run_ranks(setting.ranks, trace_parts, setting):
         assert not races, "\n".join(races)
         assert not waits, "\n".join(waits)
 
 
-def trace_zoo() -> dict[str, list[str]]:
+@on_ranks(1)
+def test_no_race_in_other_models() -> None:
     force_sharded()
     races = {}
     for name, case in ZOO.items():
@@ -412,11 +414,6 @@ def trace_zoo() -> dict[str, list[str]]:
                 optimizer.step()
                 optimizer.zero_grad()
         races[name] = tracer.races
-    return races
-
-
-def test_no_race_in_other_models() -> None:
-    races = run_ranks(1, trace_zoo)[0]
     assert not any(races.values()), races
 
 
@@ -426,8 +423,9 @@ def offloaded_gradients() -> Any:
 
 @contextmanager
 def memory(kind: str) -> Iterator[None]:
-    """How full buffers get their memory: "pooled", "resized" (where storages cannot exchange it), or "poisoned"; or
-    "offloaded": as if gradients went to the host's."""
+    """Set the source of full buffers' memory: "pooled", "resized" (if storages cannot be exchanged) or "poisoned"; or
+    "offloaded", as if gradients moved to the host.
+    """
     swap = memory_module.STORAGES_SWAP
     memory_module.STORAGES_SWAP = swap and kind != "resized"
     os.environ["FSDP_DEBUG"] = "1" if kind == "poisoned" else "0"
@@ -441,14 +439,14 @@ def memory(kind: str) -> Iterator[None]:
 PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
     "pooled": (
         "pooled",
-        Tower,
+        BlockTower,
         (Training.steps, Training.several_forwards, Training.skipping, Training.summoning, Training.deletion),
     ),
     "equal": ("pooled", Chain, (Training.steps, Training.several_forwards)),
-    "resized": ("resized", Tower, (Training.steps, Training.skipping, Training.deletion)),
-    "poisoned": ("poisoned", Tower, (Training.steps, Training.skipping)),
-    "offloaded": ("offloaded", Tower, (Training.steps, Training.failures)),
-    "hooks": ("pooled", Tower, (Training.hooks,)),
+    "resized": ("resized", BlockTower, (Training.steps, Training.skipping, Training.deletion)),
+    "poisoned": ("poisoned", BlockTower, (Training.steps, Training.skipping)),
+    "offloaded": ("offloaded", BlockTower, (Training.steps, Training.failures)),
+    "hooks": ("pooled", BlockTower, (Training.hooks,)),
 }
 
 
@@ -464,19 +462,17 @@ def trace_program(name: str, drop: tuple[Sync, ...] = ()) -> StreamTracer:
     return tracer
 
 
-def trace_programs() -> dict[str, list[str]]:
-    return {name: trace_program(name).races for name in PROGRAMS}
-
-
-def test_no_race_whatever_lends_the_memory() -> None:
-    races = run_ranks(1, trace_programs)[0]
+@on_ranks(1)
+def test_no_race_with_each_memory_pool() -> None:
+    races = {name: trace_program(name).races for name in PROGRAMS}
     assert not any(races.values()), races
 
 
-def trace_other_stream() -> list[str]:
+@on_ranks(1)
+def test_no_race_on_a_current_stream_of_the_user() -> None:
     force_sharded()
     with trace_streams(check=False) as tracer:
-        training = Training(tracer, Tower())
+        training = Training(tracer, BlockTower())
         training.step()
         streams = tracer.streams
         before = streams.record()
@@ -487,15 +483,11 @@ def trace_other_stream() -> list[str]:
             after = streams.record()
         streams.wait(after)
         training.steps()
-    return tracer.races
+    assert not tracer.races, tracer.races
 
 
-def test_no_race_on_a_stream_that_the_user_made_current() -> None:
-    assert run_ranks(1, trace_other_stream) == [[]]
-
-
-def strays(model: nn.Module, stream: SimulatedStream) -> list[str]:
-    """The units that have leaves whose hooks run on another stream."""
+def units_with_foreign_hooks(model: nn.Module, stream: SimulatedStream) -> list[str]:
+    """Return the units with leaves whose hooks run on another stream."""
     return [
         unit.name
         for _, unit, _ in units_in(model)
@@ -503,19 +495,22 @@ def strays(model: nn.Module, stream: SimulatedStream) -> list[str]:
     ]
 
 
-def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]]:
-    """Wrapped on one stream and trained on another; some layers are unfrozen on a third."""
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(1)
+def test_no_race_when_the_model_was_wrapped_on_another_stream(use_orig_params: bool) -> None:
+    """Autograd runs a leaf's hook on the stream on which the accumulator was made; the engine makes it anew."""
     force_sharded()
     with trace_streams(check=False) as tracer:
         streams, other, third = tracer.streams, SimulatedStream("wrapping"), SimulatedStream("third")
         with tracer.on(other):
-            training = Training(tracer, Tower(), use_orig_params=use_orig_params)
+            training = Training(tracer, BlockTower(), use_orig_params=use_orig_params)
             made = streams.record()
         streams.wait(made)
         training.steps()
-        found = strays(training.model, tracer.compute)
+        found = units_with_foreign_hooks(training.model, tracer.compute)
         training.accumulation()
-        first, pending = training.loss(), training.loss()  # the graphs hold the nodes of the stream they were made on
+        # the graphs hold the nodes of the stream on which they were made
+        first, pending = training.loss(), training.loss()
         before = streams.record()
         with tracer.on(third):
             streams.wait(before)
@@ -523,7 +518,7 @@ def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]
                 if "base" in name:
                     param.requires_grad_(True)
             first.backward()
-            with tracer.on(tracer.compute):  # what the backward freed serves this
+            with tracer.on(tracer.compute):  # reuses memory freed by the backward
                 torch.zeros(100)
             training.loss().backward()
             pending.backward()
@@ -534,22 +529,18 @@ def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]
         streams.wait(after)
         training.steps()
         training.accumulation()
-        found += strays(training.model, tracer.compute)
-    return tracer.races, found
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_no_race_wherever_the_model_was_wrapped(use_orig_params: bool) -> None:
-    """Autograd runs a leaf's hook on the stream on which its accumulator was made, which is made anew."""
-    ((races, found),) = run_ranks(1, trace_wrapped_elsewhere, use_orig_params)
+        found += units_with_foreign_hooks(training.model, tracer.compute)
+    races = tracer.races
     assert not races, "\n".join(races)
     assert not found
 
 
-def trace_unshard_elsewhere() -> list[str]:
+@on_ranks(1)
+def test_each_stream_waits_for_an_unshard_by_hand() -> None:
+    """A side stream has waited for the gather, and the forward's stream has not."""
     force_sharded()
     with trace_streams(check=False) as tracer:
-        training = Training(tracer, Tower())
+        training = Training(tracer, BlockTower())
         training.steps()
         streams = tracer.streams
         before = streams.record()
@@ -557,15 +548,11 @@ def trace_unshard_elsewhere() -> list[str]:
             streams.wait(before)
             training.model._unshard(async_op=True).wait()
         training.steps()
-    return tracer.races
+    assert not tracer.races, tracer.races
 
 
-def test_each_stream_waits_for_a_gather_before_it_reads() -> None:
-    """A side stream has waited for the gather, and the forward's has not."""
-    assert run_ranks(1, trace_unshard_elsewhere) == [[]]
-
-
-def trace_joining() -> list[str]:
+@on_ranks(1)
+def test_no_race_when_a_tree_joins_another() -> None:
     force_sharded()
     with trace_streams(check=False) as tracer:
         inner = FSDP(Block(13), sharding_strategy=SHARD_GRAD_OP)
@@ -575,32 +562,16 @@ def trace_joining() -> list[str]:
         inner(x)
         training = Training(tracer, nn.Sequential(FSDP(Block(7)), inner, FSDP(Block(7))), auto_wrap_policy=None)
         training.steps()
-    return tracer.races
-
-
-def test_no_race_when_a_tree_joins_another() -> None:
-    assert run_ranks(1, trace_joining) == [[]]
+    assert not tracer.races, tracer.races
 
 
 # -- what is missing is seen, and nothing is superfluous ---------------------------------------------------------------
 
 
-def drop_each() -> tuple[set[tuple[str, int]], dict[str, str | None]]:
-    """The lines that record or wait, and for each synchronisation a race that shows when it is left out."""
-    syncs = {name: trace_program(name).syncs for name in PROGRAMS}
-    seen: dict[str, str | None] = {}
-    for name in PROGRAMS:
-        for sync in sorted(syncs[name]):
-            if seen.get(str(sync)) is None:
-                seen[str(sync)] = next(iter(trace_program(name, (sync,)).races), None)
-    sites = {site for found in syncs.values() for sync in found for site in (sync.recorded, sync.waited)}
-    return {(site.file, site.line) for site in sites}, seen
-
-
-def lines_that_synchronise() -> set[tuple[str, int]]:
-    """Where the engine calls `record()` and `wait()` of streams; for exchanges see `test_streams_exchange.py`."""
+def lines_that_synchronize() -> set[tuple[str, int]]:
+    """Return the lines of the package that call `record()` and `wait()` of streams."""
     found = set()
-    for path in (path for path in Path(PACKAGE).rglob("*.py") if path.parent.name != "placement"):
+    for path in Path(PACKAGE).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if call.endswith(("streams.record", "streams.wait")):
@@ -608,21 +579,31 @@ def lines_that_synchronise() -> set[tuple[str, int]]:
     return found
 
 
-def test_each_synchronisation_is_needed_and_its_lack_is_seen() -> None:
-    lines, seen = run_ranks(1, drop_each)[0]
-    assert lines_that_synchronise() == lines, "some are not exercised here"
+@on_ranks(1)
+def test_leaving_out_any_synchronization_is_detected_as_a_race() -> None:
+    """Return the lines that record or wait, and by synchronization a race that appears if it is left out."""
+    syncs = {name: trace_program(name).syncs for name in PROGRAMS}
+    seen: dict[str, str | None] = {}
+    for name in PROGRAMS:
+        for sync in sorted(syncs[name]):
+            if seen.get(str(sync)) is None:
+                seen[str(sync)] = next(iter(trace_program(name, (sync,)).races), None)
+    sites = {site for found in syncs.values() for sync in found for site in (sync.recorded, sync.waited)}
+    lines = {(site.file, site.line) for site in sites}
+    assert lines_that_synchronize() == lines, "some are not exercised here"
     assert [sync for sync, race in seen.items() if race is None] == []
 
 
-def drop_each_of_replicas() -> dict[str, str | None]:
-    """For each synchronisation with the stream of the means over replicas a race that shows when it is left out."""
+@on_ranks(2)
+def test_leaving_out_a_synchronization_with_replicas_is_detected() -> None:
+    """The mean over replicas follows the reduction, and precedes reading the gradient."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part fails on purpose
     group, strategy = replicas(), HYBRID_SHARD
 
     def trace(kind: str, drop: tuple[Sync, ...] = ()) -> StreamTracer:
         with memory(kind), trace_streams(drop=drop, check=False) as tracer:
-            training = Training(tracer, Tower(), process_group=group, sharding_strategy=strategy)
+            training = Training(tracer, BlockTower(), process_group=group, sharding_strategy=strategy)
             for part in (Training.steps, Training.failures):
                 if not tracer.races:
                     part(training)
@@ -633,20 +614,16 @@ def drop_each_of_replicas() -> dict[str, str | None]:
     for kind in ("pooled", "offloaded"):
         for sync in sorted(sync for sync in trace(kind).syncs if "replica" in (sync.by, sync.on)):
             found[f"{kind}: {sync}"] = next(iter(trace(kind, (sync,)).races), None)
-    return found
+    seen = found
+    assert len(seen) >= 4 and [sync for sync, race in seen.items() if race is None] == []
 
 
-def test_each_synchronisation_with_the_replicas_is_needed_and_its_lack_is_seen() -> None:
-    """The mean over replicas comes after the reduction, and before the gradient is read."""
-    for seen in run_ranks(2, drop_each_of_replicas):
-        assert len(seen) >= 4 and [sync for sync, race in seen.items() if race is None] == []
-
-
-def trace_reductions_beside_averages() -> list[str]:
-    """Reductions that wait for the mean over replicas of an earlier one."""
+@on_ranks(2)
+def test_reductions_do_not_wait_for_replicas() -> None:
+    """Return the reductions that wait for the mean over replicas of an earlier one."""
     force_sharded()
     with trace_streams(check=False) as tracer:
-        training = Training(tracer, Tower((7,) * 4), process_group=replicas(), sharding_strategy=HYBRID_SHARD)
+        training = Training(tracer, BlockTower((7,) * 4), process_group=replicas(), sharding_strategy=HYBRID_SHARD)
         training.steps()
         tracer.collectives.clear()
         training.step()
@@ -654,16 +631,13 @@ def trace_reductions_beside_averages() -> list[str]:
     averages = [c for c in tracer.collectives if c.stream is replica]
     reductions = [c for c in tracer.collectives if c.stream is tracer.streams.reduce]
     assert len(averages) == len(reductions) == 5
-    return [c.label for c in reductions if c.clock.get(replica, 0) >= averages[0].time]
-
-
-def test_reductions_do_not_wait_for_replicas() -> None:
-    assert run_ranks(2, trace_reductions_beside_averages) == [[], []]
+    waited = [c.label for c in reductions if c.clock.get(replica, 0) >= averages[0].time]
+    assert not waited, waited
 
 
 @contextmanager
 def on_stream(tracer: StreamTracer, owner: type, name: str, stream: str) -> Iterator[None]:
-    """Have a method of the engine run on another stream than it should; pools of the reductions are left alone."""
+    """Run a method of the engine on a wrong stream, except for the pools of the reductions."""
     real = getattr(owner, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -692,12 +666,13 @@ MISPLACED = (
 )
 
 
-def misplace_each() -> dict[str, list[str]]:
+@on_ranks(1)
+def test_work_on_the_wrong_stream_is_detected() -> None:
     force_sharded()
     races: dict[str, list[str]] = {}
     for owner, name, stream in MISPLACED:
         found = races[f"{owner.__name__}.{name} on the {stream} stream"] = []
-        for kind, model in (("pooled", Chain), ("pooled", Tower), ("poisoned", Chain)):
+        for kind, model in (("pooled", Chain), ("pooled", BlockTower), ("poisoned", Chain)):
             if not found:
                 with (
                     memory(kind),
@@ -708,11 +683,6 @@ def misplace_each() -> dict[str, list[str]]:
                     training.steps()
                     training.several_forwards()
                 found += tracer.races
-    return races
-
-
-def test_work_on_the_wrong_stream_is_seen() -> None:
-    races = run_ranks(1, misplace_each)[0]
     assert [what for what, found in races.items() if not found] == []
 
 
@@ -720,7 +690,7 @@ def test_work_on_the_wrong_stream_is_seen() -> None:
 
 
 def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: str | None) -> list[str]:
-    """As if the shards and gradients were in the host's memory: the races, with a wait left out if so asked."""
+    """Return the races with shards and gradients in the host's memory, optionally with a wait left out."""
     force_sharded()
     with trace_streams(check=False) as tracer, offloaded_gradients():
         if broken == "settle":
@@ -729,7 +699,7 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
             tracer.streams.on_host = lambda event: tracer.on_host({})  # type: ignore[method-assign]
         training = Training(
             tracer,
-            Tower(),
+            BlockTower(),
             sharding_strategy=strategy,
             use_orig_params=use_orig_params,
             cpu_offload=CPUOffload(True),
@@ -750,7 +720,7 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
             if tracer.races:
                 break
             training.loss().backward()
-            training.loss().backward()  # added to what is there
+            training.loss().backward()  # added to the existing gradient
             update(training.optimizer.step)
             update(lambda: training.optimizer.zero_grad(set_to_none=step % 2 == 0))  # noqa: B023
             with torch.no_grad():
@@ -776,9 +746,10 @@ def read_summoned(model: FSDP) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False)])
-def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Gradients have arrived before the optimizer reads them, shards are read before anybody writes
-    them, also where no backward follows."""
+def test_the_host_waits_before_it_accesses_offloaded_tensors(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Gradients have arrived before the optimizer reads them, and shards are read before a write, also without a
+    backward.
+    """
     assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
     for broken in ("settle", "on_host"):
         assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken
@@ -787,12 +758,14 @@ def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingSt
 # -- what may overlap does ---------------------------------------------------------------------------------------------
 
 
-def trace_overlap(strategy: ShardingStrategy) -> list[str]:
-    """One step after some others: every two things that should be able to run at the same time and are not."""
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@on_ranks(1)
+def test_communication_overlaps_with_compute(strategy: ShardingStrategy) -> None:
+    """Run one step after some others, and return pairs of operations that could overlap and do not."""
     force_sharded()
     count = 4
     with trace_streams(check=False) as tracer:
-        training = Training(tracer, Tower((7,) * count), sharding_strategy=strategy)
+        training = Training(tracer, BlockTower((7,) * count), sharding_strategy=strategy)
         training.steps()
         for index, block in enumerate(training.blocks):
             for what in ("forward", "backward"):
@@ -814,9 +787,4 @@ def trace_overlap(strategy: ShardingStrategy) -> list[str]:
         reduction = next(c for c in issued["reduce"] if f"'blocks.{before}'" in c.label)
         if tracer.marks[f"backward of {index}"].get(reduce, 0) >= reduction.time:
             found.append(f"the backward of {index} waits for the reduction of {before}")
-    return found
-
-
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-def test_communication_overlaps_with_compute(strategy: ShardingStrategy) -> None:
-    assert run_ranks(1, trace_overlap, strategy) == [[]]
+    assert not found, found

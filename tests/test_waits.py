@@ -1,7 +1,7 @@
-"""Ranks that wait for each other in different calls, and waits that take long.
+"""Ranks that wait for each other in different calls, and long waits.
 
-Where all ranks are inside the package, every rank gets an error that names both sides. Where a rank is elsewhere, the
-ranks that wait say so on stderr.
+If all ranks are inside the package, every rank raises an error that names both sides. If a rank is elsewhere, the
+waiting ranks report it on stderr.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
 from fsdp.comm import threads
 from tests.harness.agreeing import PATIENT, SHORT, UNEQUAL, Chain, build, impatient, new_group, summon, train
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 
 class Run:
-    """A model and its optimizer over a group of its own, and where it is saved."""
+    """A model, an optimizer, a separate process group and a checkpoint folder."""
 
     def __init__(self, path: str) -> None:
         torch.manual_seed(0)
@@ -78,9 +78,29 @@ OTHERS: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("ranks", "beside", "other", "alone", "before"),
+    [
+        (2, "save", "step", 0, False),
+        (3, "save", "step", 1, True),
+        (2, "async_save", "step", 0, True),
+        (3, "load", "step", 0, True),
+        (2, "save", "state_dict", 0, False),
+        (2, "load", "clip", 1, True),
+        (3, "async_save", "summon", 0, False),
+        (2, "save", "new model", 0, True),
+        (3, "save", "new model", 1, False),
+    ],
+)
+@on_ranks("ranks")
 @impatient
-def part(path: str, beside: str, other: str, alone: int, before: bool) -> tuple[float, str]:
-    """Rank `alone` makes one call, and the others another one; then all of them go on."""
+def test_ranks_in_different_calls_raise_and_can_continue(
+    tmp_path: Any, ranks: int, beside: str, other: str, alone: int, before: bool
+) -> None:
+    """Every rank soon raises an error that names both sides, and then the ranks continue together: the next step, save
+    and load work. A previous successful save makes no difference.
+    """
+    path = str(tmp_path)
     run = Run(f"{path}/{dist.get_world_size()}")
     run.step()
     if before:
@@ -97,35 +117,17 @@ def part(path: str, beside: str, other: str, alone: int, before: bool) -> tuple[
         run.save()
         run.load()
         run.state_dict()
-    return seconds, str(caught.value)
+    error = str(caught.value)
+    rank = dist.get_rank()
+    assert seconds < PATIENT / 2, f"rank {rank}: {error}"
+    assert f"rank {alone} has called fsdp.checkpoint.{beside}()" in error, f"rank {rank}: {error}"
+    assert OTHERS[other][1] in error and "if rank == 0" in error and "fsdp.join" in error, f"rank {rank}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "beside", "other", "alone", "before"),
-    [
-        (2, "save", "step", 0, False),
-        (3, "save", "step", 1, True),
-        (2, "async_save", "step", 0, True),
-        (3, "load", "step", 0, True),
-        (2, "save", "state_dict", 0, False),
-        (2, "load", "clip", 1, True),
-        (3, "async_save", "summon", 0, False),
-        (2, "save", "new model", 0, True),
-        (3, "save", "new model", 1, False),
-    ],
-)
-def test_ranks_in_different_calls(tmp_path: Any, ranks: int, beside: str, other: str, alone: int, before: bool) -> None:
-    """Every rank gets an error that names both sides, soon, and then the ranks go on together: the next step, save and
-    load work. So also where the ranks have saved together before."""
-    for rank, (seconds, error) in enumerate(run_ranks(ranks, part, str(tmp_path), beside, other, alone, before)):
-        assert seconds < PATIENT / 2, f"rank {rank}: {error}"
-        assert f"rank {alone} has called fsdp.checkpoint.{beside}()" in error, f"rank {rank}: {error}"
-        assert OTHERS[other][1] in error and "if rank == 0" in error and "fsdp.join" in error, f"rank {rank}: {error}"
-
-
+@on_ranks(2)
 @impatient
-def summon_with_other_arguments() -> tuple[float, str]:
-    """Rank 0 alone asks for the gradients; then all ranks go on."""
+def test_ranks_that_summon_with_different_arguments_raise() -> None:
+    """Gradients are gathered in separate collectives, so `with_grads` has to be the same on all ranks."""
     group = new_group()
     model = build(Chain(UNEQUAL), group, use_orig_params=True)
     for _ in range(2):
@@ -139,19 +141,17 @@ def summon_with_other_arguments() -> tuple[float, str]:
     train(model)
     with model.summon_full_params(model, with_grads=True):
         pass
-    return seconds, str(caught.value)
+    error = str(caught.value)
+    rank = dist.get_rank()
+    assert seconds < PATIENT / 2, f"rank {rank}: {error}"
+    assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
 
 
-def test_ranks_that_summon_with_other_arguments() -> None:
-    """Gradients are gathered in collectives of their own, so `with_grads` has to be the same on all ranks."""
-    for rank, (seconds, error) in enumerate(run_ranks(2, summon_with_other_arguments)):
-        assert seconds < PATIENT / 2, f"rank {rank}: {error}"
-        assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
-
-
+@pytest.mark.parametrize("way", ["auto", "native", "direct"])
+@on_ranks(2)
 @impatient
-def come_late(way: str) -> tuple[list[str], float]:
-    """The last rank comes later than the group's timeout; then all go on. The errors, and the seconds of the rest."""
+def test_a_rank_later_than_the_timeout_raises_on_all_ranks_which_can_continue(way: str) -> None:
+    """Gloo has closed the connections of the group, so the ranks connect anew and continue with the same model."""
     os.environ["FSDP_COLLECTIVES"] = way
     group = new_group(SHORT)
     torch.manual_seed(0)
@@ -170,26 +170,20 @@ def come_late(way: str) -> tuple[list[str], float]:
             errors.append(str(error))
     model.state_dict()
     train(model)
-    return errors, time.monotonic() - started
-
-
-@pytest.mark.parametrize("way", ["auto", "native", "direct"])
-def test_a_rank_that_comes_later_than_the_timeout(way: str) -> None:
-    """Every rank gets an error, and then the ranks go on with the same model. Gloo has closed the connections of the
-    group, so the ranks connect anew."""
-    for rank, (errors, seconds) in enumerate(run_ranks(2, come_late, way)):
-        assert 1 <= len(errors) <= 2 and seconds < PATIENT / 2, errors
-        if rank == 0:
-            first = errors[0]
-            assert "rank 0 waited 4 s in the forward of the root unit" in first and "for rank 1" in first, first
-            if way != "auto":
-                assert "the connections of this process group are closed" in first, first
-                assert "The next forward or call of the model, on all ranks, makes new ones" in first, first
+    seconds = time.monotonic() - started
+    rank = dist.get_rank()
+    assert 1 <= len(errors) <= 2 and seconds < PATIENT / 2, errors
+    if rank == 0:
+        first = errors[0]
+        assert "rank 0 waited 4 s in the forward of the root unit" in first and "for rank 1" in first, first
+        if way != "auto":
+            assert "the connections of this process group are closed" in first, first
+            assert "The next forward or call of the model, on all ranks, makes new ones" in first, first
 
 
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------
 
-# What a rank waits in, and how the notice names it.
+# The calls in which a rank waits, and their names in the notice.
 LONG: dict[str, tuple[Callable[[Run], Any], str]] = {
     "step": (Run.step, "the forward of the root unit"),
     "clip": (Run.clip, "clip_grad_norm_(norm_type=2.0) of the root unit"),
@@ -205,7 +199,7 @@ LONG: dict[str, tuple[Callable[[Run], Any], str]] = {
 
 
 class Stderr(io.StringIO):
-    """The standard error stream of a rank, which lets another rank know that something was written there."""
+    """The standard error stream of a rank, which signals a peer when text is written to it."""
 
     def __init__(self, store: Any, key: str) -> None:
         super().__init__()
@@ -218,7 +212,7 @@ class Stderr(io.StringIO):
 
 @impatient
 def wait_long(path: str) -> dict[str, list[str]]:
-    """In each call the last rank comes once the others have said something; by call, what this rank has said."""
+    """In each call the last rank arrives after the notice of its peers; return this rank's notices by call."""
     run, said, last = Run(path), dict[str, list[str]](), dist.get_rank() == dist.get_world_size() - 1
     store = dist.distributed_c10d._world.pg_map[run.group][1]
     for _ in range(2):
@@ -230,7 +224,7 @@ def wait_long(path: str) -> dict[str, list[str]]:
         with mock.patch.object(threads, "NOTICE", timedelta(seconds=0.3)), contextlib.redirect_stderr(stderr):
             if last:
                 store.wait([f"said/{name}"])
-                time.sleep(0.3)  # they say it once
+                time.sleep(0.3)  # no second notice follows
             call(run)
         said[name] = stderr.getvalue().splitlines()
         run.optimizer.zero_grad()
@@ -238,11 +232,14 @@ def wait_long(path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_long_wait_is_told_once_on_stderr(tmp_path: Any, ranks: int) -> None:
-    """Which call, for which rank, what that one did last, and the likely mistake; by one of the ranks that wait."""
+def test_a_long_wait_is_reported_once_on_stderr(tmp_path: Any, ranks: int) -> None:
+    """The notice names the call, the missing rank, that rank's last call, and the likely mistake. One waiting rank
+    prints it.
+    """
     *waited, _last = run_ranks(ranks, wait_long, str(tmp_path / str(ranks)))
     for name, (_, words) in LONG.items():
-        lines = [line for said in waited for line in said[name]]  # a slow machine may have others, of later waits
+        # a slow machine may print further notices, of later waits
+        lines = [line for said in waited for line in said[name]]
         (line,) = [line for line in lines if f"for rank {ranks - 1}, which last took part in the backward" in line]
         assert f" s in {words}" in line and line.startswith(("rank 0 has waited ", "rank 1 has waited ")), line
         assert "if rank == 0" in line and "fsdp.join(model, loader)" in line, line

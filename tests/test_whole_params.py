@@ -1,4 +1,4 @@
-"""`fsdp.optim.WholeParamOptimizer` steps whole parameters of a sharded model as the plain model's optimizer does."""
+"""`fsdp.optim.WholeParamOptimizer` steps full parameters of a sharded model as the plain model's optimizer does."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from fsdp.optim import ShardedGradScaler, WholeParamOptimizer
 from fsdp.optim.ownership import assign_owners, cost
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, flatten_state
+from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
@@ -31,7 +32,7 @@ WIDTH, WORDS, STEPS = 7, 13, 10
 
 
 class Block(nn.Module):
-    """Matrices of which none of 2, 3 and 4 divides the size; a vector, a convolution and a parameter of one element."""
+    """Matrices whose sizes 2, 3 and 4 do not divide; a vector, a convolution and a parameter of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def label(name: str, param: nn.Parameter) -> bool:
-    """Give the selected parameters flat parameters of their own."""
+    """Put the selected parameters into separate flat parameters."""
     return is_matrix(name, tuple(param.shape))
 
 
@@ -115,8 +116,8 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-class Twin:
-    """A plain model that takes the gradients of a sharded one, whole and bit for bit, so that only steps differ."""
+class PlainTwin:
+    """A plain model that takes the full gradients of a sharded one, bit for bit, so that only steps can differ."""
 
     def __init__(self, model: FullyShardedDataParallel, factory: Callable[[Any], Optimizer] = muon) -> None:
         self.sharded, self.plain = model, build(next(model.parameters()).dtype)
@@ -143,9 +144,9 @@ def full_state(model: nn.Module) -> dict[str, Any]:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _steps_as_the_plain_model(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+def compare_steps_with_the_plain_model(use_orig_params: bool, strategy: ShardingStrategy) -> None:
     model = wrapped(use_orig_params, strategy)
-    optimizer, twin = whole(model), Twin(model)
+    optimizer, twin = whole(model), PlainTwin(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in (optimizer, *twin.optimizers)]
     for step in range(STEPS):
         for micro in range(2):
@@ -164,20 +165,20 @@ def _steps_as_the_plain_model(use_orig_params: bool, strategy: ShardingStrategy)
     assert rates == [each.param_groups[0]["lr"] for each in twin.optimizers] != [0.02, 3e-3]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_steps_as_the_plain_model(world_size: int, use_orig_params: bool) -> None:
-    """Bit for bit over ten steps of accumulation, clipping and schedulers, in float64. Matrices lie in one shard or
-    across several, some shards are empty, one matrix is frozen, one is tied and one unused."""
-    run_ranks(world_size, _steps_as_the_plain_model, use_orig_params, FULL)
+@pytest.mark.parametrize(("world_size", "use_orig_params"), [(1, True), (2, False), (3, True), (3, False), (4, True)])
+def test_steps_equal_the_plain_models_bit_for_bit(world_size: int, use_orig_params: bool) -> None:
+    """Ten steps of accumulation, clipping and schedulers, in float64. Matrices lie in one shard or across several, some
+    shards are empty, one matrix is frozen, one is tied and one unused.
+    """
+    run_ranks(world_size, compare_steps_with_the_plain_model, use_orig_params, FULL)
 
 
-def test_steps_as_the_plain_model_without_sharding_and_with_replicas() -> None:
-    run_ranks(2, _steps_as_the_plain_model, True, NONE)
+def test_steps_equal_the_plain_models_without_sharding_and_with_replicas() -> None:
+    run_ranks(2, compare_steps_with_the_plain_model, True, NONE)
     run_ranks(4, _steps_with_replicas)
 
 
-def train_beside(twin: Twin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
+def train_beside(twin: PlainTwin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
     """Train `model` and the plain `twin` on the same gradients, and compare them after each step."""
     for step in range(steps):
         loss_of(model, tokens(step)).backward()
@@ -191,7 +192,7 @@ def train_beside(twin: Twin, model: nn.Module, optimizer: Optimizer, steps: int,
 def _steps_with_replicas() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     model = wrapped(True, HYBRID, device_mesh=mesh)
-    optimizer, twin = whole(model), Twin(model)
+    optimizer, twin = whole(model), PlainTwin(model)
     train_beside(twin, model, optimizer, 3)
 
 
@@ -200,12 +201,12 @@ def adafactor(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def adagrad(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Makes its state in the constructor."""
+    """Create an optimizer that makes state in the constructor."""
     return torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.5)
 
 
-class Counting(Optimizer):
-    """Counts steps in its group, copies values in its constructor, and gives parameters new memory."""
+class CountingOptimizer(Optimizer):
+    """An optimizer that counts steps in a group, copies values in the constructor, and gives parameters new memory."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1, "count": 0})
@@ -225,11 +226,11 @@ class Counting(Optimizer):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(3)
-def test_steps_unmodified_optimizers_of_other_classes(use_orig_params: bool) -> None:
-    """State of other shapes than the parameter's, state made by the constructor, and counters in a group."""
-    for factory in (adafactor, adagrad, Counting):
+def test_unmodified_optimizers_of_various_classes_are_supported(use_orig_params: bool) -> None:
+    """Their state may differ in shape from the parameter, be made in the constructor, or be a counter of a group."""
+    for factory in (adafactor, adagrad, CountingOptimizer):
         model = wrapped(use_orig_params)
-        twin = Twin(model, factory)
+        twin = PlainTwin(model, factory)
         optimizer = whole(model, factory)
         train_beside(twin, model, optimizer, 4, f"{factory.__name__}, ")
         for group, other in zip(optimizer.param_groups, twin.optimizers[0].param_groups):
@@ -241,12 +242,12 @@ def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 @on_ranks(2)
-def test_with_mixed_precision_and_a_gradient_scaler() -> None:
+def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
     """An infinite gradient of a parameter that is stepped whole skips the step."""
     for low in (False, True):
         mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=low)
         model, first = wrapped(True, dtype=torch.float32, mixed_precision=mixed), sgd if low else muon
-        optimizer, twin = WholeParamOptimizer(model, first, select=is_matrix, rest=sgd), Twin(model, first)
+        optimizer, twin = WholeParamOptimizer(model, first, select=is_matrix, rest=sgd), PlainTwin(model, first)
         twin.optimizers[1] = sgd(twin.optimizers[1].param_groups[0]["params"])
         scaler = ShardedGradScaler("cpu", init_scale=4.0)
         for step in range(3):
@@ -272,8 +273,8 @@ def test_with_mixed_precision_and_a_gradient_scaler() -> None:
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-class Noting(torch.optim.Muon):
-    """Notes the shapes that it steps."""
+class RecordingMuon(torch.optim.Muon):
+    """A Muon optimizer that records the shapes of the stepped parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, lr=0.02)
@@ -289,7 +290,7 @@ class Noting(torch.optim.Muon):
 
 
 def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ...], int, list[int]]]:
-    """(name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
+    """Return (name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
     found = []
     for each in optimizer._selected:
         layout = each.shards.handle.layout
@@ -301,11 +302,12 @@ def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ..
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @on_ranks("world_size")
-def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: int) -> None:
-    """A step sends each element that does not lie on its owner three times. It steps each matrix on one rank of the
-    world, and holds no whole parameter afterwards."""
+def test_a_step_moves_each_element_once_and_steps_each_matrix_once(world_size: int) -> None:
+    """A step sends each element outside of the owner's shard three times. It steps each matrix on one rank of the
+    world, and keeps no full parameter.
+    """
     model = wrapped(True)
-    optimizer: Any = whole(model, Noting)
+    optimizer: Any = whole(model, RecordingMuon)
     loss_of(model, tokens(0)).backward()
     with record_collectives() as log:
         optimizer.step()
@@ -320,7 +322,7 @@ def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: 
     padding = 16 * size * size * len(moved)  # each message ends at a multiple of 16 bytes
     assert 0 <= sum(sent) - elements * 8 <= padding
     expected = 3 * sum(p.numel() for p in matrices) * (size - 1) / size
-    assert 0.6 * expected <= elements <= 1.4 * expected  # shards do not cut each matrix evenly
+    assert 0.6 * expected <= elements <= 1.4 * expected  # shards do not divide each matrix evenly
     stepped: list[Any] = [None] * size
     dist.all_gather_object(stepped, optimizer.inner_optimizers[0].stepped)
     frozen = [index for index, param in enumerate(optimizer.param_groups[0]["params"]) if not param.requires_grad]
@@ -329,7 +331,7 @@ def test_moves_values_and_gradients_once_and_steps_each_matrix_once(world_size: 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_owners_are_balanced(ranks: int) -> None:
+def test_owners_of_matrices_are_balanced(ranks: int) -> None:
     shapes = [(64, 64), (256, 64), (64, 256), (7,), (5, 3, 3)] * 6
     owners = assign_owners(shapes, ranks)
     load = [sum(cost(shape) for shape, owner in zip(shapes, owners) if owner == rank) for rank in range(ranks)]
@@ -340,16 +342,16 @@ def test_owners_are_balanced(ranks: int) -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def _trained(use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon) -> tuple[Any, Any, Twin]:
+def _trained(use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon) -> tuple[Any, Any, PlainTwin]:
     model = wrapped(use_orig_params)
-    twin = Twin(model, factory)
+    twin = PlainTwin(model, factory)
     optimizer = whole(model, factory)
     for step in range(3):
         _train(model, optimizer, twin, step)
     return model, optimizer, twin
 
 
-def _train(model: Any, optimizer: Any, twin: Twin, step: int) -> None:
+def _train(model: Any, optimizer: Any, twin: PlainTwin, step: int) -> None:
     loss_of(model, tokens(step)).backward()
     twin.take_gradients()
     optimizer.step()
@@ -358,18 +360,17 @@ def _train(model: Any, optimizer: Any, twin: Twin, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _plain_states(twin: Twin) -> dict[str, dict[str, Any]]:
+def _plain_states(twin: PlainTwin) -> dict[str, dict[str, Any]]:
     names = {param: name for name, param in twin.plain.named_parameters()}
     return {names[param]: state for each in twin.optimizers for param, state in each.state.items()}
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("world_size", "factory", "use_orig_params"), pairwise([1, 3], [muon, adafactor], [True, False])
+)
 @on_ranks("world_size")
-def test_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_params: bool) -> None:
-    """State has the names and shapes of the plain optimizer's, leaves and comes back bit for bit, and lies on the owner
-    alone."""
+def test_optimizer_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_params: bool) -> None:
+    """State has the names and shapes of the plain optimizer's, is restored bit for bit, and lies on the owner alone."""
     model, optimizer, twin = _trained(use_orig_params, factory)
     expected = flatten_state(_plain_states(twin))
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -403,7 +404,7 @@ def test_state_dicts_of_every_form(world_size: int, factory: Any, use_orig_param
 
 
 @on_ranks(2)
-def test_state_goes_to_a_plain_optimizer_and_back() -> None:
+def test_state_is_exchanged_with_a_plain_optimizer() -> None:
     model, optimizer, twin = _trained(True)
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     plain = build()
@@ -449,8 +450,7 @@ def _load(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimize
     assert set(of_empty["state"]) <= set(names) and not empty.state
 
 
-@pytest.mark.parametrize("factory", [muon, adafactor], ids=["muon", "adafactor"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(("use_orig_params", "factory"), [(True, muon), (False, adafactor)])
 def test_a_checkpoint_of_three_ranks_is_loaded_by_two_and_by_one(
     use_orig_params: bool, factory: Any, tmp_path: Path
 ) -> None:
@@ -460,7 +460,7 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_two_and_by_one(
 
 
 @on_ranks(2)
-def test_a_load_that_fails_changes_nothing() -> None:
+def test_a_failed_load_changes_no_state() -> None:
     model, optimizer, twin = _trained(True)
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     states = {name: dict(state) for name, state in full["state"].items()}
@@ -480,7 +480,7 @@ def test_a_load_that_fails_changes_nothing() -> None:
 
 
 @on_ranks(2)
-def test_mistakes_are_named_and_change_nothing() -> None:
+def test_wrong_arguments_raise_and_change_no_state() -> None:
     model = wrapped(True)
 
     def nothing(name: str, shape: tuple[int, ...]) -> bool:
@@ -525,7 +525,7 @@ def test_mistakes_are_named_and_change_nothing() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_select_differently_or_fail_alone_are_told() -> None:
+def test_different_selections_and_single_failures_raise_on_all_ranks() -> None:
     model = wrapped(True)
 
     def select(name: str, shape: tuple[int, ...]) -> bool:
@@ -578,7 +578,7 @@ def test_a_rank_that_does_not_step_or_fails_is_an_error_on_all() -> None:
 
 
 @on_ranks(2)
-def test_known_optimizers_of_whole_matrices_are_warned_of_on_shards() -> None:
+def test_matrix_optimizers_on_shards_warn() -> None:
     class SOAP(torch.optim.SGD):
         pass
 
@@ -591,5 +591,3 @@ def test_known_optimizers_of_whole_matrices_are_warned_of_on_shards() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inside.step()
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            SOAP(model.parameters(), lr=0.1).step()  # these are whole

@@ -1,4 +1,4 @@
-"""Auto-wrap policies: what they choose, compared with torch's; what is replaced, where, and with which arguments."""
+"""Auto-wrap policies: the chosen modules, compared with torch's choice, and their replacement by wrappers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mlp() -> nn.Module:
 
 
 class Shared(nn.Module):
-    """One block at three places, two of them under the same parent."""
+    """One block registered under three names, two of them in the same parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ CALLABLES: dict[str, Callable[[Any], Callable[..., bool]]] = {
 
 
 def wrapped_paths(root: nn.Module, wrapper_cls: type[nn.Module] = Wrapper) -> list[str]:
-    """Every place of a wrapper, by the path it had before wrapping."""
+    """Return the path of every registered wrapper, as it was before wrapping."""
     named = root.named_modules(remove_duplicate=False)
     return [path.replace(INFIX, "") for path, module in named if isinstance(module, wrapper_cls)]
 
@@ -126,13 +126,13 @@ def recorded(policy: Callable[..., bool], root: nn.Module, log: list[Any]) -> Ca
     return ask
 
 
-# What is chosen
+# Choice of modules
 
 
 @pytest.mark.parametrize("policy", CALLABLES)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("only_children", [True, False])
-def test_callable_policies_choose_what_torch_chooses(tree: str, policy: str, only_children: bool) -> None:
+def test_callable_policies_choose_the_same_modules_as_torchs(tree: str, policy: str, only_children: bool) -> None:
     results = []
     for module in (torch_wrap, our_wrap):
         root = TREES[tree]()
@@ -148,12 +148,12 @@ def test_callable_policies_choose_what_torch_chooses(tree: str, policy: str, onl
     assert our_paths == torch_paths
     if tree != "tied":  # torch subtracts a tied parameter once for each unit that reaches it
         assert our_numel == torch_numel
-        assert our_log == torch_log  # the same questions with the same numbers, in the same order
+        assert our_log == torch_log  # the same calls with the same numbers, in the same order
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("ignore", [False, True])
-def test_policy_objects_choose_what_torch_chooses(tree: str, ignore: bool) -> None:
+def test_policy_objects_choose_the_same_modules_as_torchs(tree: str, ignore: bool) -> None:
     root = TREES[tree]()
     ignored = set(list(root.children())[1].modules()) if ignore else set()
 
@@ -190,7 +190,7 @@ def test_a_tied_parameter_counts_once() -> None:
 
 
 @pytest.mark.parametrize("name", our_wrap.__all__)
-def test_signatures_are_torchs(name: str) -> None:
+def test_policy_signatures_equal_torchs(name: str) -> None:
     ours, theirs = inspect.signature(getattr(our_wrap, name)), inspect.signature(getattr(torch_wrap, name))
     assert list(ours.parameters) == list(theirs.parameters)
     for mine, other in zip(ours.parameters.values(), theirs.parameters.values(), strict=True):
@@ -210,7 +210,7 @@ def test_size_policy_defaults_are_attributes(monkeypatch: pytest.MonkeyPatch) ->
     assert not size_based_auto_wrap_policy(linear, True, 100_000_000)
 
 
-def test_policy_objects_as_callables() -> None:
+def test_policy_objects_are_callable() -> None:
     linear, norm = nn.Linear(1, 1), nn.LayerNorm(1)
     custom = CustomPolicy(lambda m: {"a": 1} if m is linear else False)
     for policy in (ModuleWrapPolicy({nn.Linear}), custom):
@@ -222,7 +222,7 @@ def test_policy_objects_as_callables() -> None:
     assert repr(ModuleWrapPolicy({nn.Linear})).endswith(f"({{{nn.Linear!r}}})")
 
 
-# What auto_wrap does
+# Effects of auto_wrap
 
 
 def test_auto_wrap_replaces_children_and_never_the_root() -> None:
@@ -237,7 +237,7 @@ def test_auto_wrap_replaces_children_and_never_the_root() -> None:
     assert all(m.kwargs == {"limit_all_gathers": False, "auto_wrap_policy": None} for m in root)
 
 
-def test_auto_wrap_with_a_callable_passes_kwargs_as_they_are() -> None:
+def test_auto_wrap_passes_keyword_arguments_unchanged() -> None:
     root = mlp()
     root[2]._wrap_overrides = {"limit_all_gathers": True, "own": 1}
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
@@ -258,7 +258,7 @@ def test_auto_wrap_skips_ignored_modules_and_does_not_count_ignored_parameters()
 
 
 @pytest.mark.parametrize("policy", [torch_wrap.ModuleWrapPolicy({nn.Linear}), torch_wrap.CustomPolicy(lambda m: True)])
-def test_auto_wrap_takes_torchs_policy_objects(policy: Any) -> None:
+def test_auto_wrap_accepts_torchs_policy_objects(policy: Any) -> None:
     assert auto_wrap(mlp(), policy, set(), set(), Wrapper, {}) in (3, 5)
 
 
@@ -285,7 +285,7 @@ def test_a_shared_module_is_replaced_at_every_reference(policy: Any) -> None:
     assert torch.equal(root(x), expected)
 
 
-def test_order_of_children_is_kept() -> None:
+def test_auto_wrap_keeps_the_order_of_children() -> None:
     root = Transformer()
     names = [name for name, _ in root.named_parameters()]
     auto_wrap(root, always_wrap_policy, set(), set(), Wrapper, {})
@@ -293,7 +293,7 @@ def test_order_of_children_is_kept() -> None:
 
 
 @pytest.mark.parametrize("policy", [ModuleWrapPolicy({nn.Linear}), always_wrap_policy])
-def test_a_tree_with_wrappers_is_refused_and_left_alone(policy: Any) -> None:
+def test_a_tree_with_wrappers_is_refused_and_unchanged(policy: Any) -> None:
     root = Transformer()
     root.blocks[1].mlp[0] = Wrapper(root.blocks[1].mlp[0])
     with pytest.raises(ValueError, match=r"'blocks\.1\.mlp\.0' in Transformer is one"):
@@ -306,7 +306,7 @@ def test_a_tree_with_wrappers_is_refused_and_left_alone(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [{nn.Linear}, nn.ReLU, 3], ids=str)
-def test_what_is_no_policy_is_refused(policy: Any) -> None:
+def test_an_invalid_policy_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match="to be callable, a function or a policy object"):
         auto_wrap(mlp(), policy, set(), set(), Wrapper, {})
 
@@ -316,17 +316,17 @@ def test_what_is_no_policy_is_refused(policy: Any) -> None:
     [ModuleWrapPolicy({nn.Conv2d}), CustomPolicy(lambda m: {}), size_based_auto_wrap_policy],
     ids=["module", "custom", "callable"],
 )
-def test_a_policy_that_matches_nothing_warns(policy: Any) -> None:
+def test_a_policy_without_a_match_warns(policy: Any) -> None:
     with pytest.warns(UserWarning, match="matched no submodule of Sequential"):
         assert auto_wrap(mlp(), policy, set(), set(), Wrapper, {}) == 0
 
 
-def test_nothing_to_match_does_not_warn() -> None:
+def test_a_policy_that_matches_only_the_root_does_not_warn() -> None:
     assert auto_wrap(nn.Linear(2, 2), always_wrap_policy, set(), set(), Wrapper, {}) == 0
     assert auto_wrap(Block(), ModuleWrapPolicy({Block}), set(), set(), Wrapper, {}) == 0  # the root itself matched
 
 
-def test_a_policys_own_dict_is_left_alone_and_strangers_in_it_do_not_count() -> None:
+def test_a_policys_dict_is_not_modified_and_unknown_modules_in_it_are_ignored() -> None:
     root = mlp()
     chosen: dict[nn.Module, dict[str, Any]] = {root: {}, root[0]: {"a": 1}, nn.Linear(1, 1): {}}
 
@@ -339,7 +339,7 @@ def test_a_policys_own_dict_is_left_alone_and_strangers_in_it_do_not_count() -> 
     assert len(chosen) == 3
 
 
-def test_a_policy_that_raises_leaves_the_tree_alone() -> None:
+def test_an_exception_in_a_policy_leaves_the_tree_unchanged() -> None:
     root = mlp()
 
     def fn(module: nn.Module) -> bool:
@@ -354,7 +354,7 @@ def test_a_policy_that_raises_leaves_the_tree_alone() -> None:
 
 
 @pytest.mark.parametrize("through", ["auto_wrap", "_recursive_wrap"])
-def test_no_reference_to_the_parameters_outlives_the_choice(through: str) -> None:
+def test_auto_wrap_keeps_no_reference_to_parameters(through: str) -> None:
     """A wrapper that replaces parameters frees their memory at once: before the walk ends, and without a collection."""
     root = mlp()
     dead_when_wrapped = []
@@ -382,7 +382,7 @@ def test_no_reference_to_the_parameters_outlives_the_choice(through: str) -> Non
 @pytest.mark.parametrize(
     "classes", [nn.Linear, [nn.Linear(1, 1)], ["Linear"], None], ids=["class", "module", "str", "None"]
 )
-def test_module_policy_takes_classes_only(classes: Any) -> None:
+def test_module_wrap_policy_accepts_classes_only(classes: Any) -> None:
     with pytest.raises(TypeError, match="iterable of module classes"):
         ModuleWrapPolicy(classes)
 
@@ -396,7 +396,7 @@ def test_custom_policy_returns_a_bool_or_a_dict(result: Any) -> None:
 # Wrapping by hand
 
 
-def test_wrap_inside_and_outside_of_its_context() -> None:
+def test_wrap_applies_only_inside_enable_wrap() -> None:
     linear = nn.Linear(1, 1)
     assert wrap(linear, a=1) is linear
     with enable_wrap(wrapper_cls=Wrapper, a=1, b=2):
@@ -407,7 +407,7 @@ def test_wrap_inside_and_outside_of_its_context() -> None:
     assert wrap(linear) is linear
 
 
-def test_wrap_contexts_do_not_nest_and_are_left_on_errors() -> None:
+def test_enable_wrap_contexts_do_not_nest_and_end_on_errors() -> None:
     with enable_wrap(wrapper_cls=Wrapper, a=1):
         with pytest.raises(NotImplementedError, match="nested"), enable_wrap(wrapper_cls=Wrapper):
             pass
@@ -421,12 +421,12 @@ def test_wrap_contexts_do_not_nest_and_are_left_on_errors() -> None:
         pass
 
 
-# What torch's activation checkpointing calls
+# Helpers that torch's activation checkpointing calls
 
 
 @pytest.fixture(params=["torch's helpers", "our helpers"])
 def helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """apply_activation_checkpointing with torch's wrapping helpers, and with ours in their places."""
+    """Return apply_activation_checkpointing with torch's wrapping helpers, and with this package's instead."""
     if request.param == "our helpers":
         for name in ("_Policy", "_recursive_wrap", "lambda_auto_wrap_policy"):
             monkeypatch.setattr(torch_wrap, name, getattr(our_wrap, name))
@@ -434,7 +434,7 @@ def helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
 
 
-class NotCallable(our_wrap._Policy):
+class NotCallablePolicy(our_wrap._Policy):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
@@ -468,7 +468,7 @@ def test_activation_checkpointing_with_a_policy_object_that_is_not_callable(monk
     for name in ("_construct_wrap_fn", "_post_order_apply"):
         monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
     root = mlp()
-    apply_activation_checkpointing(root, checkpoint_wrapper_fn=checkpoint_wrapper, auto_wrap_policy=NotCallable())
+    apply_activation_checkpointing(root, checkpoint_wrapper_fn=checkpoint_wrapper, auto_wrap_policy=NotCallablePolicy())
     assert wrapped_paths(root, CheckpointWrapper) == ["0", "1.0", "2"]
 
 
@@ -482,6 +482,6 @@ def test_wrapped_child_can_be_replaced_afterwards() -> None:
     assert numel == 6
 
 
-def test_the_root_has_no_place_to_be_replaced_at() -> None:
+def test_the_root_cannot_be_replaced() -> None:
     with pytest.raises(ValueError, match="root cannot be replaced"):
         our_wrap._post_order_apply(nn.Linear(1, 1), Wrapper)

@@ -1,6 +1,6 @@
-"""The wrapper's constructor and members: what is accepted, what is refused and how, and what holds afterwards.
+"""The wrapper's constructor and members: accepted and refused arguments, and invariants of a wrapped model.
 
-Where no collective is needed, a model is built in this process over a `StandIn` for a process group.
+Where no collective is needed, a model is built in this process over a `StandIn`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 class StandIn:
-    """All that a constructor may ask of a process group."""
+    """The members of a process group that a constructor reads."""
 
     def __init__(self, rank: int = 0, size: int = 2) -> None:
         self._rank, self._size = rank, size
@@ -81,14 +81,14 @@ def net(layers: int = 3) -> Net:
 
 
 def build(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """Wrapped, without the warning that one rank has nothing to shard over."""
+    """Wrap without the warning that one rank does not shard."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank", UserWarning)
         return FullyShardedDataParallel(module, **options)
 
 
 def torchs(module: nn.Module, **options: Any) -> nn.Module:
-    """Wrapped in torch's FSDP1."""
+    """Wrap with torch's FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     return TorchFSDP(module, device_id=torch.device("cpu"), **options)
@@ -113,7 +113,7 @@ def train(
 
 
 def train_plain(module: nn.Module, world_size: int, first: int = 0, steps: int = 2) -> dict[str, Tensor]:
-    """What `train` does on all ranks: the mean of their gradients, summed in rank order. Returns the parameters."""
+    """Train a plain model with the mean of the gradients of all ranks, summed in rank order. Return the parameters."""
     optimizer = sgd(module)
     for step in range(first, first + steps):
         grads = []
@@ -133,7 +133,7 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The type and the words of what `function` raises; warnings do not count."""
+    """Return the type and message of the error that `function` raises; warnings are ignored."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -158,8 +158,8 @@ SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "_unshard", "_asser
 
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
-def test_signatures_are_torchs(name: str) -> None:
-    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only."""
+def test_signatures_equal_torchs(name: str) -> None:
+    """Names, order, defaults and kinds are equal; additional arguments follow, by keyword only."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
@@ -167,7 +167,7 @@ def test_signatures_are_torchs(name: str) -> None:
     assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
 
 
-def test_clipping_has_one_argument_more() -> None:
+def test_clip_grad_norm_has_one_additional_argument() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     theirs = _signature(TorchFSDP.clip_grad_norm_)
@@ -175,7 +175,7 @@ def test_clipping_has_one_argument_more() -> None:
     assert _signature(FullyShardedDataParallel.clip_grad_norm_) == theirs + more
 
 
-def test_every_public_member_of_torchs_is_there() -> None:
+def test_every_public_member_of_torchs_class_exists() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     names = {name for name in TorchFSDP.__dict__ if not name.startswith("_")}
@@ -185,7 +185,7 @@ def test_every_public_member_of_torchs_is_there() -> None:
 # -- bad arguments -------------------------------------------------------------------------------------------------
 
 
-class Mesh:
+class StandInMesh:
     def __init__(self, ndim: int) -> None:
         self.ndim = ndim
 
@@ -196,45 +196,45 @@ class Mesh:
 HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 PAIR = (StandIn(), StandIn())
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "Y1": ({"device_mesh": Mesh(1)}, ValueError, "pass only one"),
-    "Y2": (
+    "a group and a mesh": ({"device_mesh": StandInMesh(1)}, ValueError, "pass only one"),
+    "hybrid without a group": (
         {**HYBRID, "process_group": None},
         ValueError,
         "requires explicit specification of process group or device_mesh",
     ),
-    "Y3": ({**HYBRID, "process_group": None, "device_mesh": Mesh(1)}, ValueError, "ndim=2"),
-    "Y4": (HYBRID, ValueError, "Expected process_group to be passed in .*StandIn"),
-    "Y4, three": (
+    "hybrid with a flat mesh": ({**HYBRID, "process_group": None, "device_mesh": StandInMesh(1)}, ValueError, "ndim=2"),
+    "hybrid with one group": (HYBRID, ValueError, "Expected process_group to be passed in .*StandIn"),
+    "hybrid with three groups": (
         {**HYBRID, "process_group": (*PAIR, StandIn())},
         ValueError,
         "Expected process_group to be passed in",
     ),
-    "Y4, no groups": (
+    "hybrid with a number for a group": (
         {**HYBRID, "process_group": (StandIn(), 3)},
         ValueError,
         "Expected process_group to be passed in .*StandIn.*int",
     ),
-    "mesh": (
+    "mesh of a wrong type": (
         {"process_group": None, "device_mesh": (2, 2)},
         TypeError,
         "device_mesh must be a DeviceMesh, got .*tuple",
     ),
-    "C2": ({"process_group": PAIR}, ValueError, "pair"),
-    "Y5": (
+    "a pair of groups without hybrid": ({"process_group": PAIR}, ValueError, "pair"),
+    "ignored modules and states": (
         {"ignored_modules": [], "ignored_states": []},
         ValueError,
         "Cannot pass both ignored_modules and ignored_states",
     ),
-    "Y6": (
+    "ignored parameters and modules mixed": (
         {"ignored_states": [nn.Parameter(torch.ones(2)), nn.Linear(2, 2)]},
         ValueError,
         r"got types \[<class 'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>\]",
     ),
-    "Y6, others": ({"ignored_states": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
-    "Y7, elements": ({"ignored_modules": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
-    "Y7, not iterable": ({"ignored_modules": 3}, TypeError, "ignored_modules should be an iterable"),
-    "Y11": ({"auto_wrap_policy": CustomPolicy(lambda module: 3)}, ValueError, "bool or a dict"),
-    "Y22": ({"param_init_fn": 3}, ValueError, "to be callable"),
+    "ignored states of a wrong type": ({"ignored_states": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
+    "ignored modules of a wrong type": ({"ignored_modules": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
+    "ignored modules not iterable": ({"ignored_modules": 3}, TypeError, "ignored_modules should be an iterable"),
+    "policy result": ({"auto_wrap_policy": CustomPolicy(lambda module: 3)}, ValueError, "bool or a dict"),
+    "param_init_fn not callable": ({"param_init_fn": 3}, ValueError, "to be callable"),
     "no policy": ({"auto_wrap_policy": {nn.Linear}}, ValueError, "auto_wrap_policy to be callable"),
     "strategy": ({"sharding_strategy": 1}, TypeError, "sharding_strategy must be a ShardingStrategy"),
     "prefetch": ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
@@ -272,14 +272,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_arguments(case: str) -> None:
-    """Section Y-1, and AA26 for the words. Nothing of the module is changed before the error."""
+def test_wrong_arguments_raise_before_the_module_changes(case: str) -> None:
+    """The message describes the argument, and the module is unchanged."""
     options, kind, words = BAD[case]
     module = net()
     before, children = list(module.parameters()), list(module.modules())
     shapes = [p.shape for p in before]
     options = {"process_group": StandIn(), "auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
-    if case == "Y2":
+    if case == "hybrid without a group":
         del options["auto_wrap_policy"]
     with pytest.raises(kind, match=words):
         FullyShardedDataParallel(module, **options)
@@ -288,13 +288,13 @@ def test_bad_arguments(case: str) -> None:
     assert [p.shape for p in module.parameters()] == shapes
 
 
-def test_what_is_wrapped_is_a_module() -> None:
+def test_only_modules_can_be_wrapped() -> None:
     with pytest.raises(TypeError, match=r"module must be an nn\.Module, got type"):
         FullyShardedDataParallel(nn.Linear, StandIn())  # type: ignore[arg-type]
 
 
 def test_a_wrapped_module_cannot_be_ignored_nor_wrapped_again_by_a_policy() -> None:
-    """Y8, Y10: the path is named."""
+    """The path of the module is named."""
     inner = build(nn.Linear(2, 2), process_group=StandIn())
     module = nn.Sequential(nn.ReLU(), nn.Sequential(inner))
     with pytest.raises(ValueError, match="should not include FSDP modules"):
@@ -304,7 +304,7 @@ def test_a_wrapped_module_cannot_be_ignored_nor_wrapped_again_by_a_policy() -> N
 
 
 def test_warnings_at_construction() -> None:
-    """Y9, Y24, Y25, AA8; no warning about CPU (AA1) nor about NO_SHARD (AA26)."""
+    """No warning concerns CPU or NO_SHARD."""
     group = StandIn()
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.warns(UserWarning, match=f"wraps a {type(container).__name__}, which has no forward"):
@@ -322,15 +322,15 @@ def test_warnings_at_construction() -> None:
     FullyShardedDataParallel(net(), StandIn(0, 1), NO_SHARD)
 
 
-def test_the_warning_about_one_rank_is_shown_once_at_the_users_line() -> None:
-    """However many units the policy makes: Python shows a warning once per line that it points at."""
+def test_the_warning_about_one_rank_points_once_at_the_users_line() -> None:
+    """The policy may make many units: Python shows a warning once per line that it points at."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         FullyShardedDataParallel(net(), StandIn(0, 1), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     assert [(each.filename, "one rank" in str(each.message)) for each in seen] == [(__file__, True)]
 
 
-class Scaled(Tensor):
+class ScaledTensor(Tensor):
     """A tensor subclass with a hook by which FSDP2 gathers it."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
@@ -338,15 +338,17 @@ class Scaled(Tensor):
 
 
 def test_tensor_subclasses_with_gather_hooks_are_refused() -> None:
-    """FSDP2's extension hooks would be ignored, and training would go on without them."""
+    """FSDP2's extension hooks would be ignored, and training would continue without them."""
     module = net()
-    module.head.weight = nn.Parameter(module.head.weight.detach().as_subclass(Scaled))
-    with pytest.raises(NotImplementedError, match=r"'head.weight' of the Net unit is a Scaled with fsdp_pre_all_g"):
+    module.head.weight = nn.Parameter(module.head.weight.detach().as_subclass(ScaledTensor))
+    with pytest.raises(
+        NotImplementedError, match=r"'head.weight' of the Net unit is a ScaledTensor with fsdp_pre_all_g"
+    ):
         FullyShardedDataParallel(module, StandIn())
     FullyShardedDataParallel(module, StandIn(), ignored_states=[module.head.weight])
 
 
-def test_there_must_be_a_process_group() -> None:
+def test_wrapping_without_a_process_group_raises() -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="init_process_group"):
         FullyShardedDataParallel(net())
@@ -355,8 +357,8 @@ def test_there_must_be_a_process_group() -> None:
 # -- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_in_backward_wants_the_original_parameters() -> None:
-    """Y30, W11: it would never step."""
+def test_an_optimizer_in_backward_requires_use_orig_params() -> None:
+    """With flat parameters the optimizer would never step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the package warns
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -371,8 +373,8 @@ def test_an_optimizer_in_backward_wants_the_original_parameters() -> None:
 
 @both_modes
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_constructor_asks_a_group_for_rank_and_size(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """AA3: torch.distributed is not even initialised. Each rank's shards are those of the plain parameters."""
+def test_the_constructor_needs_only_rank_and_size_of_a_group(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """torch.distributed is not initialized. Each rank's shards are those of the plain parameters."""
     assert not dist.is_initialized()
     plain = values(net())
     parts: dict[str, list[Tensor]] = {name: [] for name in plain}
@@ -404,7 +406,7 @@ class Expert(nn.Module):
 
 
 def _with_expert(kind: int) -> nn.Module:
-    """The same trunk on every rank around one of two experts of different sizes."""
+    """Build the same trunk on every rank around one of two experts of different sizes."""
     torch.manual_seed(0)
     trunk = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
     torch.manual_seed(1 + kind)
@@ -414,7 +416,7 @@ def _with_expert(kind: int) -> nn.Module:
 @both_modes
 @on_ranks(3)
 def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> None:
-    """AA4: sizes too, where the groups do."""
+    """Rank 0 has a separate expert, ranks 1 and 2 share another; the trunk belongs to all."""
     os.environ["FSDP_COLLECTIVES"] = "direct"  # sums in rank order
     rank, homes = dist.get_rank(), [[0], [1, 2], [1, 2]]
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
@@ -425,7 +427,8 @@ def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> 
     assert module[1].sharding_strategy is (NO_SHARD if rank == 0 else FULL_SHARD)
     train(model, steps=3)
 
-    plain = [_with_expert(min(r, 1)) for r in range(3)]  # one model per rank; gradients are averaged where they belong
+    # one model per rank; gradients are averaged over the ranks that hold the parameters
+    plain = [_with_expert(min(r, 1)) for r in range(3)]
     optimizers = [sgd(m) for m in plain]
     for step in range(3):
         for r in range(3):
@@ -443,7 +446,7 @@ def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> 
 
 
 @on_ranks(2)
-def test_a_process_group_of_other_ranks_is_refused_by_name() -> None:
+def test_a_process_group_without_this_rank_is_refused_by_name() -> None:
     """Rank 1 passes a group, alone, in a pair or through a mesh, that it does not belong to."""
     group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
     if dist.get_rank() == 1:
@@ -457,7 +460,6 @@ def test_a_process_group_of_other_ranks_is_refused_by_name() -> None:
 @both_modes
 @on_ranks(3)
 def test_a_model_may_be_built_on_some_ranks_only(use_orig_params: bool) -> None:
-    """AA4"""
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
@@ -471,8 +473,8 @@ def test_a_model_may_be_built_on_some_ranks_only(use_orig_params: bool) -> None:
 
 @both_modes
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_rank_changes_no_value(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """AA8, AA13: without torch.distributed, and with the original shapes."""
+def test_wrapping_on_one_rank_changes_no_value(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Without torch.distributed the values are equal, and parameters keep their shapes."""
     plain = net()
     model = build(
         net(), process_group=StandIn(0, 1), sharding_strategy=strategy, use_orig_params=use_orig_params,
@@ -489,7 +491,7 @@ def test_one_rank_changes_no_value(strategy: ShardingStrategy, use_orig_params: 
 # -- roots ---------------------------------------------------------------------------------------------------------
 
 
-def _child_first(use_orig_params: bool) -> dict[str, Tensor]:
+def child_runs_first(use_orig_params: bool) -> dict[str, Tensor]:
     module = net()
     module.layers = build(module.layers, use_orig_params=use_orig_params)
     with torch.no_grad():
@@ -501,12 +503,12 @@ def _child_first(use_orig_params: bool) -> dict[str, Tensor]:
 
 @both_modes
 @on_ranks(2)
-def test_roots(use_orig_params: bool) -> None:
-    """Y63, AA6, H1: whoever runs first, and whoever comes and goes."""
+def test_roots_are_determined_at_first_use_and_adopt_units(use_orig_params: bool) -> None:
+    """Any unit may run first, and units may move between trees."""
     expected = train_plain(net(), 2)
-    assert_bit_equal(_child_first(use_orig_params), expected, "after the child was used first")
+    assert_bit_equal(child_runs_first(use_orig_params), expected, "after the child was used first")
 
-    # A second root adopts the units of a tree that was trained under another one, and lets go of them when it dies.
+    # A second root adopts the units of a tree that was trained under another one, and releases them when it is deleted.
     policy = ModuleWrapPolicy({nn.Linear})
     first = build(net(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
     train(first)
@@ -525,7 +527,7 @@ def test_roots(use_orig_params: bool) -> None:
     train(first, first=4)
     assert first.check_is_root()
     assert_bit_equal(full_parameters(first), train_plain(plain, 2, first=4), "after the second root")
-    # Two trees side by side, neither of which is the other's.
+    # Two independent trees.
     both = nn.ModuleList([build(net(), use_orig_params=use_orig_params) for _ in range(2)])
     assert FullyShardedDataParallel.fsdp_modules(both, root_only=True) == list(both)
     for model in both:
@@ -534,8 +536,8 @@ def test_roots(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["use_orig_params", "limit_all_gathers"])
-def test_what_must_be_the_same_in_a_tree(attribute: str) -> None:
-    """Y29: found at first use; the tree can be used apart."""
+def test_attributes_that_must_agree_in_a_tree(attribute: str) -> None:
+    """A difference is found at first use; the units of the tree can be used separately."""
     group = StandIn(0, 1)
     inner = build(nn.Linear(WIDTH, WIDTH), process_group=group, **{attribute: True})
     model = build(nn.Sequential(inner, nn.Linear(WIDTH, 3)), process_group=group, **{attribute: False})
@@ -548,7 +550,7 @@ def test_what_must_be_the_same_in_a_tree(attribute: str) -> None:
 # -- states --------------------------------------------------------------------------------------------------------
 
 
-class Foreign(enum.Enum):
+class ForeignState(enum.Enum):
     """Another package's enum with the same names."""
 
     IDLE = "idle"
@@ -556,14 +558,14 @@ class Foreign(enum.Enum):
 
 
 def test_the_training_state_and_its_check() -> None:
-    """AA10, Y36, R12: by name, whatever enum it comes from."""
+    """The state is compared by name, for any enum class."""
     model = build(net(), process_group=StandIn(0, 1), use_orig_params=True)
     seen: list[TrainingState] = []
 
     def inside(*args: Any) -> None:
         seen.append(model.training_state)
-        model._assert_state([TrainingState.IDLE, Foreign.FORWARD_BACKWARD])
-        for call in (lambda: model._assert_state(Foreign.IDLE), lambda: model.apply(print)):
+        model._assert_state([TrainingState.IDLE, ForeignState.FORWARD_BACKWARD])
+        for call in (lambda: model._assert_state(ForeignState.IDLE), lambda: model.apply(print)):
             with pytest.raises(ValueError, match="expected to be in states"):
                 call()
         with pytest.raises(ValueError, match=r"expected to be in states \['IDLE'\]"), model.no_sync():
@@ -580,11 +582,10 @@ def test_the_training_state_and_its_check() -> None:
         model._assert_state(TrainingState.SUMMON_FULL_PARAMS)
     assert TrainingState.FORWARD_BACKWARD in seen and seen[-1] is TrainingState.SUMMON_FULL_PARAMS
     assert model.training_state is TrainingState.IDLE
-    model._assert_state(Foreign.IDLE)
+    model._assert_state(ForeignState.IDLE)
 
 
-def test_no_sync_is_the_roots() -> None:
-    """Y35"""
+def test_no_sync_is_refused_on_nested_units() -> None:
     inner = build(nn.Linear(WIDTH, WIDTH), process_group=StandIn(0, 1))
     model = build(nn.Sequential(inner), process_group=StandIn(0, 1))
     model.check_is_root()
@@ -592,8 +593,8 @@ def test_no_sync_is_the_roots() -> None:
         pass
 
 
-def test_who_synchronises_is_readable_and_writable() -> None:
-    """R9: per unit; `no_sync` sets it in the whole tree and puts back what was there, after errors too."""
+def test_gradient_synchronization_is_readable_and_writable_per_unit() -> None:
+    """`no_sync` sets the attribute in the whole tree and restores the previous values, after errors too."""
     module = net()
     inner = module.layers = build(module.layers, process_group=StandIn(0, 1))
     model = build(module, process_group=StandIn(0, 1))
@@ -605,8 +606,7 @@ def test_who_synchronises_is_readable_and_writable() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
-def test_device_id(device: Any) -> None:
-    """AA1, AA2, D5: parameters stay the same objects."""
+def test_device_id_keeps_parameter_objects(device: Any) -> None:
     module = net()
     params = list(module.parameters())
     model = build(module, process_group=StandIn(), device_id=device, use_orig_params=True)
@@ -620,8 +620,8 @@ def test_a_lazy_module_needs_a_forward_first() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a DeprecationWarning up to 2.13, then a FutureWarning
-def test_scripts_keep_their_parameters() -> None:
-    """They are refused by name, and may be ignored, with other modules around them."""
+def test_scripted_modules_are_refused_unless_ignored() -> None:
+    """They are refused by name, and may be ignored, with wrapped modules around them."""
 
     def scripted() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 3)))
@@ -639,8 +639,7 @@ def test_scripts_keep_their_parameters() -> None:
 
 
 @both_modes
-def test_names_that_tools_look_for(use_orig_params: bool) -> None:
-    """A7, A8, AA11, F15, F16, R9, W12"""
+def test_attributes_that_tools_rely_on(use_orig_params: bool) -> None:
     assert wrapper_file.FLAT_PARAM == "_flat_param"
     plain = net()
     model = build(plain, process_group=StandIn(), use_orig_params=use_orig_params)
@@ -666,8 +665,8 @@ def test_names_that_tools_look_for(use_orig_params: bool) -> None:
     assert repr(model).startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
 
 
-def test_attributes_and_items_fall_through() -> None:
-    """R2, R3: reading does, setting does not."""
+def test_attributes_and_items_are_read_from_the_module() -> None:
+    """Reading falls through to the module, setting does not."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     module.note = "mine"
     model = build(module, process_group=StandIn())
@@ -682,30 +681,30 @@ def test_attributes_and_items_fall_through() -> None:
     assert model._fsdp_wrapped_module is module and model.module is module
 
 
-class Hiding(nn.Sequential):
-    """Does not tell of its third module."""
+class HidingSequential(nn.Sequential):
+    """A sequential module that hides the third module from iteration."""
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         hidden = set(self[2].modules())
         return ((name, module) for name, module in super().named_modules(*args, **kwargs) if module not in hidden)
 
 
-class Listing(FullyShardedDataParallel):
-    """Says itself which parameters it has."""
+class ListingWrapper(FullyShardedDataParallel):
+    """A wrapper that overrides `parameters()`."""
 
     def parameters(self, recurse: bool = True) -> Any:
         return iter([next(super().parameters(recurse))])
 
 
-class Naming(FullyShardedDataParallel):
-    """Says itself what its parameters are called, and so which it has."""
+class NamingWrapper(FullyShardedDataParallel):
+    """A wrapper that overrides `named_parameters()`."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return iter([next(super().named_parameters(*args, **kwargs))])
 
 
 def sharing(kind: type[nn.Sequential]) -> nn.Module:
-    """One module in two places, one whose bias is registered as None, and one that is None itself."""
+    """Build one module registered twice, one whose bias is registered as None, and one that is None itself."""
     twice = nn.Linear(WIDTH, WIDTH)
     module = kind(twice, nn.Sequential(twice, nn.Linear(WIDTH, WIDTH, bias=False)), nn.Linear(WIDTH, WIDTH))
     module.register_module("nothing", None)
@@ -713,31 +712,31 @@ def sharing(kind: type[nn.Sequential]) -> nn.Module:
 
 
 @both_modes
-@pytest.mark.parametrize("kind", [nn.Sequential, Hiding])
-@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, Listing, Naming])
-def test_zero_grad_does_what_it_does_for_a_plain_module(
+@pytest.mark.parametrize("kind", [nn.Sequential, HidingSequential])
+@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, ListingWrapper, NamingWrapper])
+def test_zero_grad_equals_that_of_a_plain_module(
     kind: type[nn.Sequential], wrapper: type[FullyShardedDataParallel], use_orig_params: bool
 ) -> None:
     for set_to_none in (True, False):
         found = []
         for zero_grad in (wrapper.zero_grad, nn.Module.zero_grad):
             model = wrapper(sharing(kind), process_group=StandIn(), use_orig_params=use_orig_params, device_id="cpu")
-            late, hidden = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))  # of no unit
+            late, hidden = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))  # outside of all units
             model[1][1]._parameters["late"], model[2]._parameters["late"] = late, hidden
             several = [late, hidden, *nn.Module.parameters(model)]
-            for param in several[: -1 if len(several) > 3 else None]:  # one has none to begin with
+            for param in several[: -1 if len(several) > 3 else None]:  # one parameter has no gradient at first
                 param.grad = torch.ones_like(param)
             zero_grad(model, set_to_none)
             found.append([param.grad if param.grad is None else param.grad.tolist() for param in several])
         assert found[0] == found[1], (set_to_none, found)
         done, ones = None if set_to_none else [0.0] * 3, [1.0] * 3
         if wrapper is FullyShardedDataParallel:
-            assert found[0][:2] == [done, ones if kind is Hiding else done], "of what no unit has, too"
+            assert found[0][:2] == [done, ones if kind is HidingSequential else done], "of what no unit has, too"
 
 
 @both_modes
 def test_module_looks_through_a_checkpoint_wrapper(use_orig_params: bool) -> None:
-    """R1, G11: the flat parameter is registered on the innermost module."""
+    """The flat parameter is registered on the innermost module."""
     inner = nn.Linear(WIDTH, 3)
     model = build(checkpoint_wrapper(inner), process_group=StandIn(0, 1), use_orig_params=use_orig_params)
     assert model.module is inner and model._fsdp_wrapped_module is not inner
@@ -754,8 +753,8 @@ def test_module_looks_through_a_checkpoint_wrapper(use_orig_params: bool) -> Non
 
 
 @both_modes
-def test_names_between_steps(use_orig_params: bool) -> None:
-    """G1: and their shapes on each of three ranks; modules that are read directly show the same."""
+def test_names_and_shapes_between_steps(use_orig_params: bool) -> None:
+    """Shapes are checked on each of three ranks; parameters read from the modules are the same."""
     numels = {}
     for rank in range(3):
         module = net(1)
@@ -766,7 +765,7 @@ def test_names_between_steps(use_orig_params: bool) -> None:
         if use_orig_params:
             names = [layers + "0.weight", layers + "0.bias", top + "head.weight", top + "head.bias"]
             assert all(len(shape) == 1 for shape in shapes.values())
-            # Each begins on 16 bytes: 30 and 18 elements become 28 + 5 and 16 + 3, shared out in elevens and sevens.
+            # Each begins on 16 bytes: 30 and 18 elements become 28 + 5 and 16 + 3, in chunks of eleven and seven.
             assert [shapes[name][0] for name in names] == [[11, 0, 7, 0], [11, 0, 7, 0], [3, 5, 1, 3]][rank]
             assert module.head.weight.shape == shapes[top + "head.weight"]
         else:
@@ -778,8 +777,8 @@ def test_names_between_steps(use_orig_params: bool) -> None:
     assert max(numels.values()) <= -(-(33 + 19) // 3) + 1
 
 
-class Silent(nn.Module):
-    """No parameters, one buffer."""
+class BufferOnly(nn.Module):
+    """A module with one buffer and no parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -791,14 +790,14 @@ class Silent(nn.Module):
 
 @both_modes
 @on_ranks(2)
-def test_units_without_parameters(use_orig_params: bool) -> None:
-    """D9: as root and inside; every member works."""
+def test_units_without_parameters_support_every_member(use_orig_params: bool) -> None:
+    """As a root and nested."""
     wrap = functools.partial(build, use_orig_params=use_orig_params)
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, 3)
     torch.manual_seed(0)
-    plain = nn.Sequential(Silent(), nn.Linear(WIDTH, 3))
-    model = wrap(nn.Sequential(wrap(Silent()), wrap(linear)))
+    plain = nn.Sequential(BufferOnly(), nn.Linear(WIDTH, 3))
+    model = wrap(nn.Sequential(wrap(BufferOnly()), wrap(linear)))
     for unit in (model, model[0]):
         assert not unit._has_params and unit._flat_param is None and unit.params == [] and unit._handle is None
     assert len(model._all_handles) == 1
@@ -820,8 +819,8 @@ def test_units_without_parameters(use_orig_params: bool) -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_may_be_older_than_the_wrapper() -> None:
-    """D13: parameters keep their identity and what hangs on them."""
+def test_an_optimizer_may_be_created_before_wrapping() -> None:
+    """Parameters keep their identity and their attributes."""
     module = net()
     for index, param in enumerate(module.parameters()):
         param.note = index  # type: ignore[attr-defined]
@@ -836,7 +835,7 @@ def test_an_optimizer_may_be_older_than_the_wrapper() -> None:
 
 @both_modes
 def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """AA15: the chunk rule on CPU, and as many bytes as `FSDP_SHARD_ALIGNMENT` says; padding is zero."""
+    """CPU uses the chunk rule, or aligns shards to `FSDP_SHARD_ALIGNMENT` bytes; padding is zero."""
     for setting, dtype, expected in [
         (None, torch.float32, 7),
         ("16", torch.float32, 8),
@@ -867,7 +866,7 @@ def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 class Classifier(nn.Module):
-    """A head outside of the backbone that is wrapped."""
+    """A head outside of the wrapped backbone."""
 
     def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -877,8 +876,8 @@ class Classifier(nn.Module):
         return self.head(self.backbone(x))
 
 
-def step_of(model: nn.Module) -> list[str]:
-    """The warnings of two steps."""
+def warnings_of_steps(model: nn.Module) -> list[str]:
+    """Return the warnings of two steps."""
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -889,23 +888,24 @@ def step_of(model: nn.Module) -> list[str]:
 
 
 @on_ranks(2)
-def test_an_optimizer_that_holds_parameters_of_no_unit() -> None:
+def test_an_optimizer_with_parameters_outside_of_units_warns() -> None:
     """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
-    Not if they need no gradient, if the wrapper was told to ignore them, or if DistributedDataParallel reduces them."""
+    There is none if they need no gradient, if the wrapper ignores them, or if DistributedDataParallel reduces them.
+    """
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for orig in (True, False):
-            (words,) = step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
+            (words,) = warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
             assert words.startswith("SGD steps parameters that no wrapped module owns (2: 'head.weight', ...)"), words
             assert "Wrap a module that contains them" in words
             late = wrap(nn.Sequential(nn.Linear(4, 4)), strategy, orig)
             late.module.add_module("1", nn.Linear(4, 2))
-            (words,) = step_of(late)
+            (words,) = warnings_of_steps(late)
             assert "(2: '1.weight', ...)" in words, words
-            assert not step_of(wrap(Classifier(nn.Linear(4, 4), nn.Linear(4, 2)), strategy, orig))
+            assert not warnings_of_steps(wrap(Classifier(nn.Linear(4, 4), nn.Linear(4, 2)), strategy, orig))
             frozen = nn.Linear(4, 2).requires_grad_(False)
-            assert not step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), frozen))
+            assert not warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), frozen))
             head = nn.Linear(4, 2)
             ignoring = wrap(Classifier(nn.Linear(4, 4), head), strategy, orig, ignored_states=[head])
-            assert not step_of(ignoring)
+            assert not warnings_of_steps(ignoring)
             reduced = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-            assert not step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))
+            assert not warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))

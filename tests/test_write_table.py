@@ -1,5 +1,7 @@
-"""The table of what users write: what is done x when x with which parameters, each cell with the numbers of a plain
-model to which the same is done, or with an error that this file knows by name."""
+"""The table of user writes: actions x moments x modes.
+
+Each cell compares with a plain model to which the same action is applied, or expects an error listed in this file.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks, run_ranks
-from tests.test_writes import FULL, GRAD_OP, NONE, Mode, batch, build, layer_of, loss_of, pair, part_of, summon
+from tests.harness.pool import on_ranks
+from tests.test_writes import FULL, GRAD_OP, NONE, Mode, batch, build, layer_of, local_part, loss_of, pair, summon
 
 
-class Side:
-    """A model, plain or wrapped, whose first layer's parameters are written to; `names` are those of the layer."""
+class Subject:
+    """A model, plain or wrapped, whose first layer's parameters are written to."""
 
     def __init__(self, plain: bool, mode: Mode) -> None:
         self.model: nn.Module = build() if plain else pair(mode)[1]
@@ -40,11 +42,11 @@ class Side:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What users see of the layer's parameters now."""
+        """Return the parameters of the layer as users see them now."""
         return list(self.layer.parameters())
 
     def values(self, factor: float) -> list[Tensor]:
-        """New values for each of `params`, in the shape that it has."""
+        """Return new values for each of `params`, in the visible shape."""
         wanted = {f"linear.{name}": (p * factor).detach() for name, p in build().layers[0].linear.named_parameters()}
         params = self.params
         if len(params) == 1 and isinstance(params[0], FlatParameter):
@@ -55,7 +57,7 @@ class Side:
             return [padded.chunk(dist.get_world_size())[dist.get_rank()].clone()]
         named = zip(params, wanted.items(), strict=True)
         return [
-            value if self.plain else part_of(self.model, param, f"layers.0.{name}", value).clone()
+            value if self.plain else local_part(self.model, param, f"layers.0.{name}", value).clone()
             for param, (name, value) in named
         ]
 
@@ -70,96 +72,96 @@ class Side:
         return contextlib.nullcontext() if self.plain else self.model.no_sync()
 
 
-def _assign_data(side: Side) -> None:
-    for param, value in zip(side.params, side.values(0.5)):
+def _assign_data(subject: Subject) -> None:
+    for param, value in zip(subject.params, subject.values(0.5)):
         param.data = value
 
 
-def _copy_data(side: Side) -> None:
-    for param, value in zip(side.params, side.values(0.5)):
+def _copy_data(subject: Subject) -> None:
+    for param, value in zip(subject.params, subject.values(0.5)):
         param.data.copy_(value)
 
 
-def _copy(side: Side) -> None:
+def _copy(subject: Subject) -> None:
     with torch.no_grad():
-        for param, value in zip(side.params, side.values(0.5)):
+        for param, value in zip(subject.params, subject.values(0.5)):
             param.copy_(value)
 
 
-def _replace(side: Side) -> None:
+def _replace(subject: Subject) -> None:
     value = (build().layers[0].linear.weight * 0.5).detach()
-    if not side.plain:
-        value = part_of(side.model, side.linear.weight, "layers.0.linear.weight", value).clone()
-    side.linear.weight = nn.Parameter(value)
+    if not subject.plain:
+        value = local_part(subject.model, subject.linear.weight, "layers.0.linear.weight", value).clone()
+    subject.linear.weight = nn.Parameter(value)
 
 
-def _replace_by_another_shape(side: Side) -> None:
-    side.linear.weight = nn.Parameter(torch.zeros(2, 3))
+def _replace_by_another_shape(subject: Subject) -> None:
+    subject.linear.weight = nn.Parameter(torch.zeros(2, 3))
 
 
-def _clear_grad(side: Side) -> None:
-    for param in side.params:
+def _clear_grad(subject: Subject) -> None:
+    for param in subject.params:
         param.grad = None
 
 
-def _zero_grad(side: Side) -> None:
-    for param in side.params:
+def _zero_grad(subject: Subject) -> None:
+    for param in subject.params:
         if param.grad is not None:
             param.grad.zero_()
 
 
-def _scale_grad(side: Side) -> None:
-    for param in side.params:
+def _scale_grad(subject: Subject) -> None:
+    for param in subject.params:
         if param.grad is not None:
             param.grad.mul_(0.5)
 
 
-def _new_grad(side: Side) -> None:
-    for param in side.params:
+def _new_grad(subject: Subject) -> None:
+    for param in subject.params:
         if param.grad is not None:
             param.grad = param.grad * 0.5
 
 
-def _grad_of_another_shape(side: Side) -> None:
-    for param in side.params:
+def _grad_of_another_shape(subject: Subject) -> None:
+    for param in subject.params:
         param.grad = torch.zeros(2, 3, 4)
 
 
-def _freeze_all(side: Side) -> None:
-    for param in side.params:
+def _freeze_all(subject: Subject) -> None:
+    for param in subject.params:
         param.requires_grad_(False)
 
 
-def _freeze_and_thaw(side: Side) -> None:
-    _freeze_all(side)
-    for param in side.params:
+def _freeze_and_thaw(subject: Subject) -> None:
+    _freeze_all(subject)
+    for param in subject.params:
         param.requires_grad_(True)
 
 
-def _go_on_with_a_copy(side: Side) -> None:
-    side.model = copy.deepcopy(side.model)
+def _go_on_with_a_copy(subject: Subject) -> None:
+    subject.model = copy.deepcopy(subject.model)
 
 
-def _copy_the_module(side: Side) -> None:
-    copied = copy.deepcopy(side.layer)
+def _copy_the_module(subject: Subject) -> None:
+    copied = copy.deepcopy(subject.layer)
     assert_bit_equal(copied.state_dict(), build().layers[0].state_dict())
 
 
-def _load(side: Side) -> None:
-    side.model.load_state_dict({name: value * 0.5 for name, value in build().state_dict().items()})
+def _load(subject: Subject) -> None:
+    subject.model.load_state_dict({name: value * 0.5 for name, value in build().state_dict().items()})
 
 
-def _apply(side: Side) -> None:
+def _apply(subject: Subject) -> None:
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.data.fill_(0.25)
             nn.init.constant_(module.bias, 0.5)
 
-    side.model.apply(fill)
+    subject.model.apply(fill)
 
 
-def _to_double(side: Side) -> None:
-    side.model.to(torch.float64)
+def _to_double(subject: Subject) -> None:
+    subject.model.to(torch.float64)
 
 
 ACTIONS = {
@@ -181,81 +183,81 @@ ACTIONS = {
     "apply": _apply,
     "to": _to_double,
 }
-Act = Callable[[Side], None]
+Act = Callable[[Subject], None]
 
 
-def _built(side: Side, act: Act) -> None:
-    act(side)
+def at_construction(subject: Subject, act: Act) -> None:
+    act(subject)
 
 
-def _between(side: Side, act: Act) -> None:
-    loss = loss_of(side.model, 0)
-    act(side)
+def _between(subject: Subject, act: Act) -> None:
+    loss = loss_of(subject.model, 0)
+    act(subject)
     loss.backward()
 
 
-def _inside_forward(side: Side, act: Act) -> None:
+def _inside_forward(subject: Subject, act: Act) -> None:
     def inside() -> None:
-        side.layer.inside = lambda: None
+        subject.layer.inside = lambda: None
         with torch.no_grad():
-            act(side)
+            act(subject)
 
-    side.layer.inside = inside
+    subject.layer.inside = inside
     with torch.no_grad():
-        loss_of(side.model, 0)
+        loss_of(subject.model, 0)
 
 
-def _after_backward(side: Side, act: Act) -> None:
-    loss_of(side.model, 0).backward()
-    act(side)
+def _after_backward(subject: Subject, act: Act) -> None:
+    loss_of(subject.model, 0).backward()
+    act(subject)
 
 
-def _accumulating(side: Side, act: Act) -> None:
-    with side.no_sync():
-        loss_of(side.model, 0).backward()
-        act(side)
-        loss_of(side.model, 1).backward()
+def _accumulating(subject: Subject, act: Act) -> None:
+    with subject.no_sync():
+        loss_of(subject.model, 0).backward()
+        act(subject)
+        loss_of(subject.model, 1).backward()
 
 
-def _summoned(side: Side, act: Act) -> None:
-    loss_of(side.model, 0).backward()
-    with side.summoned():
-        act(side)
+def _summoned(subject: Subject, act: Act) -> None:
+    loss_of(subject.model, 0).backward()
+    with subject.summoned():
+        act(subject)
 
 
-def _summoned_with_grads(side: Side, act: Act) -> None:
-    loss_of(side.model, 0).backward()
-    with side.summoned(with_grads=True):
-        act(side)
+def _summoned_with_grads(subject: Subject, act: Act) -> None:
+    loss_of(subject.model, 0).backward()
+    with subject.summoned(with_grads=True):
+        act(subject)
 
 
-def _in_a_state_dict_hook(side: Side, act: Act) -> None:
-    handle = side.layer.register_state_dict_pre_hook(lambda *_: act(side))
-    side.model.state_dict()
+def _in_a_state_dict_hook(subject: Subject, act: Act) -> None:
+    handle = subject.layer.register_state_dict_pre_hook(lambda *_: act(subject))
+    subject.model.state_dict()
     handle.remove()
 
 
-def _after_a_failure(side: Side, act: Act) -> None:
+def _after_a_failure(subject: Subject, act: Act) -> None:
     def fail() -> None:
         raise ArithmeticError
 
-    layer_of(side.model, 1).inside = fail
+    layer_of(subject.model, 1).inside = fail
     with pytest.raises(ArithmeticError):
-        loss_of(side.model)
-    layer_of(side.model, 1).inside = lambda: None
-    act(side)
+        loss_of(subject.model)
+    layer_of(subject.model, 1).inside = lambda: None
+    act(subject)
 
 
-def _evaluating(side: Side, act: Act) -> None:
-    side.model.eval()
+def _evaluating(subject: Subject, act: Act) -> None:
+    subject.model.eval()
     with torch.no_grad():
-        loss_of(side.model)
-        act(side)
-    side.model.train()
+        loss_of(subject.model)
+        act(subject)
+    subject.model.train()
 
 
 MOMENTS = {
-    "built": _built,
+    "built": at_construction,
     "between": _between,
     "in forward": _inside_forward,
     "after backward": _after_backward,
@@ -268,21 +270,23 @@ MOMENTS = {
 }
 
 
-def outcome(side: Side, moment: str, action: str) -> tuple[str, dict[str, Tensor]]:
-    """What is left after two steps more, or which error came. A step more, as what is refused is so at an entry."""
+def outcome(subject: Subject, moment: str, action: str) -> tuple[str, dict[str, Tensor]]:
+    """Return the state after two further steps, or the error. A step follows because some writes are refused at the
+    next entry.
+    """
     try:
-        MOMENTS[moment](side, ACTIONS[action])
-        dtype = next(side.model.parameters()).dtype
+        MOMENTS[moment](subject, ACTIONS[action])
+        dtype = next(subject.model.parameters()).dtype
         for seed in (2, 3):
-            side.model(batch(seed).to(dtype)).square().mean().backward()
-            torch.optim.SGD([p for p in side.model.parameters() if p.requires_grad], lr=0.5).step()
-            side.model.zero_grad()
+            subject.model(batch(seed).to(dtype)).square().mean().backward()
+            torch.optim.SGD([p for p in subject.model.parameters() if p.requires_grad], lr=0.5).step()
+            subject.model.zero_grad()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
         return f"{type(error).__name__}: {error}", {}
-    return "", {name: value.clone() for name, value in side.model.state_dict().items()}
+    return "", {name: value.clone() for name, value in subject.model.state_dict().items()}
 
 
-# Cells in which a plain model goes on and a sharded one refuses: (action, moment, use_orig_params), each a pattern.
+# Cells in which a plain model continues and a sharded one refuses: (action, moment, use_orig_params), each a pattern.
 REFUSED = [
     ("copy_|replaced|apply", "between", "", "was changed in place, or replaced, between a forward and its backward"),
     ("data = new", "in forward", "", "was given other data inside of a forward"),
@@ -296,7 +300,7 @@ REFUSED = [
     ("deepcopy of a module", ".*", "", "copy.deepcopy of the Linear alone would be without its parameters"),
     ("load_state_dict", "in forward", "", "in the middle of the forward of the root unit"),
     ("apply", "in forward", "", "expected to be in states"),
-    # torch compares a gradient with the parameter that is there, which has another shape than the gradient has
+    # torch compares a gradient with the present parameter, which differs in shape
     ("grad = new", "in no_sync|summoned", "", "attempting to assign a gradient of size"),
     ("to", "between", "", "was moved or cast between a forward and its backward"),
     ("load_state_dict", "between", "", "was changed in place, or replaced, between a forward and its backward"),
@@ -305,17 +309,17 @@ REFUSED = [
 # Cells in which a write is found in debug mode only.
 FOUND_IN_DEBUG_MODE = [("data.copy_", "in forward"), ("data.copy_", "in no_sync")]
 
-# Cells in which there is nothing to write to, or what is written lasts no longer than the moment.
+# Cells without a target of the write, or in which a written value lasts no longer than the moment.
 NOTHING_THERE = [
     ("to", "summoned.*", ""),  # the shards keep their dtype
     (r"grad( = None|\.zero_|\.mul_| = new)", "summoned", "False"),  # with flat parameters no gradients are shown
 ]
 
 
-def _judge(
+def explain_difference(
     plain: tuple[str, dict[str, Tensor]], ours: tuple[str, dict[str, Tensor]], cell: tuple[str, str, bool]
 ) -> str:
-    """What is wrong with a cell."""
+    """Return the difference between a cell and the expectation; empty if there is none."""
     action, moment, use_orig_params = cell
     refused = [
         words
@@ -340,28 +344,26 @@ def _judge(
     return f"other values of {wrong}" if wrong else ""
 
 
-def _column(moment: str, actions: list[str], modes: list[Mode]) -> list[str]:
-    wrong = []
+@pytest.mark.parametrize(
+    ("moment", "actions", "modes"),
+    [
+        ("between", ["to", "load_state_dict"], [(FULL, True), (NONE, False)]),
+        ("in a state dict hook", ["copy_", "data.copy_", "deepcopy"], [(FULL, False), (FULL, True)]),
+    ],
+)
+@on_ranks(2)
+def test_selected_writes_in_further_modes(moment: str, actions: list[str], modes: list[Mode]) -> None:
     for action, mode in itertools.product(actions, modes):
-        plain = outcome(Side(True, (FULL, True)), moment, action)
-        found = _judge(plain, outcome(Side(False, mode), moment, action), (action, moment, mode[1]))
-        if found:
-            wrong.append(f"{action}, {moment}, {mode}: {found}")
-    return wrong
+        plain = outcome(Subject(True, (FULL, True)), moment, action)
+        found = explain_difference(plain, outcome(Subject(False, mode), moment, action), (action, moment, mode[1]))
+        assert not found, f"{action}, {moment}, {mode}: {found}"
 
 
-def test_what_is_moved_or_loaded_between_forward_and_backward() -> None:
-    for wrong in run_ranks(2, _column, "between", ["to", "load_state_dict"], [(FULL, True), (NONE, False)]):
-        assert not wrong
-
-
-def test_what_state_dict_hooks_write() -> None:
-    modes = [(FULL, False), (FULL, True)]
-    for wrong in run_ranks(2, _column, "in a state dict hook", ["copy_", "data.copy_", "deepcopy"], modes):
-        assert not wrong
-
-
-def _table() -> list[str]:
+@on_ranks(2, timeout=240)
+def test_every_write_at_every_moment() -> None:
+    """17 actions at 10 moments: the strategies and modes take turns, half of the cells are fully sharded, and each
+    action and moment meets each mode.
+    """
     wrong = []
     others = itertools.cycle(itertools.product((GRAD_OP, NONE), (False, True)))
     for number, (moment, action) in enumerate(itertools.product(MOMENTS, ACTIONS)):
@@ -369,25 +371,20 @@ def _table() -> list[str]:
         mode: Mode = other if number % 8 >= 4 else (FULL, not other[1])
         if moment == "summoned with grads" and not mode[1]:
             continue
-        plain = outcome(Side(True, (FULL, True)), moment, action)
+        plain = outcome(Subject(True, (FULL, True)), moment, action)
         with mock.patch.dict(os.environ, FSDP_DEBUG=str(int((action, moment) in FOUND_IN_DEBUG_MODE))):
-            found = _judge(plain, outcome(Side(False, mode), moment, action), (action, moment, mode[1]))
+            found = explain_difference(plain, outcome(Subject(False, mode), moment, action), (action, moment, mode[1]))
         if found:
             wrong.append(f"{action}, {moment}, {mode[0].name}, use_orig_params={mode[1]}: {found}")
-    return wrong
-
-
-def test_what_is_done_when() -> None:
-    """17 actions at 10 moments, by turns in each strategy and mode, half of them fully sharded: every
-    action, and every moment, in each of them."""
-    for rank, wrong in enumerate(run_ranks(2, _table, timeout=240)):
-        assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
+    assert not wrong, "\n".join(wrong)
 
 
 @on_ranks(2)
 def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
-    """Though the version counters of the old one and of the new one make the same sum."""
-    plain = outcome(Side(True, (FULL, True)), "in no_sync", "replaced")
+    """The sums of the version counters of the old and the new parameter may be equal."""
+    plain = outcome(Subject(True, (FULL, True)), "in no_sync", "replaced")
     for use_orig_params in (False, True):
-        side = Side(False, (GRAD_OP, use_orig_params))
-        assert not _judge(plain, outcome(side, "in no_sync", "replaced"), ("replaced", "in no_sync", use_orig_params))
+        subject = Subject(False, (GRAD_OP, use_orig_params))
+        assert not explain_difference(
+            plain, outcome(subject, "in no_sync", "replaced"), ("replaced", "in no_sync", use_orig_params)
+        )

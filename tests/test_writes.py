@@ -1,6 +1,8 @@
-"""What users write is kept: parameters and gradients replaced, frozen, changed in place and copied, at every moment
-between construction and exit, with the numbers of a plain model to which the same is done, or an error that says what
-to do."""
+"""Writes of users between construction and exit: parameters and gradients replaced, frozen, changed in place and
+copied.
+
+Values equal a plain model's to which the same is done, or an error names the remedy.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ summon = FullyShardedDataParallel.summon_full_params
 
 
 class Layer(nn.Module):
-    """A linear layer in whose forward something can be done."""
+    """A linear layer whose forward calls a hook."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Two layers that become units, and a root with parameters of its own."""
+    """Two layers that become units, and a root with further parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +71,8 @@ class Net(nn.Module):
             x = layer(x)
         x = self.head(x)
         if self.penalty:
-            own = [param for name, param in self.named_parameters() if "layers" not in name]  # units of their own
+            # parameters outside of the layers' units
+            own = [param for name, param in self.named_parameters() if "layers" not in name]
             assert {param.dtype for param in own} == {x.dtype}
             x = x + self.penalty * sum(param.square().sum() for param in own)
         return x
@@ -90,7 +93,7 @@ def layer_of(model: nn.Module, index: int) -> Any:
 
 
 def batch(seed: int = 0) -> Tensor:
-    """The same on every rank, so that the mean of the gradients is each of them."""
+    """Return a batch, equal on every rank, so that the mean of the gradients equals each of them."""
     return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
 
 
@@ -99,7 +102,7 @@ def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
 
 
 def step(model: nn.Module, seed: int = 0) -> Tensor:
-    """What a step computes; the gradients are those that there are already, and this batch's."""
+    """Run a step and return the loss; existing gradients are added to."""
     loss = loss_of(model, seed)
     loss.backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
@@ -113,8 +116,8 @@ def assert_alike(model: nn.Module, plain: nn.Module, what: str) -> None:
     assert_bit_equal(model.state_dict(), plain.state_dict(), f"{what}, one step on")
 
 
-def part_of(model: nn.Module, param: Any, name: str, value: Tensor) -> Tensor:
-    """What `param`, which stands on the model for the parameter `name`, has of its `value`."""
+def local_part(model: nn.Module, param: Any, name: str, value: Tensor) -> Tensor:
+    """Return the elements of `value` (of the parameter `name`) that `param` holds on this rank."""
     if param.shape == value.shape:
         return value
     for unit in fsdp.shard_info(model):
@@ -134,7 +137,7 @@ def describe(mode: Mode) -> str:
 
 @on_ranks(2)
 def test_forward_can_use_all_of_its_parameters() -> None:
-    """FD04: `self.parameters()` inside of a forward: whole, in the compute dtype, and with gradients."""
+    """`self.parameters()` inside of a forward: in full, in the compute dtype, and with gradients."""
     for mode in MODES:
         plain, model = pair(mode)
         plain.penalty = model.module.penalty = 0.1
@@ -149,13 +152,13 @@ def test_forward_can_use_all_of_its_parameters() -> None:
         _, model = pair(mode, mixed_precision=precision)
         model.module.penalty = 0.1  # the forward asserts its parameters' dtype
         step(model)
-        with summon(model):  # where it is the parameters' own
+        with summon(model):  # with summoned parameters, in the original dtype
             model(batch())
 
 
 @on_ranks(2)
-def test_what_is_frozen_keeps_its_gradient() -> None:
-    """FD05: a backward, frozen for another one, unfrozen, a third one."""
+def test_a_frozen_parameter_keeps_its_gradient() -> None:
+    """Three backwards; the parameter is frozen for the second one."""
     for mode, synchronize in itertools.product(MODES, (True, False)):
         plain, model = pair(mode)
         what = f"{describe(mode)}, synchronize={synchronize}"
@@ -188,8 +191,8 @@ class _TwoDtypes(nn.Module):
 
 
 @on_ranks(2)
-def test_what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit() -> None:
-    """FD05: the frozen bucket has nothing new, and what it accumulated is reduced with the other's gradients."""
+def test_gradients_of_parameters_frozen_after_no_sync_are_reduced() -> None:
+    """The frozen bucket has no new gradient; the accumulated one is reduced with the second bucket's."""
     for mode in MODES:
         torch.manual_seed(3)
         plain = _TwoDtypes()
@@ -226,8 +229,8 @@ def _freeze(linear: nn.Linear) -> None:
     linear.weight.requires_grad_(False)
 
 
-class Others(nn.Module):
-    """torch's own modules that write in forward: buffers, or what they keep of their parameters."""
+class WritingModules(nn.Module):
+    """torch modules that write in forward, to buffers or to attributes derived from their parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +250,10 @@ class Others(nn.Module):
 
 
 @on_ranks(2)
-def test_what_is_changed_in_forward_is_an_error() -> None:
-    """FD06: in place, replaced, given other data, frozen; named, and not where it is kept."""
+def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
+    """Changed in place, replaced, given other data, or frozen: the error names the parameter, unless the write can be
+    kept.
+    """
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
         for change, words in (
             (_change_in_place, "changed in place"),
@@ -266,7 +271,7 @@ def test_what_is_changed_in_forward_is_an_error() -> None:
 
             layer.inside = inside
             for grad in (True, False):
-                if mode[0] is NONE and change is _change_in_place:  # there is no other copy
+                if mode[0] is NONE and change is _change_in_place:  # NO_SHARD has no second copy
                     with torch.no_grad():
                         model(batch())
                         plain.layers[0].linear.weight.mul_(0.5)
@@ -281,7 +286,7 @@ def test_what_is_changed_in_forward_is_an_error() -> None:
             if change is _replace_in_forward and mode == (NONE, True):
                 continue
             assert_alike(model, plain, what)
-        # what is shown is written back
+        # a write to summoned parameters is written back
         plain, model = pair(mode)
         layer = layer_of(model, 0)
         with summon(model), torch.no_grad():
@@ -300,9 +305,8 @@ def test_what_is_changed_in_forward_is_an_error() -> None:
 
 @on_ranks(2)
 def test_modules_that_write_buffers_in_forward_run() -> None:
-    """FD06: no false alarms."""
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True)):
-        model = wrap(Others(), *mode, wrap_policy=None)
+        model = wrap(WritingModules(), *mode, wrap_policy=None)
         for _ in range(2):
             step(model)
             with torch.no_grad():
@@ -321,7 +325,7 @@ ENTRIES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
 
 
 @on_ranks(2)
-def test_a_whole_value_for_this_ranks_part_is_refused_with_the_way_to_write_it() -> None:
+def test_replacing_a_shard_by_a_full_value_is_refused_with_the_remedy() -> None:
     model = pair((FULL, True))[1]
     linear = layer_of(model, 0).linear
     linear.weight = nn.Parameter(torch.zeros(7, 4))
@@ -331,22 +335,26 @@ def test_a_whole_value_for_this_ranks_part_is_refused_with_the_way_to_write_it()
         model(batch())
 
 
-def _rescaled_rows(use_orig_params: bool) -> None:
+def check_rescaling_is_refused(use_orig_params: bool) -> None:
     for module in (nn.Embedding(8, 3, max_norm=0.1), nn.EmbeddingBag(8, 3, max_norm=0.1)):
         model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
         with pytest.raises(RuntimeError, match=r"'weight' of .*max_norm=None, and rescale .* summon_full_params\(\)"):
             model(torch.zeros(2, 1, dtype=torch.long))
 
 
-def test_an_embedding_that_rescales_its_rows_is_refused_with_a_remedy_that_fits() -> None:
-    """A buffer, the remedy for other writes in a forward, is none for the weight of `nn.Embedding(max_norm=...)`."""
+def test_an_embedding_with_max_norm_is_refused_with_the_remedy() -> None:
+    """The remedy for other writes in a forward, a buffer, does not apply to the weight of
+    `nn.Embedding(max_norm=...)`.
+    """
     for use_orig_params in (False, True):
-        run_ranks(2, _rescaled_rows, use_orig_params)
+        run_ranks(2, check_rescaling_is_refused, use_orig_params)
 
 
 @on_ranks(2)
-def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
-    """FD07: right after wrapping, before any forward, and later; what does not fit is refused at every entry."""
+def test_replaced_parameters_are_adopted_at_every_entry() -> None:
+    """Directly after wrapping, before a forward, and later; a replacement that does not fit is refused at every
+    entry.
+    """
     for mode, trained, how in itertools.product(MODES, (False, True), ("data", "replaced")):
         plain, model = pair(mode)
         if trained:
@@ -355,11 +363,11 @@ def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
         plain.layers[0].linear.weight.data = value.clone()
         linear = layer_of(model, 0).linear
         if how == "data":
-            if not mode[1] and mode[0] is not NONE:  # there are no data to replace
+            if not mode[1] and mode[0] is not NONE:  # no data to replace
                 continue
-            linear.weight.data = part_of(model, linear.weight, "layers.0.linear.weight", value).clone()
+            linear.weight.data = local_part(model, linear.weight, "layers.0.linear.weight", value).clone()
         else:
-            linear.weight = nn.Parameter(part_of(model, linear.weight, "layers.0.linear.weight", value).clone())
+            linear.weight = nn.Parameter(local_part(model, linear.weight, "layers.0.linear.weight", value).clone())
         what = f"{how}, trained={trained}, {describe(mode)}"
         with summon(model):
             assert torch.equal(linear.weight, value), what
@@ -395,8 +403,8 @@ class Returning(nn.Linear):
 
 
 @on_ranks(2)
-def test_what_is_replaced_after_something_else_is_kept() -> None:
-    """Nothing registers again what rests in the modules where it rests already."""
+def test_a_parameter_replaced_after_a_reshard_is_kept() -> None:
+    """The parameter is assigned on a resharded module, before a second reshard, which must not undo the assignment."""
     for what, mixed in itertools.product(("summoned", "of another tree", "in an output"), (False, True)):
         options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed and what != "in an output" else {}
         inner = wrap(Returning(5, 5), FULL, True, **options)
@@ -416,8 +424,8 @@ def test_what_is_replaced_after_something_else_is_kept() -> None:
 
 
 @on_ranks(2)
-def test_what_is_replaced_while_shown_is_kept() -> None:
-    """FD08: in `summon_full_params` and in `apply`; and what is frozen there."""
+def test_parameters_replaced_while_summoned_are_kept() -> None:
+    """In `summon_full_params` and in `apply`; parameters frozen there stay frozen."""
     for mode, how in itertools.product(MODES, ("summon", "apply")):
         plain, model = pair(mode)
         what = f"{how}, {describe(mode)}"
@@ -455,12 +463,11 @@ def test_what_is_replaced_while_shown_is_kept() -> None:
 
 
 @on_ranks(2)
-def test_a_module_is_copied_with_its_unit_or_whole() -> None:
-    """FD14: `copy.deepcopy(model.module)`."""
+def test_deepcopy_of_a_module_needs_its_wrapper_or_summoned_parameters() -> None:
     for mode in MODES:
         plain, model = pair(mode)
         step(plain), step(model)
-        if mode == (NONE, True):  # its parameters are whole
+        if mode == (NONE, True):  # its parameters are full
             copied = copy.deepcopy(model.module.head)
             assert torch.equal(copied.weight, plain.head.weight)
         else:
@@ -472,7 +479,7 @@ def test_a_module_is_copied_with_its_unit_or_whole() -> None:
         with summon(model):
             copied = copy.deepcopy(layer_of(model, 0))
         assert torch.equal(copied(batch()), plain.layers[0](batch()))
-        if dist.get_rank() == 0:  # a plain module needs no other rank
+        if dist.get_rank() == 0:  # a plain module needs no collective
             assert_bit_equal(copied.state_dict(), plain.layers[0].state_dict(), describe(mode))
             copied.load_state_dict(build().layers[0].state_dict())
             assert_bit_equal(copied.state_dict(), build().layers[0].state_dict(), describe(mode))
@@ -480,14 +487,14 @@ def test_a_module_is_copied_with_its_unit_or_whole() -> None:
         assert len(list(copied.parameters())) == 2
         again = copy.deepcopy(copied)
         assert torch.equal(again.linear.weight, copied.linear.weight)
-        with torch.no_grad():  # of its own
+        with torch.no_grad():  # the copy has separate memory
             copied.linear.weight.zero_()
         assert_alike(copy.deepcopy(model), plain, describe(mode))
 
 
 @on_ranks(2)
-def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
-    """FD26: inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
+def test_state_is_taken_while_parameters_are_summoned_on_cpu() -> None:
+    """Inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
     elsewhere = mock.patch("fsdp.runtime.full_params.is_device", lambda device: True)
     for use_orig_params in (True, False):
         plain, model = pair((FULL, use_orig_params))
@@ -513,8 +520,8 @@ def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
 
 
 @on_ranks(2)
-def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
-    """Gradients that are set there, and, for graphs of before, values."""
+def test_writes_to_summoned_flat_parameters_take_effect() -> None:
+    """Gradients are kept, and values written between a forward and the backward are refused."""
     for strategy in (FULL, GRAD_OP, NONE):
         plain, model = pair((strategy, False))
         for side in (plain, model):
@@ -526,7 +533,7 @@ def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
         assert all(torch.equal(full[name], param.grad) for name, param in plain.named_parameters()), strategy
         loss = loss_of(model)
         with summon(model):
-            pass  # looking changes nothing
+            pass  # reading changes no state
         loss.backward()
         loss = loss_of(model)
         with summon(model), torch.no_grad():
@@ -536,7 +543,7 @@ def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
 
 
 @on_ranks(2)
-def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
+def test_a_state_dict_hooks_writes_to_copies_do_not_reach_the_model() -> None:
     _, model = pair((FULL, True))
     before = model.state_dict()
 
@@ -557,8 +564,8 @@ def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
 
 
 @on_ranks(2)
-def test_forwards_run_where_collectives_are_mocked() -> None:
-    """As tests do that count them: nothing compares what is gathered with the shards."""
+def test_forwards_run_with_mocked_collectives() -> None:
+    """Users mock collectives to count them: the engine must not compare gathered values with the shards."""
     for strategy, use_orig_params in ((FULL, True), (GRAD_OP, False)):
         model = pair((strategy, use_orig_params))[1]
         with contextlib.ExitStack() as mocks:
@@ -588,14 +595,14 @@ def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> 
 
 
 @on_ranks(2)
-def test_what_forward_writes_through_data_is_found_in_debug_mode() -> None:
+def test_writes_through_data_in_forward_are_found_in_debug_mode() -> None:
     for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
         _data_written_in_forward(strategy, dtype)
 
 
 @on_ranks(2)
-def test_a_look_before_a_step_sees_what_was_done() -> None:
-    """If it does, the step follows it, as a forward would."""
+def test_a_guard_detects_every_kind_of_write() -> None:
+    """After such a change a step takes the same path as a forward."""
     for use_orig_params in (False, True):
         model = wrap(nn.Linear(4, 3), FULL, use_orig_params, wrap_policy=None)
         model(torch.ones(2, 4)).sum().backward()
