@@ -998,15 +998,17 @@ def phases(device: torch.device) -> str | None:
         {"sharding_strategy": S.NO_SHARD},
         {"use_orig_params": True},
     ):
+        gc.collect()
+        around = torch.accelerator.memory_allocated()  # of cases before
         pair = Pair(device, **options)
         for _ in range(2):
             pair.step()
         gc.collect()
-        before = torch.accelerator.memory_allocated()
+        before = torch.accelerator.memory_allocated() - around
         buffers = sum(buffer.nbytes for buffer in pair.model.buffers())
         fsdp.offload(pair.model, pair.mine)
         gc.collect()
-        left = torch.accelerator.memory_allocated()
+        left = torch.accelerator.memory_allocated() - around
         assert left <= buffers < before, f"{options}: {left} of {before} bytes are left, {buffers} of them buffers"
         fsdp.onload(pair.model, pair.mine)
         for _ in range(2):
