@@ -345,7 +345,7 @@ def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: i
             assert torch.equal(after[name], before[name])
 
 
-# -- what it costs, what it refuses --------------------------------------------------------------------------------
+# -- costs and refusals --------------------------------------------------------------------------------------------
 
 
 def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:

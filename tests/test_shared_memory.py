@@ -802,8 +802,9 @@ def refused(what: str) -> Iterator[None]:
 
 @on_ranks(2)
 def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
-    """It requires one host, no debug checks of torch and no recorder of collectives, on all ranks; a request by name
-    reports the reason of a refusal.
+    """Shared memory requires one host, no debug checks of torch and no recorder of collectives, on all ranks.
+
+    A request by name reports the reason of a refusal.
     """
     rank = dist.get_rank()
     for what, why in REFUSALS.items():  # the refusal is on one rank alone

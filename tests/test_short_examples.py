@@ -55,7 +55,7 @@ def test_an_example_prints_the_expected_lines(name: str, tmp_path: Path) -> None
 
 
 def test_ddp_torch_fsdp_and_this_package_print_the_same_losses() -> None:
-    """The same script runs with DDP, torch's FSDP1 and this package."""
+    """One script runs with DDP, torch's FSDP1 and this package."""
     names = ["1_ddp.py", "2_torch_fsdp.py", "3_fsdp.py"]
     ddp, torchs, ours = (run_ranks(2, _ignoring_warnings, str(EXAMPLES / "ddp_to_fsdp" / name))[0] for name in names)
     assert "step 20: loss 3." in ddp and ddp == torchs == ours

@@ -392,7 +392,7 @@ PARAMETERS = ["first.weight", "first.bias", "second.weight", "second.bias", "sca
 
 
 class Small(Block):
-    """The same block with few elements."""
+    """A block with few elements."""
 
     def __init__(self, index: int) -> None:
         nn.Module.__init__(self)

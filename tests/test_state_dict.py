@@ -344,7 +344,7 @@ def test_a_ragged_checkpoint_loads_with_any_ranks_wrapping_and_strategy(tmp_path
     run_ranks(2, _load_plain, str(tmp_path / "2"))
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- mismatches --------------------------------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module, state: dict[str, Any], kind: type[Exception] = RuntimeError, **options: Any) -> str:
@@ -487,7 +487,7 @@ def test_a_state_dict_of_rank_0_alone_is_distributed(strategy: ShardingStrategy,
         model.load_state_dict(good if rank == 0 else {})
 
 
-# -- when, and what users do with it -----------------------------------------------------------------------------------
+# -- moments and options -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [False, True])

@@ -90,7 +90,7 @@ def with_header(content: bytes, there: str, forged: str) -> bytes:
     return len(header).to_bytes(8, "little") + header.encode() + content[end:]
 
 
-# -- what else is there ------------------------------------------------------------------------------------------------
+# -- files of users ----------------------------------------------------------------------------------------------------
 
 
 def test_files_and_directories_of_users_are_kept(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
 HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
-# -- what is traced ----------------------------------------------------------------------------------------------------
+# -- traced programs ---------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -565,7 +565,7 @@ def test_no_race_when_a_tree_joins_another() -> None:
     assert not tracer.races, tracer.races
 
 
-# -- what is missing is seen, and nothing is superfluous ---------------------------------------------------------------
+# -- each synchronization is needed ------------------------------------------------------------------------------------
 
 
 def lines_that_synchronize() -> set[tuple[str, int]]:
@@ -755,7 +755,7 @@ def test_the_host_waits_before_it_accesses_offloaded_tensors(strategy: ShardingS
         assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken
 
 
-# -- what may overlap does ---------------------------------------------------------------------------------------------
+# -- overlap -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])

@@ -212,7 +212,7 @@ def test_training_equals_the_tensor_parallel_model_bit_for_bit() -> None:
             assert_same(summoned(model), expected, what)
 
 
-# -- what else is done with parameters ---------------------------------------------------------------------------------
+# -- summoning, clipping, precision ------------------------------------------------------------------------------------
 
 
 def leaves_are_dtensors(model: FSDP, dtype: torch.dtype) -> list[Any]:

@@ -270,7 +270,7 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
         assert scaler.get_scale() == 2.0
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- costs -------------------------------------------------------------------------------------------------------------
 
 
 class RecordingMuon(torch.optim.Muon):

@@ -791,7 +791,7 @@ class BufferOnly(nn.Module):
 @both_modes
 @on_ranks(2)
 def test_units_without_parameters_support_every_member(use_orig_params: bool) -> None:
-    """As a root and nested."""
+    """Units without parameters occur as a root and nested."""
     wrap = functools.partial(build, use_orig_params=use_orig_params)
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, 3)
