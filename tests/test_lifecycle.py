@@ -46,12 +46,8 @@ from tests.harness.sharded import full_gradients, full_parameters, wrap
 # Set before any rank starts, because ranks inherit the environment.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
 needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 
 
@@ -235,12 +231,8 @@ def memory_after_deletion(history: str, strategies: list[ShardingStrategy], use_
 def test_deletion_frees_all_memory_without_collection(history: str, use_orig_params: bool) -> None:
     """After every history of a model."""
     turn = list(HISTORIES).index(history) // 2 % 2
-    assert run_ranks(
-        2, memory_after_deletion, history, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params
-    ) == [
-        [],
-        [],
-    ]
+    strategies = [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]]
+    assert run_ranks(2, memory_after_deletion, history, strategies, use_orig_params) == [[], []]
     if turn:
         assert run_ranks(1, memory_after_deletion, history, [NO_SHARD], use_orig_params) == [[]]
 
