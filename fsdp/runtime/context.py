@@ -99,10 +99,10 @@ class RootContext:
         for pool, blocks in ((self.unsharder.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
             pool.keep_up_to(blocks * largest, largest_block=2 * largest)
 
-    def __del__(self) -> None:
+    def __del__(self, _is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Reshard the units, which may live on without their tree; the gather stream, which owns the memory, waits for
         the last use. The garbage collector may call this on any stream, so the host must not wait for peers."""
-        if not hasattr(self, "unsharder") or sys.is_finalizing():
+        if not hasattr(self, "unsharder") or _is_finalizing():
             return  # the constructor raised, or the process ends
         with self.joined(), without_waiting():
             for unit in self.unsharder:

@@ -989,6 +989,13 @@ def memory(device: torch.device) -> str | None:
     return str(said)
 
 
+def _allocated_nbytes() -> int:
+    """Return the bytes that tensors have on the device once all work is over."""
+    torch.accelerator.synchronize()
+    gc.collect()
+    return torch.accelerator.memory_allocated()
+
+
 @case
 def phases(device: torch.device) -> str | None:
     """Move all tensors off the device and back: no byte is left there meanwhile, and the training continues."""
@@ -998,22 +1005,20 @@ def phases(device: torch.device) -> str | None:
         {"sharding_strategy": S.NO_SHARD},
         {"use_orig_params": True},
     ):
-        gc.collect()
-        around = torch.accelerator.memory_allocated()  # of cases before
+        around = _allocated_nbytes()  # of earlier cases
         pair = Pair(device, **options)
         for _ in range(2):
             pair.step()
-        gc.collect()
-        before = torch.accelerator.memory_allocated() - around
+        before = _allocated_nbytes() - around
         buffers = sum(buffer.nbytes for buffer in pair.model.buffers())
         fsdp.offload(pair.model, pair.mine)
-        gc.collect()
-        left = torch.accelerator.memory_allocated() - around
+        left = _allocated_nbytes() - around
         assert left <= buffers < before, f"{options}: {left} of {before} bytes are left, {buffers} of them buffers"
         fsdp.onload(pair.model, pair.mine)
         for _ in range(2):
             pair.step()
         pair.check()
+        del pair
     return None
 
 
