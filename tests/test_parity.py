@@ -1,6 +1,6 @@
 """Sharded training equals plain training: losses, gradients, parameters and optimizer state at every step.
 
-Every run of 3 steps (some of 6, in which optimizers and micro-batches accumulate) is compared at each step with two
+Every run of 3 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with two
 references:
 
 * **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): gradients of each rank's batch,
@@ -166,10 +166,10 @@ RUNS = [
         Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each, steps=steps)
         for each in (False, True)
         for world_size, case, opt, strategy, mode, collectives, steps in [
-            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 3 if each else 6),
+            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 3 if each else 10),
             (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 3),
             (2, "unused", "sgd", "NO_SHARD", not each, "auto", 3),
-            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 6 if each else 3),
+            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 10 if each else 3),
         ]
     ),
     # The alignment of accelerators: shards are multiples of 16 bytes, not of one element.
