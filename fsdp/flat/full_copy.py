@@ -118,12 +118,16 @@ class FullCopy:
         self.all_leaves[index].requires_grad_(requires_grad)
         self._flags[index] = requires_grad
 
-    def undo_writes(self) -> list[tuple[int, str]]:
+    def undo_writes(self, taken: list[tuple[int, torch.Tensor]] | None = None) -> list[tuple[int, str]]:
         """Return the writes of users to leaves since the last call that would be lost, as (index, verb).
 
         The leaves show the buffer again, with the ``requires_grad`` of before. Their values stay as written. Must be
         called while there is memory. A write through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an
         error at once.
+
+        Args:
+            taken: receives other data of the same size and dtype that frozen leaves were given, with their index. It is
+                not copied to the buffer, which other ranks may still read. None: such data counts as lost.
         """
         versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
         pointers = list(map(torch.Tensor.data_ptr, self.memories))
@@ -133,8 +137,12 @@ class FullCopy:
         found = []
         for index, (leaf, flag) in enumerate(zip(self.all_leaves, self._flags)):
             if pointers[index] != own_pointers[index]:
-                self.memories[index].data = self._views[index]
-                found.append((index, "given other data"))
+                memory, view = self.memories[index], self._views[index]
+                if taken is not None and not leaf.requires_grad and _is_replacement(memory, view):
+                    taken.append((index, memory.detach().reshape(view.shape)))
+                else:
+                    found.append((index, "given other data"))
+                memory.data = view
             elif versions[index] != self._written[index] and not self.keeps_writes:
                 found.append((index, "changed in place"))
             if flags[index] is not flag:
@@ -159,6 +167,10 @@ class FullCopy:
     def outdate(self) -> None:
         """Let autograd refuse to read the leaves that it has saved so far."""
         set_versions(self._unchecked, [leaf._version + 1 for leaf in self._unchecked])
+
+
+def _is_replacement(tensor: torch.Tensor, view: torch.Tensor) -> bool:
+    return (tensor.numel(), tensor.dtype, tensor.device) == (view.numel(), view.dtype, view.device)
 
 
 RELEASED_VERSION = 1 << 30  # the version of a leaf without memory

@@ -85,10 +85,18 @@ class ParamGuard:
         return self.follow_flags()
 
     def leave(self) -> None:
-        """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released."""
+        """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released.
+
+        Under ``no_grad()`` a module may repack its frozen parameters, as bitsandbytes' ``Linear4bit`` does on CPUs.
+        Other data of the same size and dtype is copied to the shard.
+        """
         if not self._checks:
             return
-        found = self._handle.copy.undo_writes()
+        copy = self._handle.copy
+        taken: list[tuple[int, torch.Tensor]] | None = None if torch.is_grad_enabled() or copy.differs else []
+        found = copy.undo_writes(taken)
+        for index, values in taken or ():
+            self._write(index, values)
         found += [(index, "replaced") for index in self._registration.put_back_leaves()]
         if found:
             index, change = found[0]
