@@ -15,8 +15,17 @@ FOR_USERS = {
 FOR_DEVELOPERS = {
     "test": ["pytest>=8", "numpy"],
     "dev": ["ruff==0.17.5", "mypy==2.4.1"],
-    "libraries": ["transformers>=4.40", "peft>=0.10"],  # tests/test_libraries.py is skipped without them
-    "clients": ["accelerate>=1.0", "transformers>=4.40", "peft>=0.10", "lightning>=2.4", "numpy"],
+    # tests/test_libraries.py and tests/test_optimizer_libraries.py are skipped without them
+    "libraries": ["transformers>=4.40", "peft>=0.10", "pytorch-optimizer>=3.0"],
+    "clients": [
+        "accelerate>=1.0",
+        "transformers>=4.40",
+        "peft>=0.10",
+        "lightning>=2.4",
+        "bitsandbytes>=0.50",
+        "trl>=1.0",
+        "numpy",
+    ],
 }
 
 setup(

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs accelerate, Lightning, transformers, peft and Composer on this package and on torch's FSDP1 with the same
-# programs, on 2 CPU ranks, and compares; see clients.py. The tools are installed into .venv-clients, at the first run.
+# Runs accelerate, Lightning, transformers, peft, bitsandbytes, trl, verl and Composer on this package and on torch's FSDP1
+# with the same programs, on 2 CPU ranks, and compares; see clients.py. The tools are installed into .venv-clients, at the
+# first run.
 #
 #   test_clients.sh                     every row
 #   test_clients.sh --only accelerate   those whose words contain that; --list shows them

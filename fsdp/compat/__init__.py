@@ -45,6 +45,7 @@ from fsdp.checkpoint import torch_state_dict
 from fsdp.checkpoint.load_state_dict import ranks_of
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
+from fsdp.export.weights import WeightStream
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -225,8 +226,11 @@ def get_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> A
 
 
 def set_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
-    """Call peft's function, with names of modules as in state dicts."""
-    with _clean_names(model):
+    """Call peft's function, with names of modules as in state dicts.
+
+    The function reads keys and shapes from a state dict, which with ``rank0_only`` is empty on all ranks but one.
+    """
+    with _clean_names(model), _described_state(model):
         return _libraries_own[set_peft_model_state_dict](model, *rest, **options)
 
 
@@ -247,6 +251,23 @@ def _clean_names(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         del vars(model)["named_modules"]
+
+
+@contextlib.contextmanager
+def _described_state(model: nn.Module) -> Iterator[None]:
+    """Make ``model.state_dict()`` return names and shapes, on the meta device, without communication."""
+    units = units_of(model)
+    if not units or any(unit.groups.tp is not None for unit in units):
+        yield
+        return
+    metadata = WeightStream(model, None, None, None).metadata()
+    vars(model)["state_dict"] = lambda: {
+        info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in metadata
+    }
+    try:
+        yield
+    finally:
+        del vars(model)["state_dict"]
 
 
 def _is_wrapper(module: nn.Module, *rest: Any) -> bool:
