@@ -259,6 +259,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         processes()  # from now on peers detect the end of this process
         unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
+        self._ignored_modules = set(ignored.modules)
         check_not_wrapped(module, ignored)
         wraps_inside = auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes
         if param_init_fn is None and (wraps_inside or has_meta(module, ignored)):  # before any of the tree is changed

@@ -591,3 +591,5 @@ def test_matrix_optimizers_on_shards_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         inside.step()
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            SOAP(model.parameters(), lr=0.1).step()  # these are whole

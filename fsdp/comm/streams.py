@@ -269,6 +269,12 @@ def streams_for(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
+def compute_and_gather_stream(device: torch.device) -> tuple[Stream, Stream]:
+    """Return the two streams for callers outside of the engine; on CPU, torch's object for its one stream, twice."""
+    streams, current = streams_for(device), torch.get_device_module(device).current_stream()
+    return (current, current) if isinstance(streams, HostStreams) else (current, streams._gather)
+
+
 def default_device() -> torch.device:
     """Return the default device of modules: the current device of the accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

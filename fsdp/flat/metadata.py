@@ -98,6 +98,35 @@ class ParamInfos(Sequence[ParamInfo]):
         return list, ([info._replace(module=None) for info in self],)
 
 
+class SharedParamInfo(NamedTuple):
+    """A further registration of a shared parameter, and the first one, in FSDP1's form."""
+
+    param_name: str
+    module: nn.Module | None
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module | None
+    prim_module_name: str
+
+
+class SharedParamInfos(Sequence[SharedParamInfo]):
+    """The ``SharedParamInfo`` of each further registration, without references that keep modules alive."""
+
+    def __init__(self, further: ParamInfos, first: ParamInfos) -> None:
+        self._further, self._first = further, first
+
+    def __len__(self) -> int:
+        return len(self._further)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        return SharedParamInfo(*self._further[index], *self._first[index])
+
+    def __reduce__(self) -> Any:
+        return list, ([info._replace(module=None, prim_module=None) for info in self],)
+
+
 def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
     """Return the attributes of a flat parameter that tools read, by FSDP1's names; all sizes in elements."""
     known = layout.once(("for tools", rank), lambda: _for_tools(layout, rank))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import nn
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import FullCopy
-from fsdp.flat.metadata import ParamInfos
+from fsdp.flat.metadata import ParamInfos, SharedParamInfos
 from fsdp.flat.names import own_modules
 from fsdp.flat.ownership import OwnedParam, Site
 from fsdp.flat.snapshot import Snapshot, flag_of
@@ -227,8 +227,11 @@ class Registration:
         self._slots = [
             Slot(site, index, hidden=home is not None) for index, item in enumerate(owned) for site in item.sites
         ]
-        first = (item.sites[0] for item in owned)
-        handle.flat_param._param_infos = ParamInfos((site.module, site.attribute, site.name) for site in first)
+        shared = [(site, item.sites[0]) for item in owned for site in item.sites[1:]]
+        handle.flat_param._param_infos = _param_infos(item.sites[0] for item in owned)
+        handle.flat_param._shared_param_infos = SharedParamInfos(
+            _param_infos(site for site, _ in shared), _param_infos(first for _, first in shared)
+        )
         self._slots_of: dict[int, list[Slot]] = {}  # by index of the parameter
         for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)
@@ -463,6 +466,10 @@ class Registration:
             site.module.__dict__.pop(site.attribute)
             site.module._parameters[site.attribute] = None
         return owned, Home(home, {memo[id(module)]: order for module, order in self._orders.items()})
+
+
+def _param_infos(sites: Iterable[Site]) -> ParamInfos:
+    return ParamInfos((site.module, site.attribute, site.name) for site in sites)
 
 
 def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import BackwardPrefetch, HandleShardingStrategy, HandleTrainingState, MixedPrecision, TrainingState
 from fsdp.comm.collectives import predivisor
+from fsdp.comm.streams import compute_and_gather_stream
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import clean
@@ -34,6 +35,7 @@ class FSDP1Names(nn.Module):
     backward_prefetch: BackwardPrefetch | None
     mixed_precision: MixedPrecision
     _fsdp_unit: Unit
+    _ignored_modules: set[nn.Module]
     _membership: Membership
 
     @property
@@ -45,6 +47,21 @@ class FSDP1Names(nn.Module):
     def _device_handle(self) -> Any:
         """Return torch's module for the unit's type of device, such as ``torch.cuda``."""
         return torch.get_device_module(self.compute_device)
+
+    @property
+    def _default_stream(self) -> Any:
+        """The stream that the unit computes on, which is the current one."""
+        return compute_and_gather_stream(self.compute_device)[0]
+
+    @property
+    def _unshard_stream(self) -> Any:
+        """The stream of the gathers; on CPU, which has no streams, the current one."""
+        return compute_and_gather_stream(self.compute_device)[1]
+
+    @property
+    def _pre_unshard_stream(self) -> Any:
+        """The stream that shards are cast on before a gather: that of the gathers."""
+        return self._unshard_stream
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:
@@ -123,6 +140,11 @@ class FSDP1Names(nn.Module):
     @property
     def _has_params(self) -> bool:
         return bool(self._fsdp_unit.handles)
+
+    @property
+    def _ignored_params(self) -> set[nn.Parameter]:
+        """The parameters in this module that no unit owns."""
+        return {param for param in self.parameters() if vars(param).get("_fsdp_ignored")}
 
     @property
     def _handle(self) -> HandleNames | None:
@@ -274,6 +296,10 @@ class HandleNames:
         with ``CPUOffload``. The optimizer's state has to be moved too.
         """
         self._state._fsdp_unit.change_shard(self._bucket, lambda tensor: tensor.to(*args, **kwargs))
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
+        """Return the full buffer, whose memory is there while the unit is unsharded."""
+        return self._bucket.full
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 [Note: The pipeline of a step]
 Each selected parameter has one owner among the ranks that it is sharded over. A step goes unit by unit. One exchange
-per unit moves shards of values and gradients to the owners, and the values that were computed for the unit before the
-last one back to the shards::
+moves shards of a unit's values and gradients to the owners, and another one moves the new values back::
 
-    in flight   unit 0 in      unit 1 in      unit 2 in, unit 0 out      unit 3 in, unit 1 out
-    computed                   unit 0         unit 1                     unit 2
+    in flight   unit 0 in   unit 1 in   unit 0 out   unit 2 in   unit 1 out   unit 3 in
+    computed                unit 0                   unit 1                   unit 2
 
-So an exchange is in flight while a unit is computed, and owners hold the parameters of at most three units.
+While a unit is computed, the next one is in flight. Its memory is allocated after the unit before has left, so that
+owners hold the parameters of at most two units, besides the messages of one exchange. On an accelerator messages are
+packed and sent on the gather stream, so that the computation on the current stream does not delay them.
 
 [Note: Values of a group]
 The inner optimizer's ``step()`` runs once per unit, each time with the gradients of that unit alone. An optimizer that
@@ -19,6 +20,7 @@ run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -146,7 +148,7 @@ class WholeParamOptimizer(Optimizer):
     The inner optimizer must step each parameter by itself: its results must not depend on the gradients of other
     parameters. A step moves 3 P (N - 1) / N elements over N ranks together, for P selected elements: values and
     gradients to the owners, and values back. It computes each parameter once. Owners hold the parameters of at most
-    three units, besides their optimizer state. Replicas of hybrid sharding each step all of their parameters.
+    two units, besides their optimizer state. Replicas of hybrid sharding each step all of their parameters.
 
     ``param_groups`` are the inner optimizers' own dictionaries, so that schedulers change them. ``state_dict()`` has
     this rank's state alone, as for any optimizer of a sharded model. ``FSDP.optim_state_dict``, ``fsdp.checkpoint`` and
@@ -179,6 +181,7 @@ class WholeParamOptimizer(Optimizer):
                 f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none: "
                 "use the optimizer itself"
             )
+        self._model = model  # whose deletion would end its units
         self._units = list(params.units)
         self._selected: list[_Selected] = []
         others: list[nn.Parameter] = []
@@ -301,24 +304,20 @@ class WholeParamOptimizer(Optimizer):
         having = _with_gradients([each for several in by_unit.values() for each in several], group, device)
         rounds = [[each for each in several if each in having] for several in by_unit.values()]
         rounds = [several for several in rounds if several]
-        out: list[_Selected] = []
-        for number in range(-1, len(rounds)):
-            following = rounds[number + 1] if number + 1 < len(rounds) else []
-            items = [item for each in out for item in each.to_shards()]
-            items += [item for each in following for item in each.to_owner(gradient=True)]
-            _exchange(items, channel)
-            _drop(out)
-            if number < 0:
-                continue
-            out = rounds[number]
-            for each in out:
+        if rounds:
+            _start([item for each in rounds[0] for item in each.to_owner(gradient=True)], channel)
+            channel.flush()
+        for current, following in itertools.zip_longest(rounds, rounds[1:], fillvalue=()):
+            _start([item for each in following for item in each.to_owner(gradient=True)], channel)
+            for each in current:
                 each.show()
             groups.step()
-            for each in out:
+            for each in current:
                 each.hide()
-        _exchange([item for each in out for item in each.to_shards()], channel)
-        channel.flush()
-        _drop(out)
+            channel.flush()
+            _start([item for each in current for item in each.to_shards()], channel)
+            channel.flush()
+            _drop(current)
 
     @contextlib.contextmanager
     def _calling(self, call: str) -> Iterator[None]:
@@ -359,12 +358,9 @@ def _drop(several: Iterable[_Selected]) -> None:
         each.whole.clear()
 
 
-def _exchange(items: Sequence[Item], channel: Channel) -> None:
-    """Start to move ``items``, and wait for the exchange before it."""
-    before = channel.batches
+def _start(items: Sequence[Item], channel: Channel) -> None:
+    """Start to move ``items`` in one exchange."""
     redistribute(items, channel, "WholeParamOptimizer", limit=1 << 62)
-    if channel.batches == before:
-        channel.flush()
 
 
 def _with_gradients(several: Sequence[_Selected], group: Any, device: torch.device) -> set[_Selected]:
@@ -396,7 +392,7 @@ def _values_shown(optimizer: WholeParamOptimizer) -> Iterator[None]:
         if by_unit:
             channel = Channel(group, next(iter(by_unit)).device)
             for several in by_unit.values():
-                _exchange([item for each in several for item in each.to_owner(gradient=False)], channel)
+                _start([item for each in several for item in each.to_owner(gradient=False)], channel)
             channel.flush()
     for each in optimizer._selected:
         each.show()

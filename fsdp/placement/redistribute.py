@@ -115,7 +115,8 @@ class Channel:
     """A process group with reusable message buffers, over which batches are redistributed in order.
 
     One batch is unpacked while the next is in flight, so at most two batches have buffers. Over gloo a large box is
-    sent and received without a buffer.
+    sent and received without a buffer. On an accelerator an exchange is packed and sent on the gather stream, so that
+    it does not wait for what the current stream computes until the batch is unpacked there.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -179,15 +180,18 @@ class Channel:
                 else:
                     incoming[sender].append(item, box)
         leaving, arriving = self._sizes(outgoing), self._sizes(incoming)
-        sent, received = self._buffer("sent", sum(leaving)), self._buffer("received", sum(arriving))
-        for _, message, piece in _pieces(outgoing, sent):
-            message.pack(piece)
-        if direct:
-            for is_sent, messages, buffer in ((True, outgoing, sent), (False, incoming, received)):
-                transfers += [self._transfer(is_sent, rank, piece) for rank, _, piece in _pieces(messages, buffer)]
-            pending = send_and_receive(transfers, self.group, self._streams, label, self.device)
-        else:
-            pending = exchange(received, sent, arriving, leaving, self.group, self._streams, label)
+        ready = self._streams.record()
+        with self._streams.on_gather_stream():
+            self._streams.wait(ready)
+            sent, received = self._buffer("sent", sum(leaving)), self._buffer("received", sum(arriving))
+            for _, message, piece in _pieces(outgoing, sent):
+                message.pack(piece)
+            if direct:
+                for is_sent, messages, buffer in ((True, outgoing, sent), (False, incoming, received)):
+                    transfers += [self._transfer(is_sent, rank, piece) for rank, _, piece in _pieces(messages, buffer)]
+                pending = send_and_receive(transfers, self.group, self._streams, label, self.device)
+            else:
+                pending = exchange(received, sent, arriving, leaving, self.group, self._streams, label)
 
         def finish() -> None:
             for item in items:
@@ -197,6 +201,9 @@ class Channel:
                 message.unpack(piece)
             for item, box, elements in staged:
                 copy_parts([(box, box_view(elements, box, 0, item.stride))], item.outputs)
+            read = self._streams.record()
+            with self._streams.on_gather_stream():  # which may be given the memory of the buffers
+                self._streams.wait(read)
 
         return finish
 

@@ -269,7 +269,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             warn_of_stale(optimizer, params)
         ids = {id(param) for param in params}
         found = [weakref.ref(unit) for unit in units if any(id(param) in ids for param in unit.visible_params())]
-        if first and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
+        sharded = [unit for unit_ref in found if (unit := unit_ref()) is not None and unit.is_sharded]
+        if first and any(unit.summoned is None for unit in sharded):
             warn_of_habits(optimizer)
         known = (count, found)
         if not _own_steps:

@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp.placement.redistribute as redistribute_module
 import fsdp.runtime.context as context_module
 import fsdp.runtime.hooks as hooks_module
 from fsdp.comm import collectives
@@ -61,6 +62,7 @@ PACKAGE = Path(context_module.__file__).parents[1]
 # Collectives in the dispatcher: written and read arguments.
 _COLLECTIVES = {
     "_allgather_base_": (("output_tensor",), ("input_tensor",)),
+    "alltoall_base_": (("output",), ("input",)),
     "_reduce_scatter_base_": (("output_tensor",), ("input_tensor",)),
     "allreduce_": (("tensors",), ("tensors",)),
     "broadcast_": (("tensors",), ("tensors",)),
@@ -593,7 +595,8 @@ def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterato
     __tracebackhide__ = True
     tracer = StreamTracer(drop)
     with ExitStack() as stack:
-        _replace(stack, context_module, "streams_for", lambda device: tracer.streams)
+        for module in (context_module, redistribute_module):
+            _replace(stack, module, "streams_for", lambda device: tracer.streams)
         _wrap_storage(stack, "_swap_data_ptr_", tracer._swapped, None)
         _wrap_storage(stack, "resize_", lambda storage, size: tracer._resizing(storage), tracer._resized)
         for module in (torch.accelerator, torch.cuda):
