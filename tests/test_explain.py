@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 import warnings
@@ -43,6 +44,8 @@ class Net(nn.Module):
 
 
 def build(**options: Any) -> Any:
+    """Return a wrapped model, the only one of the process: a hint names all parameters that fit."""
+    gc.collect()
     policy = ModuleWrapPolicy({Storing, nn.Sequential})
     return FullyShardedDataParallel(Net(), **{"auto_wrap_policy": policy, "use_orig_params": True, **options})
 
