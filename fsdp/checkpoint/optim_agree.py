@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.optim_names import Holder, ModelParams
+from fsdp.checkpoint.optim_quantized import dequantized, is_quantized
 from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
 from fsdp.comm.groups import group_ranks
 
@@ -116,8 +117,9 @@ def _merged(
 
 def agree(
     params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
-) -> dict[Holder, States]:
+) -> tuple[dict[Holder, States], bool]:
     """Return the states of every parameter that has any, equal on all ranks: one exchange of objects per shard group.
+    The second value is True if a rank has states in a quantized class.
 
     With several groups, the ranks then exchange failures, since some ranks may be in one group only, and compare the
     descriptions of replicas.
@@ -144,7 +146,8 @@ def agree(
         TrainingRanks(several, params.device).together(_LABEL, check, lambda texts: texts)
     else:
         check()
-    return {holder: states for holder, states in exchange.agreed.items() if states is not None}
+    agreed = {holder: states for holder, states in exchange.agreed.items() if states is not None}
+    return agreed, exchange.quantized
 
 
 class _Exchange:
@@ -153,6 +156,7 @@ class _Exchange:
     Attributes:
         agreed: the description of each parameter's states, which the ranks that hold elements have in common; None
             without state. In the order of the parameters.
+        quantized: True if a rank has states in a quantized class.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class _Exchange:
             for param, holder in params.holders.items()
         }
         self.agreed: dict[Holder, States | None] = dict.fromkeys(self._local)
+        self.quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
         failure = _failure(unknown, self._problems)
         self._failures = {} if failure is None else {self._rank: failure}
 
@@ -199,18 +204,19 @@ class _Exchange:
     ) -> dict[int, list[States | None]]:
         """Return the descriptions of ``holders`` by rank of ``group``; empty if a rank has failed."""
         own = [of.get(holder) for holder in holders]
-        everyone = {self._rank: (own, self._failures)}
+        everyone = {self._rank: (own, self._failures, self.quantized)}
         if group is not None:
             try:
-                packed = pickle.dumps((own, self._failures))
+                packed = pickle.dumps((own, self._failures, self.quantized))
             except Exception as error:  # a value's own __reduce__ may raise any exception
                 failure = _failure(self._unknown, [*self._problems, f"a state cannot be pickled: {error}"])
-                packed = pickle.dumps(([], {self._rank: failure}))
+                packed = pickle.dumps(([], {self._rank: failure}, False))
             packed_by_rank = all_gather_object(packed, group, _LABEL, self._device)
             everyone = dict(zip(group_ranks(group), map(pickle.loads, packed_by_rank)))
-        for _, failures in everyone.values():
+        for _, failures, quantized in everyone.values():
             self._failures.update(failures)
-        return {} if self._failures else {rank: states for rank, (states, _) in everyone.items()}
+            self.quantized |= quantized
+        return {} if self._failures else {rank: states for rank, (states, _, _) in everyone.items()}
 
     def check(self) -> None:
         """Check that no rank has failed, and that the descriptions agree; raises as :func:`agree`."""
@@ -252,4 +258,5 @@ def without_elements(value: Any, *, to_cpu: bool) -> Any:
         return value.tensor()
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
+    value = dequantized(value)
     return value.detach().to(_CPU, copy=True) if to_cpu else value.detach().clone()

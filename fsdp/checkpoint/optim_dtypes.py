@@ -18,14 +18,19 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from fsdp.checkpoint.optim_quantized import with_classes
+
 _CAST_RIGHTLY = "step"  # only if ``capturable`` or ``fused``, which need it in float32 on the parameter's device
 
 _kept: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def keep_dtypes(optimizer: Any) -> None:
-    """Make ``optimizer`` keep the dtypes of states that it loads. States still move to the parameters' devices, and
-    ``step`` becomes the tensor that ``capturable`` and ``fused`` optimizers need."""
+    """Make ``optimizer`` keep the dtypes and quantized classes of states that it loads.
+
+    States still move to the parameters' devices, and ``step`` becomes the tensor that ``capturable`` and ``fused``
+    optimizers need.
+    """
     while "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):  # a wrapper of an optimizer
         optimizer = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
         if optimizer is None:
@@ -36,6 +41,7 @@ def keep_dtypes(optimizer: Any) -> None:
 
 
 def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict = with_classes(optimizer, state_dict)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = dict(state_dict["state"])

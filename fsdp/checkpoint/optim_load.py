@@ -32,6 +32,7 @@ from fsdp.checkpoint.optim_names import (
     same_value,
     state_order,
 )
+from fsdp.checkpoint.optim_quantized import dequantized
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -241,7 +242,8 @@ class _Plan:
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
-        value = None if member.name in self.contents.known else self._kept.get(holder.param, {}).get(state)
+        known = member.name in self.contents.known
+        value = None if known else dequantized(self._kept.get(holder.param, {}).get(state))
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:

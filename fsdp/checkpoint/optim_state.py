@@ -20,6 +20,7 @@ from torch import nn
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
+from fsdp.checkpoint.optim_quantized import dequantized, mark
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.comm.groups import default_group, group_ranks
@@ -50,7 +51,7 @@ def optim_state_dict(
     group = group if group is not None else default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
     others = {key: value for key, value in raw["state"].items() if key not in by_key}
-    agreed = agree(params, state_of, _unknown(params, [*state_of, *held], others))
+    agreed, quantized = agree(params, state_of, _unknown(params, [*state_of, *held], others))
     channels, leaving = Channels(), {}
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
@@ -92,6 +93,8 @@ def optim_state_dict(
             }
             for group_ in raw["param_groups"]
         ]
+        if quantized:
+            mark(full["param_groups"])
     return full
 
 
@@ -142,10 +145,12 @@ def _send(
     ]
     keys.sort(key=lambda key: state_order(key[2]))  # so that one batch contains few states
     tensors = []
+    plain: dict[tuple[Holder, str], torch.Tensor] = {}
     for holder, member, name in keys:
         mine, what = holder.rank in holder.owners, states[holder][name]  # else this rank may have no state
-        state = state_of[holder.param][name] if mine else holder.empty(*what)
-        tensors.append(holder.held(member, state, what.shape))
+        if (holder, name) not in plain:
+            plain[holder, name] = dequantized(state_of[holder.param][name]) if mine else holder.empty(*what)
+        tensors.append(holder.held(member, plain[holder, name], what.shape))
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (

@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdp.checkpoint.optim_names import Holder, holders_of
+from fsdp.checkpoint.optim_quantized import dequantized
 from fsdp.comm.board import Board
 from fsdp.runtime.unit import Unit
 
@@ -120,7 +121,7 @@ def _samples(optimizer: Optimizer, holders: list[Holder]) -> Iterator[bytes]:
     for holder in holders:
         for value in optimizer.state[holder.param].values():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 1:
-                elements = value.detach().reshape(-1)
+                elements = dequantized(value).detach().reshape(-1)
                 some = elements[:: -(-elements.numel() // _SAMPLES)].cpu().contiguous()
                 rows = some.view(torch.uint8).view(some.numel(), -1)
                 if bool((rows != rows[0]).any()):

@@ -63,7 +63,8 @@ def save(
         model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
             (``fully_shard`` makes such models). Each rank writes its shards. Values that are not sharded (buffers,
             ignored parameters, extra state) are written as on rank 0.
-        optimizer: an optimizer of the model's parameters, or several of different ones. States come back bit for bit.
+        optimizer: an optimizer of the model's parameters, or several of different ones. States come back bit for bit,
+            and those of 8-bit optimizers in their class, rounded once more (``fsdp/checkpoint/optim_quantized.py``).
             Entries of the state that belong to no parameter are written as on rank 0.
         extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,

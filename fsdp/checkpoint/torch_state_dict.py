@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.api import (
     FullOptimStateDictConfig,
@@ -35,6 +35,7 @@ from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
 from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
+from fsdp.checkpoint.optim_quantized import dequantized, first_step, is_quantized, mark
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling
@@ -42,7 +43,6 @@ from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
 from fsdp.flat.views import stepped_params
-from fsdp.runtime import hooks
 from fsdp.runtime.unit import units_of
 
 
@@ -390,6 +390,9 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
         form = Form.of(options.settings().optim_state_dict_config)
         return optim_state_dict(model, optimizer.param_groups, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer.param_groups)
+    if options.ragged and any(map(is_quantized, tree_leaves(named["state"]))):
+        named["state"] = tree_map(dequantized, named["state"])
+        mark(named["param_groups"])
     if options.cpu_offload:
         named["state"] = tree_map(
             lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, named["state"]
@@ -404,34 +407,11 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
     Parameters of which this rank's shards hold no elements get none if another rank holds some.
     """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
-    params = stepped_params(optimizer)
-    if optimizer.state or any(param.grad is not None for param in params):
+    if optimizer.state or any(param.grad is not None for param in stepped_params(optimizer)):
         yield
         return
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    # without a rate an optimizer may move parameters
-    values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
-    try:
-        try:
-            for group, rate in zip(optimizer.param_groups, rates):
-                if rate is not None:
-                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-            for param in params:
-                if param.requires_grad and param not in elsewhere:
-                    param.grad = torch.zeros_like(param)
-            with hooks.own_step(optimizer):
-                optimizer.step()
-        finally:
-            for group, rate in zip(optimizer.param_groups, rates):
-                if rate is not None:
-                    group["lr"] = rate
-            for param in params:
-                param.grad = None
-            for param, value in zip(params, values):
-                param.detach().copy_(value)
+    with first_step(optimizer, elsewhere):
         yield
-    finally:
-        optimizer.state.clear()
 
 
 def _part_of(

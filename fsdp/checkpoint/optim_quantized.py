@@ -1,0 +1,117 @@
+"""Optimizer states in a quantized class, as 8-bit optimizers have: a subclass of ``torch.Tensor`` with a
+``dequantize()`` and a ``copy_()`` of its own.
+
+A shard's blocks and scales fit that shard alone. So state dicts and checkpoints hold the dequantized values, which can
+be cut in any way, and mark the parameter groups. When an optimizer loads marked groups, it makes empty states by a step
+without gradients, and the values are copied into those: states have the class that they had before the save.
+
+The copy quantizes once more. The codes are those that were saved if the class can represent the largest value of each
+block, and if the blocks are cut alike. Otherwise a value changes by at most the error of one quantization, as in a step
+of the optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp.flat.views import stepped_params
+from fsdp.runtime import hooks
+
+QUANTIZED = "fsdp_quantized"  # key of parameter groups in state dicts, if states had a quantized class
+
+
+def is_quantized(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor of a quantized class."""
+    return isinstance(value, torch.Tensor) and type(value).dequantize is not torch.Tensor.dequantize
+
+
+def dequantized(value: Any) -> Any:
+    """Return the values of a state in a quantized class as a plain tensor of the same dtype; any further state
+    itself."""
+    return value.dequantize().to(value.dtype) if is_quantized(value) else value
+
+
+def mark(groups: Iterable[dict[str, Any]]) -> None:
+    """Note in parameter groups of a state dict that states had a quantized class."""
+    for group in groups:
+        group[QUANTIZED] = True
+
+
+@torch.no_grad()
+def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict``, which ``optimizer`` is about to load, without the mark. If there was one, states of which
+    the optimizer makes a quantized class are of that class."""
+    groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
+    if not any(QUANTIZED in group for group in state_dict["param_groups"]):
+        return state_dict
+    keys = [key for group in groups for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    key_of = {param: key for key, param in zip(keys, params) if key in state_dict["state"]}
+    states = dict(state_dict["state"])
+    with _set_aside(optimizer), first_step(optimizer, without={*params} - key_of.keys()):
+        for param, key in key_of.items():
+            made = optimizer.state.get(param, {})
+            states[key] = {name: _like(made.get(name), value) for name, value in states[key].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _like(made: Any, value: Any) -> Any:
+    """Return ``value`` in the quantized class of ``made``, in the memory of ``made``; otherwise ``value`` itself."""
+    plain = isinstance(value, torch.Tensor) and not is_quantized(value)
+    return made.copy_(value) if is_quantized(made) and plain and made.shape == value.shape else value
+
+
+@contextlib.contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Take the states and gradients away inside the context."""
+    params = stepped_params(optimizer)
+    states, grads = dict(optimizer.state), [param.grad for param in params]
+    try:
+        optimizer.state.clear()
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for param, grad in zip(params, grads):
+            param.grad = grad
+
+
+@contextlib.contextmanager
+def first_step(optimizer: Optimizer, without: Collection[torch.Tensor]) -> Iterator[None]:
+    """Give an optimizer without state the state of a step without gradients and with a rate of zero, in the context.
+
+    Args:
+        without: parameters that get no state.
+    """
+    params = stepped_params(optimizer)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    # without a rate an optimizer may move parameters
+    values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
+    try:
+        try:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for param in params:
+                if param.requires_grad and param not in without:
+                    param.grad = torch.zeros_like(param)
+            with hooks.own_step(optimizer):
+                optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = rate
+            for param in params:
+                param.grad = None
+            for param, value in zip(params, values):
+                param.detach().copy_(value)
+        yield
+    finally:
+        optimizer.state.clear()
