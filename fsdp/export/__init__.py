@@ -1,4 +1,4 @@
-"""Weights for other programs: streams for inference engines, changes since a snapshot, and safetensors files."""
+"""Export of weights: streams for inference engines, changes since a snapshot, and safetensors files."""
 
 from fsdp.export.changes import Changes, Snapshot, apply_changes, changes, snapshot
 from fsdp.export.lora import lora

@@ -1,6 +1,6 @@
 """``changes``: the elements of this rank's shards that differ from a snapshot, without communication.
 
-After an optimizer's step few elements of a bf16 copy differ. Each rank compares its own shard with its snapshot, in the
+After an optimizer's step few elements of a bf16 copy differ. Each rank compares its shard with the snapshot, in the
 target dtype, and the program sends the changes of all ranks to the processes that hold copies of the weights.
 """
 
@@ -92,7 +92,7 @@ def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
     :func:`fsdp.export.weights` of the same dtype.
 
     Raises:
-        ValueError: nothing in ``model`` is wrapped.
+        ValueError: ``model`` has no wrapped modules in it.
         NotImplementedError: a parameter is placed by tensor parallelism.
         RuntimeError: a forward or backward is under way.
     """
@@ -109,7 +109,7 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
     it equally often on every rank, so that the versions agree; bring the results of all ranks to :func:`apply_changes`.
 
     Raises:
-        ValueError: the model has other parameters than the snapshot.
+        ValueError: the parameters of the model are not those of the snapshot.
         RuntimeError: a forward or backward is under way.
     """
     parts = _parts(model)

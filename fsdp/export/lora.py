@@ -24,11 +24,11 @@ def lora(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[s
 
     Args:
         model: a model with layers of PEFT: ``base_layer``, ``lora_A``, ``lora_B``, ``scaling``, ``active_adapters``.
-        tensors: the gathered tensors of a unit. A layer's base weight and its adapters have to be in one unit.
+        tensors: the gathered tensors of a unit. A layer's base weight and adapters have to be in one unit.
 
     Raises:
         NotImplementedError: an adapter is of another kind than LoRA for linear layers and embeddings.
-        RuntimeError: a layer's adapters are in another unit than its base weight.
+        RuntimeError: a layer's adapters are in another unit than the base weight.
     """
     layers = {path: module for path, module in plain_modules(model) if hasattr(module, "lora_A")}
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
 """Safetensors files of Hugging Face's layout: ``model.safetensors``, or several files and an index.
 
-Each rank writes whole tensors of its own files, and reads the byte ranges of its own shards alone.
+Each rank writes files of whole tensors, and reads only the byte ranges of the shards that it holds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Tensor:
     """A tensor of the model: a parameter of a unit, or a ``value`` that every rank has.
 
     Attributes:
-        names: all of its names in the model; the first one is written.
+        names: all names in the model; the first one is written.
     """
 
     names: tuple[str, ...]
@@ -92,14 +92,14 @@ def save_safetensors(
     """Write the weights of ``model`` as safetensors files into the directory ``path``. All ranks have to call.
 
     Each file is written by one rank, which receives whole tensors, one unit at a time; so no rank holds the whole
-    model. The files are those that one process would write: ``model.safetensors``, or
+    model. The files are the same as from one process: ``model.safetensors``, or
     ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. They have temporary names
-    until all are complete. A tied parameter is written once, under its first name. Persistent buffers are written as
+    until all are complete. A tied parameter is written once, under the first name. Persistent buffers are written as
     the rank of their file has them.
 
     Args:
         model: a wrapped model, or a module with wrapped modules in it.
-        path: a directory that all ranks see; it is made if need be, and other files in it stay.
+        path: a directory that all ranks see; it is made if need be, and files in it stay.
         dtype: of floating-point tensors; None for the dtypes that they have.
         max_shard_size: bytes of tensors per file, as a number or as "5GB" or "500MiB". A larger tensor has a file of
             its own.
@@ -111,11 +111,11 @@ def save_safetensors(
 
     Raises, on every rank if on one, and then no file has its final name:
         FileExistsError: ``path`` has safetensors files of a model.
-        OSError: something could not be written.
+        OSError: a file could not be written.
         ValueError: the size cannot be read; or ``rename`` gives two tensors one name; or a dtype has no name in the
             format.
         NotImplementedError: a parameter is placed by tensor parallelism.
-        RuntimeError: a forward or backward is under way; or other ranks do not call.
+        RuntimeError: a forward or backward is under way; or some ranks do not call.
     """
     ranks, path = Ranks.of(None), Path(path)
     suffix = ""
@@ -159,7 +159,7 @@ def save_safetensors(
 
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
-    """The tensors of the model in the order of units, those that no unit owns last; in ``dtype`` or their own."""
+    """List the tensors of the model by unit, in ``dtype`` or their own. Tensors that no unit owns are last."""
 
     def target(own: torch.dtype) -> torch.dtype:
         return dtype if dtype is not None and own.is_floating_point else own
@@ -232,7 +232,7 @@ class _Writing:
             self._error = error
 
     def write(self, tensor: _Tensor, values: torch.Tensor) -> None:
-        """Write a whole tensor, which is contiguous and on CPU, to its place."""
+        """Write a whole tensor, which is contiguous and on CPU, to the place in the file."""
         file, entry = tensor.file, tensor.entry
         assert file is not None and entry is not None
         if self._error is not None:
@@ -318,9 +318,9 @@ def load_safetensors(
 ) -> None:
     """Load safetensors files into ``model``. All ranks have to call.
 
-    Each rank reads the byte ranges of its own shards. Values are cast to the model's dtypes. Nothing changes unless
-    everything was read on every rank; until then the new shards lie beside the old ones. For a model that was built on
-    the meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``.
+    Each rank reads the byte ranges of its shards. Values are cast to the model's dtypes. The model changes only when
+    every rank has read everything. Until then the new shards lie beside the old ones. For a model that was built on the
+    meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``.
 
     Args:
         model: a wrapped model, a module with wrapped modules in it, or a plain one.
@@ -332,7 +332,7 @@ def load_safetensors(
         FileNotFoundError: there is no such file.
         ValueError: a file is damaged, or no safetensors file.
         RuntimeError: names, shapes or kinds of dtypes do not fit, with all of them; or a forward or backward is under
-            way; or other ranks do not call.
+            way; or some ranks do not call.
         NotImplementedError: a parameter is placed by tensor parallelism.
     """
     ranks, path = Ranks.of(None), Path(path)
@@ -406,7 +406,7 @@ def _read_header(path: Path) -> dict[str, _Found]:
 def _matched(
     tensors: list[_Tensor], found: dict[str, _Found], rename: Callable[[str], str] | None, *, strict: bool
 ) -> list[tuple[_Tensor, _Found]]:
-    """Pair each tensor with its place in the files.
+    """Find the place of each tensor in the files.
 
     Raises:
         RuntimeError: names, shapes or dtypes do not fit.

@@ -77,21 +77,20 @@ def weights(
 
     All ranks have to iterate. The tensors equal those of a full state dict, cast to ``dtype``, bit for bit. A tensor is
     valid until the next unit's first one is asked for; copy it to keep it. At most two units are gathered at a time. A
-    loop that is left early, or by an exception, takes part in the gathers that are left, so that other ranks can go on.
+    loop that is left early, or by an exception, takes part in the gathers that are left, so that peers can go on.
 
     Args:
         model: a wrapped model, or a module with wrapped modules in it, in no forward or backward.
         dtype: of floating-point tensors; None for the dtypes that they have. Integers stay integers.
-        to: the rank, in the default group, that receives the weights; the remaining ranks only send, and iterate over
-            nothing.
-            None: all ranks.
+        to: the rank, in the default group, that receives the weights; the remaining ranks only send, and get no
+            tensors. None: all ranks.
         merge: called with the model and the gathered tensors of a unit by name, which it may change in place; returns
             the names and tensors to yield instead. See :func:`fsdp.export.lora`. Shards are never changed.
 
     Raises:
-        ValueError: nothing in ``model`` is wrapped.
+        ValueError: ``model`` has no wrapped modules in it.
         NotImplementedError: a parameter is placed by tensor parallelism.
-        RuntimeError: while iterating, in a forward or backward, or where other ranks do not iterate.
+        RuntimeError: while iterating, in a forward or backward, or where some ranks do not iterate.
     """
     return WeightStream(model, dtype, to, merge)
 
@@ -134,7 +133,7 @@ class WeightStream:
     def buckets(self) -> Iterator[Bucket]:
         """Iterate over the gathered buffers themselves, for transfers of few large messages.
 
-        The weights that no unit owns, such as buffers, come last, each in a bucket of its own.
+        The weights that no unit owns, such as buffers, come last, each in a bucket by itself.
 
         Raises:
             ValueError: ``merge`` has returned a tensor that does not lie in the gathered buffer.
@@ -198,7 +197,7 @@ class WeightStream:
                 continue
             try:
                 yield gathered
-            except GeneratorExit:  # the loop was left; other ranks may go on
+            except GeneratorExit:  # the loop was left, and peers may go on
                 for left in range(number + 1, len(units) + 1):
                     if next_one is not None:
                         next_one.wait()
@@ -211,7 +210,7 @@ class WeightStream:
         return self._to is None or torch.distributed.get_rank() == self._to
 
     def _takes_part(self, unit: Unit) -> bool:
-        """Whether this rank receives the unit, or sends its shard of it."""
+        """Whether this rank receives the unit, or sends its shard."""
         if self._to is None or not unit.groups.sharded:
             return self._receives(unit)
         return self._to in group_ranks(unit.groups.shard)
@@ -277,7 +276,7 @@ def _cut(memory: list[torch.Tensor | None], turn: int, unit: Unit, dtypes: list[
         starts.append(starts[-1] + -(-size // 64) * 64)
     block = memory[turn]
     if block is None or block.numel() < starts[-1] or block.device != unit.device:
-        memory[turn] = block = None  # before there is another one
+        memory[turn] = block = None  # released before the next one is allocated
         memory[turn] = block = torch.empty(starts[-1], dtype=torch.uint8, device=unit.device)
     return [block[start : start + size].view(dtype) for start, size, dtype in zip(starts, sizes, dtypes)]
 

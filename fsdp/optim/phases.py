@@ -31,15 +31,15 @@ def offload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -
 
     Shards, ``.grad`` and the optimizer's tensors move; parameters stay the same objects, and scalars such as ``step``
     stay where they are. Full buffers, reduce buffers and the pools that they come from are released. Buffers of modules
-    stay. On CPU nothing moves, and the pools are released. There is no communication, but all ranks should call.
-    Meanwhile, whatever communicates is an error: forwards, steps, state dicts, clipping, checkpoints.
+    stay. On CPU only the pools are released. There is no communication, but all ranks should call. Until
+    :func:`onload`, every call that communicates is an error: forwards, steps, state dicts, clipping, checkpoints.
 
     Args:
         model: a wrapped model, or a module with wrapped modules in it.
         optimizer: one or several of the model's optimizers; none to move the model alone.
 
     Raises:
-        ValueError: nothing in ``model`` is wrapped.
+        ValueError: ``model`` has no wrapped modules in it.
         RuntimeError: a forward or backward is under way; or there are gradients from ``no_sync()``; or the model is
             offloaded already.
     """
@@ -89,7 +89,7 @@ def onload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) ->
     """Move everything back to the device. Training goes on bit for bit as without :func:`offload`.
 
     Raises:
-        ValueError: nothing in ``model`` is wrapped.
+        ValueError: ``model`` has no wrapped modules in it.
         RuntimeError: the model is not offloaded.
     """
     units, contexts = _checked(model)

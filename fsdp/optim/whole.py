@@ -1,13 +1,13 @@
 """``WholeParamOptimizer``: run an unmodified optimizer on whole parameters of a sharded model.
 
 [Note: The pipeline of a step]
-Each selected parameter has one owner among the ranks that it is sharded over. A step goes unit by unit. One exchange
-moves shards of a unit's values and gradients to the owners, and another one moves the new values back::
+Each selected parameter has one owner among the ranks that it is sharded over. A step goes unit by unit. The first
+exchange of a unit moves shards of values and gradients to the owners, and the second moves the new values back::
 
     in flight   unit 0 in   unit 1 in   unit 0 out   unit 2 in   unit 1 out   unit 3 in
     computed                unit 0                   unit 1                   unit 2
 
-While a unit is computed, the next one is in flight. Its memory is allocated after the unit before has left, so that
+While a unit is computed, the next one is in flight. A unit's memory is allocated after the unit before has left. So
 owners hold the parameters of at most two units, besides the messages of one exchange. On an accelerator messages are
 packed and sent on the gather stream, so that the computation on the current stream does not delay them.
 
@@ -52,8 +52,8 @@ class _Selected:
     """A selected parameter.
 
     Attributes:
-        param: the inner optimizer's parameter, with the true shape. It has values and a gradient on its owner, while
-            the optimizer steps it; else it shows zeros that take no memory.
+        param: the inner optimizer's parameter, with the true shape. On the owner it has values and a gradient while the
+            optimizer steps it. At any other time it shows zeros that take no memory.
         shards: the model's parameter: this rank's part of the selected one, or the flat parameter that contains it.
         member: names, and the place in the layout.
         owner: the rank of the shard group that steps it.
@@ -119,13 +119,13 @@ class _Selected:
         return [Item(values.dtype, self.member.record.stride, source, target, inputs, values.parts)]
 
     def show(self) -> None:
-        """Give the inner optimizer's parameter its values and gradient, on the owner."""
+        """Give the inner optimizer's parameter the values and the gradient, on the owner."""
         if self.is_mine:
             point_at([self.param], self.whole[:1])
             assign_grad(self.param, self.whole[1] if len(self.whole) > 1 else None)
 
     def hide(self) -> None:
-        """Take the values from the inner optimizer's parameter, which may have been given other memory."""
+        """Take the values from the inner optimizer's parameter, whose memory may have been replaced."""
         if self.is_mine:
             self.whole = [self.param.detach()]
         self.param.grad = None
@@ -136,7 +136,7 @@ class WholeParamOptimizer(Optimizer):
     """An optimizer of whole parameters, such as Muon, for a sharded model.
 
     Each selected parameter is stepped by one rank, with its true shape, value and gradient, by the unmodified optimizer
-    that ``factory`` makes. Its state has true shapes. Parameters that are not selected are stepped on the shards::
+    that ``factory`` makes. The state has true shapes. Parameters that are not selected are stepped on the shards::
 
         optimizer = fsdp.optim.WholeParamOptimizer(
             model,
@@ -145,14 +145,14 @@ class WholeParamOptimizer(Optimizer):
             rest=lambda params: torch.optim.AdamW(params, lr=3e-4),
         )
 
-    The inner optimizer must step each parameter by itself: its results must not depend on the gradients of other
-    parameters. A step moves 3 P (N - 1) / N elements over N ranks together, for P selected elements: values and
+    The inner optimizer must step each parameter by itself: its results must not depend on the gradients of any
+    further parameter. A step moves 3 P (N - 1) / N elements over N ranks together, for P selected elements: values and
     gradients to the owners, and values back. It computes each parameter once. Owners hold the parameters of at most
     two units, besides their optimizer state. Replicas of hybrid sharding each step all of their parameters.
 
     ``param_groups`` are the inner optimizers' own dictionaries, so that schedulers change them. ``state_dict()`` has
-    this rank's state alone, as for any optimizer of a sharded model. ``FSDP.optim_state_dict``, ``fsdp.checkpoint`` and
-    the like have the state of whole parameters under their names, and load it at any number of ranks, into a plain
+    this rank's state alone, as for any optimizer of a sharded model. ``FSDP.optim_state_dict`` and ``fsdp.checkpoint``
+    have the state of whole parameters under their names, and load it at any number of ranks, into a plain
     model's optimizer, and back.
 
     Args:
@@ -166,9 +166,9 @@ class WholeParamOptimizer(Optimizer):
         TypeError: an argument cannot be called, or a factory returns no optimizer.
         ValueError: nothing is selected; parameters are left over and there is no ``rest``; a flat parameter
             (``use_orig_params=False``) has selected and unselected parameters; or an optimizer does not hold exactly
-            the parameters that its factory was given.
+            the parameters that the factory was given.
         NotImplementedError: a selected parameter is placed by tensor parallelism; or the optimizer is LBFGS.
-        RuntimeError: another rank selects other parameters, or its constructor failed.
+        RuntimeError: another rank selects different parameters, or the constructor failed there.
     """
 
     def __init__(self, model: nn.Module, factory: Factory, *, select: Select, rest: Factory | None = None) -> None:
@@ -181,7 +181,7 @@ class WholeParamOptimizer(Optimizer):
                 f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none: "
                 "use the optimizer itself"
             )
-        self._model = model  # whose deletion would end its units
+        self._model = model  # whose deletion would end the units
         self._units = list(params.units)
         self._selected: list[_Selected] = []
         others: list[nn.Parameter] = []
@@ -226,7 +226,7 @@ class WholeParamOptimizer(Optimizer):
             start = end
         for key, value in state["state"].items():
             self.state[key] = value
-        for inner in self.inner_optimizers:  # which upgrades what older versions of its class have saved
+        for inner in self.inner_optimizers:  # upgrade the state that an older version of the class has saved
             inner.__setstate__({"state": inner.state})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -331,11 +331,12 @@ class WholeParamOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def _together(self, params: ModelParams) -> Iterator[None]:
-        """Inside, something that fails on all ranks if it fails on one, or if the ranks select differently."""
+        """Enclose a part of the constructor that fails on all ranks if it fails on one, or if the ranks select
+        differently."""
         error: Exception | None = None
         try:
             yield
-        except Exception as raised:  # whatever the program's own functions raise
+        except Exception as raised:  # the program's own functions may raise any exception
             error = raised
         alike = {
             group: [
@@ -364,7 +365,7 @@ def _start(items: Sequence[Item], channel: Channel) -> None:
 
 
 def _with_gradients(several: Sequence[_Selected], group: Any, device: torch.device) -> set[_Selected]:
-    """Return those that have gradients, on the ranks that hold elements of them.
+    """Return the parameters that have gradients on the ranks that hold elements of them.
 
     Raises:
         RuntimeError: on all ranks, if one has a gradient on some of these ranks only.
