@@ -230,7 +230,7 @@ def _averaging(
         return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
     averages = size > 1 and by == size and dtype.is_floating_point and is_exact and not sums_only
-    if averages and values.device.type != "cpu" and lane.carrier.backend(values.device) == "nccl":
+    if averages and not values.is_cpu and lane.carrier.backend(values.device) == "nccl":
         return dist.ReduceOp.AVG, 1.0, 1.0
     return dist.ReduceOp.SUM, 1.0, by
 

@@ -138,7 +138,7 @@ class Issuer:
         self.epoch = 0
         self.broken: OutOfStep | None = None
         self.visible = False
-        self._routes: dict[tuple[str, str, bool, bool, Any], _Route] = {}  # see ``_new_route``
+        self._routes: dict[tuple[str, bool, bool, bool, Any], _Route] = {}  # see ``_new_route``
         self._bypasses = (
             False  # whether methods of the group are called in this pass, not torch.distributed's functions
         )
@@ -204,9 +204,9 @@ class Issuer:
         ``asynchronous``: whether to wait for a handle; else the current stream waits. ``control``: see
         :meth:`Carrier.serving`.
         """
-        device = tensors[0].device
-        key = name, device.type, control, asynchronous, options.get("op")
-        route = self._routes.get(key) or self._new_route(key, device)
+        on_host = tensors[0].is_cpu
+        key = name, on_host, control, asynchronous, options.get("op")
+        route = self._routes.get(key) or self._new_route(key, tensors[0].device)
         group = route.beside or self.carrier.replacement or self._group()
         if route.method and self._bypasses:
             method = getattr(group, route.method)
@@ -215,10 +215,9 @@ class Issuer:
                 return method(tensors[0], tensors[1], route.options) if tensors[1:] else method(tensors, route.options)
         else:
             start = functools.partial(getattr(dist, name), *tensors, group=group, async_op=asynchronous, **options)
-        on_host = device.type == "cpu"
         return self.issue(event, start, on_host=on_host, ends_alone=route.ends_alone, asynchronous=asynchronous)
 
-    def _new_route(self, key: tuple[str, str, bool, bool, Any], device: torch.device) -> _Route:
+    def _new_route(self, key: tuple[str, bool, bool, bool, Any], device: torch.device) -> _Route:
         """Find how a kind of collective is called; the result serves until the carrier is replaced."""
         name, _, control, asynchronous, op = key
         group = self.carrier.serving(device, control=control)

@@ -314,7 +314,7 @@ class FlatParamHandle:
     @property
     def keeps_gradients_on_host(self) -> bool:
         """Whether reduced gradients leave the device that computes them."""
-        return self.device.type != "cpu" and self.offload.gradients
+        return self.offload.gradients and self.device.type != "cpu"
 
     def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether one of ``tensors`` lies in the full buffer, so that a release would drop the values."""
@@ -510,7 +510,7 @@ class FlatParamHandle:
         if not self.groups.sharded:
             return parameter_views(self.layout, flat_shard)
         parts = flat_shard.split_with_sizes(self._lengths)
-        return [parts[number] for number in self._parts]
+        return list(map(parts.__getitem__, self._parts))
 
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``whole``, values of parameter ``index``, in the shape of :meth:`sharded_views`.

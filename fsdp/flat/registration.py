@@ -229,9 +229,10 @@ class Registration:
         ]
         shared = [(site, item.sites[0]) for item in owned for site in item.sites[1:]]
         handle.flat_param._param_infos = _param_infos(item.sites[0] for item in owned)
-        handle.flat_param._shared_param_infos = SharedParamInfos(
-            _param_infos(site for site, _ in shared), _param_infos(first for _, first in shared)
-        )
+        handle.flat_param._shared_param_infos = ()
+        if shared:
+            further, first_sites = _param_infos(site for site, _ in shared), _param_infos(site for _, site in shared)
+            handle.flat_param._shared_param_infos = SharedParamInfos(further, first_sites)
         self._slots_of: dict[int, list[Slot]] = {}  # by index of the parameter
         for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)

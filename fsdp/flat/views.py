@@ -7,6 +7,7 @@ Two classes, one per value of ``use_orig_params``, chosen once per bucket. ``reg
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Guard, Home, Layer, Registration, ShardedPlaceholder
 from fsdp.flat.tensor_parallel import local_of
 
+_hooks_of = operator.attrgetter("_backward_hooks")
 RefuseForward = Callable[[nn.Module, Callable[[], str]], Guard]  # the guard of a module, and its words
 
 
@@ -227,12 +229,7 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        if self.handle.has_tp:
-            return True
-        for original in self._originals:
-            if original._backward_hooks:
-                return True
-        return False
+        return self.handle.has_tp or any(map(_hooks_of, self._originals))
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:

@@ -22,6 +22,7 @@ of a group have one order.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -42,6 +43,7 @@ from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
+_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # the module that sets optimizers on parameters
 
 AllReduceHook = Callable[[torch.Tensor], Any]
@@ -72,7 +74,7 @@ class Slots:
         several = len(values) > 1 and len(slots) not in grads and self.written.isdisjoint(grads)
         plain = set(map(type, values)) == {torch.Tensor} and {grad.layout for grad in values} == {torch.strided}
         if several and plain:
-            torch._foreach_copy_([slots[index] for index in grads], values)  # one kernel
+            torch._foreach_copy_(list(map(slots.__getitem__, grads)), values)  # one kernel
             self.written.update(grads)
             return
         for index, grad in grads.items():
@@ -494,9 +496,8 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
         params: Sequence[Any] = self.views.params
-        for param in params:
-            if param._post_accumulate_grad_hooks:
-                return True
+        if any(map(_hooks_of, params)):
+            return True
         return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
     def _announce(self) -> None:

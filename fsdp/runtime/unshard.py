@@ -15,6 +15,7 @@ import torch
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
+from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import MemoryPool
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
@@ -258,7 +259,8 @@ class Unsharder:
             return
         slice_over = None
         for handle in unit.handles:
-            handle.wait()  # the optimizer must not modify the shard during an unused prefetch
+            if handle.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
+                handle.wait()
         last_use = self._streams.record()
         if backward_follows and buffers.nearby is not None and buffers.generation == self.generation:
             slice_over = buffers.nearby.groups if unit.policy.unshard_in_backward else None
