@@ -279,6 +279,66 @@ def test_states_beside_whole_parameters_come_back_in_their_class(tmp_path: Path)
     assert train(other, fresh, 2) == expected
 
 
+class Blocks(Adam8):
+    """An optimizer that keeps codes and scales in a dict of tensors, as bitsandbytes' state dicts do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["blocks"] = {"codes": torch.zeros(3, dtype=torch.uint8), "scales": torch.ones(1)}
+
+
+@on_ranks(2)
+def test_quantized_states_of_no_class_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    """The blocks of one shard have no meaning on another: the error has the state, the parameter and the remedy."""
+    model = build(True)
+    optimizer = Blocks(model.parameters())
+    train(model, optimizer, 1)
+    words = r"'blocks' of '0.weight' is a dict of tensors.*save each rank's optimizer.state_dict\(\).*such as torchao's"
+    with pytest.raises(NotImplementedError, match=words):
+        save(tmp_path, model, optimizer)
+    with pytest.raises(NotImplementedError, match=words), FSDP.state_dict_type(model, *KINDS["full"]):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+class Lists(Adam8):
+    """An optimizer with a list among the states, which holds tensors if it steps whole parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param, state in self.state.items():
+            state["list"] = [1, 2.5, "a", [None]]
+            if param.dim() == 2:
+                state["list"] += [torch.arange(3.0), param.detach().clone()]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@on_ranks(2)
+def test_lists_among_the_states_are_saved_without_pickle(whole: bool, tmp_path: Path) -> None:
+    """They are JSON, and tensors in them are tensors of the file, so that no ``trusted`` is needed."""
+    model = FSDP(nn.Linear(8, 8, bias=False), use_orig_params=True)
+
+    def made() -> Optimizer:
+        if whole:
+            return WholeParamOptimizer(model, Lists, select=lambda _, shape: len(shape) == 2)
+        return Lists(model.parameters())
+
+    optimizer, fresh = made(), made()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, model, optimizer)
+    load(path, model, fresh)
+    assert b"$pickle" not in (path / "rank_0.safetensors").read_bytes()
+    held = [state["list"] for state in optimizer.state.values()]
+    found = [state["list"] for state in fresh.state.values()]
+    assert len(held) == len(found) >= (0 if dist.get_rank() else 1), "the owner has the state"
+    for one, other in zip(held, found):
+        assert one[:4] == other[:4] == [1, 2.5, "a", [None]]
+        assert len(one) == len(other) == (6 if whole else 4)
+        if whole:
+            assert torch.equal(one[4], other[4]) and torch.equal(one[5], other[5])
+
+
 def _torchao(uop: bool, root: Path) -> None:
     from torchao.optim import AdamW8bit
 

@@ -249,7 +249,11 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
         "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
         "optimizer (factored and block-quantized ones cannot)"
     )
-    return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}")
+    remedy = (
+        "To resume on as many ranks, save each rank's optimizer.state_dict() in a file. Of the 8-bit optimizers, those "
+        "with states in a class with dequantize() can be saved, such as torchao's"
+    )
+    return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}. {remedy}")
 
 
 def without_elements(value: Any, *, to_cpu: bool) -> Any:

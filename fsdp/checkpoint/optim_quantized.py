@@ -2,8 +2,9 @@
 ``dequantize()`` and a ``copy_()`` of its own.
 
 A shard's blocks and scales fit that shard alone. So state dicts and checkpoints hold the dequantized values, which can
-be cut in any way, and mark the parameter groups. When an optimizer loads marked groups, it makes empty states by a step
-without gradients, and the values are copied into those: states have the class that they had before the save.
+be cut in any way and take memory during a save, and the parameter groups have a mark. An optimizer that loads marked
+groups makes empty states by a step without gradients, and the values are copied into those. So the states have the
+class that they had before the save.
 
 The copy quantizes once more. The codes are those that were saved if the class can represent the largest value of each
 block, and if the blocks are cut alike. Otherwise a value changes by at most the error of one quantization, as in a step
@@ -46,9 +47,9 @@ def mark(groups: Iterable[dict[str, Any]]) -> None:
 def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict``, which ``optimizer`` is about to load, without the mark. If there was one, states of which
     the optimizer makes a quantized class are of that class."""
-    groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
     if not any(QUANTIZED in group for group in state_dict["param_groups"]):
         return state_dict
+    groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
     keys = [key for group in groups for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     key_of = {param: key for key, param in zip(keys, params) if key in state_dict["state"]}
