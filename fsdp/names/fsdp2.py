@@ -219,6 +219,7 @@ class FSDP2Names(nn.Module):
         Args:
             factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks, which
                 gives the mean.
+            recurse: set all units of this module. FSDP2 sets the unit of this module alone, as False does here.
 
         Raises:
             TypeError, ValueError: ``factor`` is no positive finite number.
@@ -325,10 +326,13 @@ class FSDP2Names(nn.Module):
 
         Raises:
             RuntimeError: not called on the root.
+            TypeError: no integer.
             ValueError: not a positive number.
         """
-        if type(max_input_buffers) is not int or max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive number of buffers, got {max_input_buffers!r}")
+        if type(max_input_buffers) is not int:
+            raise TypeError(f"max_input_buffers must be an integer, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive number of buffers, got {max_input_buffers}")
         self._check_root("set_reduce_scatter_max_input_buffers() should only be called on the root instance")
         self._choose(False, reduce_buffers=max_input_buffers)
         join(self._fsdp_unit).size_pools()

@@ -1,0 +1,87 @@
+"""Switches of FSDP2: the same calls on every unit give the gradients of torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from fsdp import FullyShardedDataParallel
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import on_ranks
+from tests.harness.sharded import full_gradients
+
+
+class Two(nn.Module):
+    """Two layers, of which a rank may leave the first out of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, inputs: Tensor, skips: bool) -> Tensor:
+        hidden = self.first(inputs)
+        out: Tensor = self.second(inputs if skips else hidden)
+        return out
+
+
+def plain() -> Two:
+    torch.manual_seed(3)
+    return Two()
+
+
+def of_torch() -> Two:
+    model, mesh = plain(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)  # ranks gather alike if one skips a unit
+    return model
+
+
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "as built": lambda unit: None,
+    "gathers on the compute stream": lambda unit: unit._set_unshard_async_op(True),
+    "sums": lambda unit: unit.set_gradient_divide_factor(1.0),
+    "another divisor": lambda unit: unit.set_gradient_divide_factor(8.0),
+    "the older name": lambda unit: unit.set_reduce_scatter_divide_factor(4.0),
+    "sums in the collective": lambda unit: unit.set_force_sum_reduction_for_comms(True),
+    "shared group": lambda unit: unit.set_separate_reduce_scatter_group(False),
+}
+ON_ROOT: dict[str, Callable[[Any], None]] = {
+    "one buffer": lambda root: root.set_reduce_scatter_max_input_buffers(1),
+    "unused units": lambda root: root.set_reduce_scatter_unused_params(True),
+}
+
+
+@pytest.mark.parametrize("name", [*SWITCHES, *ON_ROOT])
+@on_ranks(2)
+def test_gradients_are_those_of_fully_shard(name: str) -> None:
+    model, reference = (
+        FullyShardedDataParallel(plain(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True),
+        of_torch(),
+    )
+    switch = SWITCHES.get(name, lambda unit: None)
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        switch(unit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the older name
+        for unit in (module for module in reference.modules() if isinstance(module, FSDPModule)):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply inside of a reduction
+            switch(unit)
+    for root in (model, reference):
+        ON_ROOT.get(name, lambda root: None)(root)
+    skips = name == "unused units" and dist.get_rank() != 0
+    inputs = torch.sin(torch.arange(16.0) + dist.get_rank()).view(2, 8)
+    inputs.requires_grad_()  # so that fully_shard reduces the second layer first on both ranks
+    for each in (model, reference):
+        each(inputs, skips).square().sum().backward()
+    expected = {key: param.grad.full_tensor() for key, param in reference.named_parameters() if param.grad is not None}
+    assert len(expected) == 4
+    assert_bit_equal(full_gradients(model), expected)
