@@ -17,11 +17,12 @@ from fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
 )
-from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, load, load_plain, save, set_optimizer_state_dict
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.pool import on_ranks, run_ranks
 
@@ -210,6 +211,55 @@ def test_loads_plain_models_and_their_checkpoints(tmp_path: Path) -> None:
         if dist.get_rank() == 0:  # which saved
             old, new = before["m"].dequantize(), after["m"].dequantize()
             assert (old - new).abs().max() <= old.abs().max() / 127
+
+
+@on_ranks(2)
+def test_dicts_of_plain_optimizers_load_in_both_directions() -> None:
+    """A plain optimizer's dict has the class itself, and a wrapped model's dict loads into a plain optimizer."""
+    model = build(True)
+    optimizer = Adam8(model.parameters())
+    train(model, optimizer, 2)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    of_plain = Adam8(plain.parameters())
+    with FSDP.state_dict_type(model, *KINDS["full"]):
+        saved = FSDP.optim_state_dict(model, optimizer)
+    of_plain.load_state_dict(FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain, optim=of_plain))
+    assert {type(state["m"]) for state in of_plain.state.values()} == {Int8}
+    assert all(set(group) == {"params", "lr"} for group in of_plain.param_groups)
+    names = FSDP.rekey_optim_state_dict(of_plain.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=of_plain)
+    fresh = Adam8(model.parameters())
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, names))
+    for (kind, *expected), (found, *values) in zip(quantized(optimizer), quantized(fresh), strict=True):
+        assert kind is found
+        assert all(torch.equal(one, other) for one, other in zip(expected, values))
+
+
+def _save_on(path: Path) -> None:
+    model = build(True)
+    optimizer = Adam8(model.parameters())
+    train(model, optimizer, 2)
+    save(path, model, optimizer)
+
+
+def _load_on(path: Path) -> None:
+    model = build(True)
+    optimizer = Adam8(model.parameters())
+    load(path, model, optimizer)
+    assert Int8 in {type(value) for state in optimizer.state.values() for value in state.values()}
+    state = load_plain(path).optimizer
+    assert state is not None
+    with FSDP.state_dict_type(model, *KINDS["full"]):
+        found = FSDP.optim_state_dict(model, optimizer)
+    for name, states in found["state"].items():
+        for key in ("m", "v"):
+            saved = state["state"][name][key]
+            assert (states[key] - saved).abs().max() <= saved.abs().max() / 127, name
+
+
+def test_states_load_at_another_number_of_ranks_within_one_code(tmp_path: Path) -> None:
+    """Blocks are cut elsewhere, so that values round once more, each by half a code of the new block."""
+    run_ranks(2, _save_on, tmp_path)
+    run_ranks(3, _load_on, tmp_path)
 
 
 @on_ranks(2)

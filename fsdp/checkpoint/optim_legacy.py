@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint import optim_names
 from fsdp.checkpoint.forms import Form, Full, Rows
+from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import Group
+from fsdp.checkpoint.optim_quantized import is_marked
 from fsdp.checkpoint.optim_state import optim_state_dict as save_optim_state
 from fsdp.checkpoint.state_dict import calling_wrapped
 
@@ -102,7 +104,10 @@ class LegacyOptimMethods:
             KeyError: a key belongs to no parameter of this model and optimizer.
         """
         LegacyOptimMethods._warn_optim_input(optim_input)
-        return optim_names.rekey(optim_state_dict, optim_state_key_type, model, groups_of(optim, optim_input))
+        rekeyed = optim_names.rekey(optim_state_dict, optim_state_key_type, model, groups_of(optim, optim_input))
+        if optim is not None and is_marked(rekeyed):
+            keep_dtypes(optim)
+        return rekeyed
 
     @staticmethod
     def _optim_state_dict_impl(

@@ -32,7 +32,7 @@ from fsdp.checkpoint.optim_names import (
     same_value,
     state_order,
 )
-from fsdp.checkpoint.optim_quantized import dequantized
+from fsdp.checkpoint.optim_quantized import dequantized, with_values
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -345,7 +345,7 @@ def optim_state_dict_to_load(
     params = ModelParams(model, own)
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
-    saved = None if from_rank0 else given()
+    saved = None if from_rank0 else with_values(given())
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(needs_exchange(value) for state in of_params for value in state.values())
     kept = {} if strict or optim is None else optim.state
@@ -353,7 +353,7 @@ def optim_state_dict_to_load(
 
     def describe() -> Contents:
         nonlocal saved
-        saved = given() if from_rank0 else saved
+        saved = with_values(given()) if from_rank0 else saved
         return _contents_of(saved, params, full=from_rank0)
 
     def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key], dict[Unit, list[Source]]]:

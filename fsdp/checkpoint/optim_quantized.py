@@ -14,11 +14,12 @@ of the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.flat.views import stepped_params
 from fsdp.runtime import hooks
@@ -37,6 +38,24 @@ def dequantized(value: Any) -> Any:
     return value.dequantize().to(value.dtype) if is_quantized(value) else value
 
 
+def with_values(state_dict: Any) -> Any:
+    """Return a state dict by parameter names with a mark and dequantized values, if states are of a quantized class, as
+    those of a plain model's optimizer are; otherwise ``state_dict`` itself."""
+    states = (state_dict or {}).get("state", {})
+    if not any(is_quantized(leaf) for leaf in tree_leaves(states)):
+        return state_dict
+    found = {**state_dict, "state": tree_map(dequantized, states)}
+    if "param_groups" in found:
+        found["param_groups"] = [dict(group) for group in found["param_groups"]]
+        mark(found["param_groups"])
+    return found
+
+
+def is_marked(state_dict: Mapping[str, Any]) -> bool:
+    """Return True if parameter groups have the mark."""
+    return any(QUANTIZED in group for group in state_dict.get("param_groups", ()))
+
+
 def mark(groups: Iterable[dict[str, Any]]) -> None:
     """Note in parameter groups of a state dict that states had a quantized class."""
     for group in groups:
@@ -47,7 +66,7 @@ def mark(groups: Iterable[dict[str, Any]]) -> None:
 def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict``, which ``optimizer`` is about to load, without the mark. If there was one, states of which
     the optimizer makes a quantized class are of that class."""
-    if not any(QUANTIZED in group for group in state_dict["param_groups"]):
+    if not is_marked(state_dict):
         return state_dict
     groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
     keys = [key for group in groups for key in group["params"]]

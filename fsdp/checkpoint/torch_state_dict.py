@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fsdp.api import (
     FullOptimStateDictConfig,
@@ -35,7 +35,7 @@ from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
 from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
-from fsdp.checkpoint.optim_quantized import dequantized, first_step, is_quantized, mark
+from fsdp.checkpoint.optim_quantized import first_step, with_values
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling
@@ -390,9 +390,8 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
         form = Form.of(options.settings().optim_state_dict_config)
         return optim_state_dict(model, optimizer.param_groups, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer.param_groups)
-    if options.ragged and any(map(is_quantized, tree_leaves(named["state"]))):
-        named["state"] = tree_map(dequantized, named["state"])
-        mark(named["param_groups"])
+    if options.ragged:
+        named = with_values(named)
     if options.cpu_offload:
         named["state"] = tree_map(
             lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, named["state"]
