@@ -83,6 +83,20 @@ def expect(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
+def expect_error(model: nn.Module, device: torch.device, words: str) -> str:
+    """Train on, and expect an error with ``words`` within 20 seconds."""
+    started = time.monotonic()
+    try:
+        for _ in range(4):
+            train(model, device, 1, 64).item()
+    except RuntimeError as error:
+        took = time.monotonic() - started
+        expect(words in str(error), f"the error does not say {words!r}: {error}")
+        expect(took < 20, f"it took {took:.0f} s to say: {error}")
+        return f"said after {took:.1f} s"
+    raise AssertionError(f"no rank got an error that says {words!r}")
+
+
 # -- without an accelerator, too ---------------------------------------------------------------------------------------
 
 
@@ -92,16 +106,7 @@ def skipping(device: torch.device) -> str:
     train(model, device, 3, 64)
     if dist.get_rank() == dist.get_world_size() - 1:
         next(module for module in model.modules() if isinstance(module, Block)).skipped = True
-    started = time.monotonic()
-    try:
-        for _ in range(4):
-            train(model, device, 1, 64).item()
-    except RuntimeError as error:
-        took = time.monotonic() - started
-        expect("unit '" in str(error), f"the error names no unit: {error}")
-        expect(took < 20, f"it took {took:.0f} s to say: {error}")
-        return f"said after {took:.1f} s"
-    raise AssertionError("nobody noticed that a rank left a unit out")
+    return expect_error(model, device, "unit '")
 
 
 def means(device: torch.device) -> str:
@@ -148,16 +153,7 @@ def killed(device: torch.device) -> str:
     train(model, device, 3, 64)
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    try:
-        for _ in range(4):
-            train(model, device, 1, 64).item()
-    except RuntimeError as error:
-        took = time.monotonic() - started
-        expect("has ended" in str(error), f"the error does not name the end of a process: {error}")
-        expect(took < 20, f"it took {took:.0f} s to say: {error}")
-        return f"said after {took:.1f} s"
-    raise AssertionError("nobody noticed that a process was killed")
+    return expect_error(model, device, "has ended")
 
 
 def no_interface(device: torch.device) -> str:
