@@ -26,6 +26,7 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp.comm import consensus
+from fsdp.comm.calls import TREES, Calls
 from fsdp.comm.lane import Lane
 from tests.harness.agreeing import (
     EQUAL,
@@ -449,6 +450,27 @@ def test_slow_rank_before_the_first_pass_causes_no_error() -> None:
             time.sleep(0.5)
         with FullyShardedDataParallel.summon_full_params(chain):
             pass
+
+
+@on_ranks(2)
+def test_counts_of_destroyed_groups_are_not_compared() -> None:
+    """The counts of a divergence stay posted for a while, also where the program makes a new group meanwhile."""
+    rank, group = dist.get_rank(), dist.new_group()
+    first_uses, passes = Calls(group, TREES), Calls(group, "a tree")
+    first_uses.began([1 + rank], "is about to begin the first pass or call of a model")
+    passes.began([3 - rank], "runs the backward")
+    if rank == 0:
+        passes.post()
+    dist.barrier()
+    if rank == 1:
+        assert "The ranks do not make the same calls" in str(first_uses.difference())
+    dist.barrier()
+    dist.destroy_process_group(group)
+    later = Calls(dist.new_group(), TREES)
+    if rank == 0:
+        later.began([1], "is about to begin the first pass or call of a model")
+        assert later.difference() is None
+    dist.barrier()
 
 
 # Actions of one rank, and whether the next model is synchronized from rank 0.

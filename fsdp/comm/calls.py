@@ -63,6 +63,12 @@ class Calls:
         if self._process is not None:
             self._process.add(self)
 
+    @property
+    def is_of_present_group(self) -> bool:
+        """Whether the group has not been destroyed; always true for a group that torch does not know."""
+        group, _, _ = self.key.rpartition("/")
+        return not group or is_member_of(group)
+
     def began(self, number: list[int], doing: str, *, on_this_thread: bool = True) -> None:
         """Count the next pass or call, which begins. ``on_this_thread``: False for a backward, which has threads of its
         own."""
@@ -250,7 +256,7 @@ class _Process:
         return message
 
     def _compare(self, rank: int, said: _Said) -> str | None:
-        own = self._alive()
+        own = {key: calls for key, calls in self._alive().items() if calls.is_of_present_group}
         ahead: list[Calls] = []
         behind: list[tuple[str, Calls | None]] = []
         for key, calls in own.items():
