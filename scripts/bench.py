@@ -371,9 +371,9 @@ def received(calls: Callable[[], None]) -> tuple[int, float]:
     found: list[tuple[str, Any]] = []
     real = Lane.collective
 
-    def counted(lane: Any, op: str, event: Any, *tensors: Any, **options: Any) -> Any:
-        found.append((op, tensors))
-        return real(lane, op, event, *tensors, **options)
+    def counted(lane: Any, name: str, event: Any, *tensors: Any, **options: Any) -> Any:
+        found.append((name, tensors))
+        return real(lane, name, event, *tensors, **options)
 
     with mock.patch.object(Lane, "collective", counted):
         calls()
