@@ -3,7 +3,7 @@
 
 A shard's blocks and scales fit that shard alone. So state dicts and checkpoints hold the dequantized values, which can
 be cut in any way and take memory during a save, and the parameter groups have a mark. An optimizer that loads marked
-groups makes empty states by a step without gradients, and the values are copied into those. So the states have the
+groups makes empty states by a step with zero gradients, and the values are copied into those. So the states have the
 class that they had before the save.
 
 The copy quantizes once more. The codes are those that were saved if the class can represent the largest value of each
@@ -105,7 +105,7 @@ def _set_aside(optimizer: Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step(optimizer: Optimizer, without: Collection[torch.Tensor]) -> Iterator[None]:
-    """Give an optimizer without state the state of a step without gradients and with a rate of zero, in the context.
+    """Give an optimizer without state the state of a step with zero gradients and a rate of zero, in the context.
 
     Args:
         without: parameters that get no state.

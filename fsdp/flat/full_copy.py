@@ -95,7 +95,7 @@ class FullCopy:
         self._views = [*views, tensor[: layout.numel]][: len(leaves)]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
-        # without changes of users; the engine writes to ``tensor``, which has another version counter than the leaves
+        # Versions and flags without changes of users. The engine writes to ``tensor``, not to the leaves' counters.
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.keeps_writes, self.differs = resident, differs
         self.pooled = None if resident else PooledTensor(tensor)
@@ -126,8 +126,8 @@ class FullCopy:
         error at once.
 
         Args:
-            taken: receives other data of the same size and dtype that frozen leaves were given, with their index. It is
-                not copied to the buffer, which other ranks may still read. None: such data counts as lost.
+            taken: a list that receives (index, data) where a frozen leaf was given data of the same size and dtype. The
+                data is not copied to the buffer, which peers may still read. None: the data counts as lost.
         """
         versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
         pointers = list(map(torch.Tensor.data_ptr, self.memories))

@@ -88,7 +88,7 @@ class ParamGuard:
         """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released.
 
         Under ``no_grad()`` a module may repack its frozen parameters, as bitsandbytes' ``Linear4bit`` does on CPUs.
-        Other data of the same size and dtype is copied to the shard.
+        The new data, if it has the size and dtype of the parameter, is copied to the shard.
         """
         if not self._checks:
             return

@@ -188,7 +188,7 @@ class _Entries:
         """``each`` entry is an owner, a key and a tensor. ``slots`` are those that need their own ``put``."""
         self._slots = slots
         self._owners, self._keys = [owner for owner, _, _ in each], [key for _, key, _ in each]
-        self._ids = [id(tensor) for _, _, tensor in each]  # which ``_by_owner`` keeps alive
+        self._ids = [id(tensor) for _, _, tensor in each]  # ``_by_owner`` keeps the tensors alive
         by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for owner, key, tensor in each:
             by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
