@@ -32,13 +32,10 @@ from fsdp.comm.versions import ALL_GATHER
 from tests.harness import pool
 from tests.harness.agreeing import (
     EQUAL,
-    FULL_SHARD,
-    NO_SHARD,
     ODD,
     OUT_OF_STEP,
     PATIENT,
     RANKS,
-    SHARD_GRAD_OP,
     SHORT,
     SIZES,
     STEPS,
@@ -60,6 +57,7 @@ from tests.harness.models import ZOO
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 # -- different models ----------------------------------------------------------------------------------------------
 

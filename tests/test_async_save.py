@@ -42,6 +42,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.strategies import STRATEGIES
 
 
 class Part(nn.Module):
@@ -121,8 +122,6 @@ class Gate(Disk):
 
 
 # -- content -----------------------------------------------------------------------------------------------------------
-
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

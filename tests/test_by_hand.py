@@ -22,9 +22,10 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of
-from tests.test_full_params import (
+from tests.harness.small import error_of, values
+from tests.harness.strategies import NO_SHARD
+from tests.harness.summoned import (
     MODES,
-    NO_SHARD,
     Mode,
     Plain,
     Problem,
@@ -32,7 +33,6 @@ from tests.test_full_params import (
     backward,
     batch,
     build,
-    error_of,
     gathered,
     modes,
     modes_of_two_ranks,
@@ -40,7 +40,6 @@ from tests.test_full_params import (
     sgd,
     summon,
     train,
-    values,
 )
 
 # -- apply ---------------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from torch import Tensor
 import fsdp.export
 from fsdp import ShardingStrategy
 from fsdp.export import Changes
+from tests.harness.exports import FULL, HYBRID, NONE, Model, build, copied, expected, train
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.test_export import FULL, HYBRID, NONE, Model, build, copied, expected, train
 
 
 def of_all_ranks(own: Changes) -> list[Changes]:

@@ -46,10 +46,10 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
-from tests.test_state_dict import kind_of
+from tests.harness.states import kind_of
+from tests.harness.strategies import STRATEGIES
 
 FSDP = FullyShardedDataParallel
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 both_modes = pytest.mark.parametrize("mode", [False, True])
 WAYS = list(itertools.product(STRATEGIES, (False, True)))  # strategy and use_orig_params
 

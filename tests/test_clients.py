@@ -39,11 +39,10 @@ from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
+from tests.harness.optim_states import adamw, ours, quiet, row_major, same_state, torchs, train
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
-from tests.test_dcp import same_state
-from tests.test_optim_state import adamw, ours, quiet, row_major, torchs, train
 
 Save = Callable[[FSDP, Any, str], None]
 Load = Callable[[FSDP, Any, str], None]

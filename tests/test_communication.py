@@ -52,13 +52,8 @@ from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 ROOT = "the root unit"
 
 # number of collectives by (label, operation, input bytes, output bytes)

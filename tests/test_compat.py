@@ -32,9 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import checkpoint
 from fsdp.compat import disable_dcp, enable_dcp, torchs_optim
-from tests.harness.pool import on_ranks, run_ranks
-from tests.test_dcp import same_state, trained
-from tests.test_optim_state import (
+from tests.harness.optim_states import (
     FSDP,
     Block,
     adamw,
@@ -44,10 +42,13 @@ from tests.test_optim_state import (
     ours,
     quiet,
     row_major,
+    same_state,
     settle_all,
     torchs,
     train,
+    trained,
 )
+from tests.harness.pool import on_ranks, run_ranks
 
 NamedOptimizer = torchs_optim._NamedOptimizer
 

@@ -25,31 +25,23 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.harness.pool import on_ranks, run_ranks
-from tests.test_optim_state import (
+from tests.harness.optim_states import (
     adamw,
     assert_same,
     assert_same_states,
     build,
     ours,
+    parts,
     quiet,
     row_major,
+    same_state,
     settle_all,
     train,
+    trained,
 )
+from tests.harness.pool import on_ranks, run_ranks
 
 FULL = StateDictOptions(full_state_dict=True)
-
-
-def trained(uop: bool, seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    model = ours(uop, module=row_major(seed), **options)
-    return model, train(adamw(model.parameters()))
-
-
-def same_state(model: nn.Module, optimizer: Any, expected: nn.Module, expected_optimizer: Any, case: str) -> None:
-    assert_same_states(optimizer.state_dict(), expected_optimizer.state_dict(), case)
-    for param, value in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(param, value), case
 
 
 @on_ranks(2)
@@ -257,11 +249,6 @@ class WithExtraState(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.extra = state
-
-
-def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:
-    options = StateDictOptions(ragged=ragged)
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
 
 
 def save_by_torch(path: str, uop: bool, ragged: bool) -> None:

@@ -30,23 +30,24 @@ from fsdp import (
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp.compat import disable_dcp, enable_dcp
 from tests.harness.mesh_names import numbers
-from tests.harness.pool import on_ranks, run_ranks
-from tests.harness.process_groups import record_collectives
-from tests.test_clients import RECIPES
-from tests.test_dcp import parts, same_state
-from tests.test_optim_state import (
+from tests.harness.optim_states import (
     adamw,
     assert_same,
     assert_same_states,
     cross_load,
     ours,
+    parts,
     quiet,
     row_major,
+    same_state,
     save,
     settle_all,
     torchs,
     train,
 )
+from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.test_clients import RECIPES
 
 FSDP = FullyShardedDataParallel
 GRIDS, HYBRID = ((2, 2), (4, 1), (1, 4)), {"strategy": "HYBRID_SHARD"}

@@ -17,7 +17,7 @@ from fsdp import FullyShardedDataParallel, environment
 from fsdp.runtime import mistakes
 from tests.harness.agreeing import PATIENT, UNEQUAL, Chain, build, new_group, train
 from tests.harness.pool import on_ranks
-from tests.test_wrapper import StandIn
+from tests.harness.small import StandIn
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WRONG = {

@@ -25,11 +25,11 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import handles_of
+from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net
+from tests.harness.strategies import both_modes
 from tests.test_ownership import WithoutReset, on_meta
-from tests.test_wrapper import WIDTH, StandIn, batch, build, error_of, net
 
 MODES = [False, True]
-both_modes = pytest.mark.parametrize("use_orig_params", MODES)
 
 
 class OnDevice(Tensor):

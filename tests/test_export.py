@@ -11,74 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp.export
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.exports import FULL, HYBRID, NONE, build, copied, expected, train
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, wrap
-
-FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
-WIDTH, WORDS = 7, 13
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-        self.register_buffer("scratch", torch.ones(2), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.linear(x)) * self.conv.weight.sum()
-
-
-class Model(nn.Module):
-    """A head tied to the embedding, running statistics, and a parameter that the wrapper ignores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-        self.ignored = nn.Parameter(torch.ones(3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.ignored.sum()
-
-
-def build(
-    use_orig_params: bool, strategy: ShardingStrategy = FULL, *, as_it_is: bool = False, **options: Any
-) -> FullyShardedDataParallel:
-    torch.manual_seed(11)
-    model = Model()
-    if not as_it_is:
-        options["ignored_states"] = [model.ignored]
-    return wrap(model, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}), **options)
-
-
-def train(model: nn.Module, steps: int = 1) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=0.01)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)  # equal batches, so that running statistics are equal
-        model(torch.randint(WORDS, (4,), generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def expected(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    state = model.state_dict()
-    return {n: v.to(dtype) if dtype is not None and v.is_floating_point() else v for n, v in state.items()}
-
-
-def copied(stream: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in stream}
-
 
 CASES = [
     *((*case, FULL) for case in pairwise([1, 2, 3], [True, False], [None, torch.bfloat16])),

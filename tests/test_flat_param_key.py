@@ -21,8 +21,8 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
+from tests.harness.strategies import FULL_SHARD, NO_SHARD
 
-FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 MATRICES = 0.3  # the weight decay of parameters of two or more dimensions
 
 

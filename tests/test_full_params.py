@@ -5,202 +5,47 @@ The reference is a plain model that takes the same steps on the batches of all r
 
 from __future__ import annotations
 
-import functools
 import gc
-import os
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn import functional as F
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import CollectiveLog, record_collectives
-from tests.harness.sharded import full_gradients, full_parameters, wrap
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters
+from tests.harness.small import WIDTH, error_of, values
+from tests.harness.strategies import FULL_SHARD, NO_SHARD
+from tests.harness.summoned import (
+    Mode,
+    Plain,
+    Problem,
+    assert_at_rest,
+    backward,
+    batch,
+    build,
+    enter,
+    gathered,
+    modes,
+    modes_of_two_ranks,
+    net,
+    pieces,
+    sgd,
+    summon,
+    train,
 )
-WIDTH = 5
-summon = FullyShardedDataParallel.summon_full_params
-
-
-class Mode(NamedTuple):
-    strategy: ShardingStrategy
-    use_orig_params: bool
-
-
-MODES = [Mode(s, uop) for s in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for uop in (False, True)]
-
-
-class Net(nn.Module):
-    """Three units of one layer. The root owns a frozen, a transposed and an unused parameter, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        self.gain = nn.Parameter(torch.rand(WIDTH))
-        self.shift = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-        self.mix = nn.Parameter(torch.rand(WIDTH, WIDTH).t())
-        self.register_buffer("scale", torch.rand(1))
-        self.never = nn.Parameter(torch.rand(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return F.linear(x * self.gain * self.scale + self.shift, self.mix)
-
-    def generate(self, x: Tensor, *, steps: int = 2) -> Tensor:
-        for _ in range(steps):
-            x = self.forward(x)
-        return x
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
-
-
-def build(mode: Mode, module: nn.Module | None = None, **options: Any) -> Any:
-    if dist.get_world_size() > 2:  # the plain model's bits need sums in rank order, which an all-reduce does not have
-        os.environ["FSDP_COLLECTIVES"] = "direct"
-    options = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
-    return wrap(net() if module is None else module, mode.strategy, mode.use_orig_params, **options)
-
-
-def batch(step: int, rank: int | None = None) -> Tensor:
-    rank = dist.get_rank() if rank is None else rank
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with powers of two: a step has the same bits on a flat vector as on each parameter, fused or not."""
-    return torch.optim.SGD(module.parameters(), lr=0.125, momentum=0.5)
-
-
-def backward(model: nn.Module, step: int, rank: int | None = None) -> None:
-    model(batch(step, rank).to(next(model.buffers()).dtype)).square().mean().backward()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
-
-
-class Plain:
-    """The plain model and its optimizer, trained on every rank's batches: gradients are summed in rank order."""
-
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.module: Any = net() if module is None else module
-        self.optimizer = sgd(self.module)
-
-    def backward(self, step: int) -> None:
-        grads = []
-        for rank in range(dist.get_world_size()):
-            self.optimizer.zero_grad()
-            backward(self.module, step, rank)
-            grads.append([p.grad for p in self.module.parameters()])
-        for param, *each in zip(self.module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
-                total = functools.reduce(torch.add, [grad.to(wide) for grad in each])
-                param.grad = (total / dist.get_world_size()).to(param.dtype)
-            elif param.requires_grad:
-                param.grad = torch.zeros_like(param)  # unused beside used ones
-
-    def train(self, step: int) -> None:
-        self.backward(step)
-        self.optimizer.step()
-
-    def values(self) -> dict[str, Tensor]:
-        return values(self.module)
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {clean_name(name): param.detach().clone() for name, param in module.named_parameters()}
-
-
-def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return this rank's part of `whole` by name, in memory order."""
-    found = {}
-    for unit in shard_info(model):
-        for bucket in unit.buckets:
-            for record, piece in zip(bucket.layout.params, bucket.pieces, strict=True):
-                value = whole[unit.full_name(record)]
-                if value is not None:
-                    ordered = torch.empty_strided(record.shape, record.stride, dtype=value.dtype).copy_(value)
-                    part = ordered.as_strided((record.numel,), (1,))[piece.start : piece.end]
-                    found[unit.full_name(record)] = part
-    return found
-
-
-def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return type and message of the exception that `function` raises; warnings are ignored."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def enter(*args: Any, **kwargs: Any) -> None:
-    with summon(*args, **kwargs):
-        pass
-
-
-def assert_at_rest(model: nn.Module, mode: Mode) -> None:
-    """Assert that shards are registered and no unit is unsharded or running."""
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        assert unit.training_state is TrainingState.IDLE
-        if unit.sharding_strategy is not NO_SHARD:
-            assert not unit._fsdp_unit.buffers.is_gathered
-    for unit, info in zip(FullyShardedDataParallel.fsdp_modules(model), shard_info(model), strict=True):
-        registered = [
-            p for name, p in unit.module.named_parameters() if p in {q for b in info.buckets for q in b.params}
-        ]
-        assert len(registered) == sum(len(bucket.params) for bucket in info.buckets)
-        for bucket in info.buckets:
-            for param in bucket.params:
-                storage = bucket.flat_param.untyped_storage().data_ptr()
-                assert param.numel() == 0 or param.untyped_storage().data_ptr() == storage
-
 
 # -- values and names -----------------------------------------------------------------------------------------------
-
-
-def gathered(log: CollectiveLog) -> int:
-    """Count the collectives that gathered a bucket."""
-    return sum((record.label or "").startswith("gather ") for record in log.records)
-
-
-def modes(turn: bool) -> list[tuple[int, Mode]]:
-    """Return world sizes with modes: full sharding on two ranks has both values of `use_orig_params`.
-
-    One rank shards nothing, and three ranks differ in how parameters are cut: one mode each is enough.
-    """
-    two = [Mode(FULL_SHARD, False), Mode(FULL_SHARD, True), Mode(SHARD_GRAD_OP, turn), Mode(NO_SHARD, not turn)]
-    return [(1, Mode(FULL_SHARD, not turn)), *((2, mode) for mode in two), (3, Mode(FULL_SHARD, turn))]
-
-
-def modes_of_two_ranks(turn: bool) -> list[Mode]:
-    return [mode for world_size, mode in modes(turn) if world_size == 2]
 
 
 @pytest.mark.parametrize(("world_size", "mode"), modes(True))
@@ -386,10 +231,6 @@ def test_writeback(world_size: int, mode: Mode) -> None:
         train(model, optimizer, step)
         plain.train(step)
     assert_bit_equal(full_parameters(model), plain.values(), "trained afterwards")
-
-
-class Problem(Exception):
-    pass
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))

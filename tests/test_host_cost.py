@@ -23,12 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
 PACKAGE = str(Path(fsdp.__file__).parent)
 
 

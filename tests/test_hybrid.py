@@ -40,9 +40,9 @@ from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
-from tests.test_wrapper import WIDTH, StandIn, net
+from tests.harness.small import WIDTH, StandIn, net
+from tests.harness.strategies import FULL_SHARD, NO_SHARD
 
-FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 LINEARS = ModuleWrapPolicy({nn.Linear})
 

@@ -30,13 +30,8 @@ from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, new_group
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import delay_collectives
 from tests.harness.sharded import full_parameters
+from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD
 from tests.harness.stream_tracer import StreamTracer, Sync, trace_streams
-
-FULL_SHARD, NO_SHARD, HYBRID_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-)
 
 # -- equality with the plain model -------------------------------------------------------------------------------------
 

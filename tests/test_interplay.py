@@ -21,12 +21,12 @@ from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.strategies import STRATEGIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing the package warns
     from torch.distributed.optim import _apply_optimizer_in_backward
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=10)
 

@@ -41,13 +41,12 @@ from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
 # torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
 # Set before any rank starts, because ranks inherit the environment.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = STRATEGIES
 needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 
 

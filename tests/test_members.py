@@ -17,7 +17,7 @@ import fsdp
 from fsdp import MixedPrecision
 from fsdp.api import TrainingState
 from tests.harness.pool import on_ranks
-from tests.test_wrapper import WIDTH, StandIn, batch, build, error_of, net, torchs
+from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net, torchs
 
 NAMES = ["_has_params", "_flat_param", "params", "_is_root", "training_state", "rank", "world_size", "process_group"]
 NAMES += ["compute_device", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch"]

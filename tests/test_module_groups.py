@@ -29,7 +29,7 @@ from tests.harness.passes import gathered
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, run_fsdp, wrap
-from tests.test_state_dict import KINDS, kind_of
+from tests.harness.states import KINDS, kind_of
 
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 

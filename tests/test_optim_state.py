@@ -8,214 +8,51 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
-from torch.distributed.fsdp import StateDictType as TorchKind
-from torch.distributed.fsdp.api import FullOptimStateDictConfig as TorchFullOptim
-from torch.distributed.fsdp.api import ShardedOptimStateDictConfig as TorchShardedOptim
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, NAdam
 
 from fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
-    FullyShardedDataParallel,
     OptimStateKeyType,
     RaggedOptimStateDictConfig,
-    ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
     checkpoint,
 )
 from fsdp.checkpoint import set_optimizer_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
+from tests.harness.optim_states import (
+    FSDP,
+    Block,
+    adamw,
+    assert_same,
+    assert_same_states,
+    build,
+    cross_load,
+    mixed_plain,
+    ours,
+    quiet,
+    row_major,
+    save,
+    settle,
+    settle_all,
+    torchs,
+    train,
+)
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
-FSDP = FullyShardedDataParallel
-
-
-class Block(nn.Module):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(a, b)
-        self.scale = nn.Parameter(torch.ones(1))  # fewer elements than ranks
-
-
-class Model(nn.Module):
-    """Sizes that do not divide, a tie, a parameter in another memory order, nested units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(5, 3), Block(3, 5))
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.tokens.weight
-        self.bias = nn.Parameter(torch.randn(2))
-
-
-def build(seed: int = 0) -> Model:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        return Model()
-
-
-def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> FSDP:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return FSDP(
-            options.pop("module", None) or build(),
-            sharding_strategy=ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy({Block}) if blocks else None,
-            use_orig_params=uop,
-            **options,
-        )
-
-
-def torchs(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> TorchFSDP:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return TorchFSDP(
-            options.pop("module", None) or build(),
-            sharding_strategy=TorchStrategy[strategy],
-            auto_wrap_policy=TorchPolicy({Block}) if blocks else None,
-            use_orig_params=uop,
-            device_id=torch.device("cpu"),
-            **options,
-        )
-
-
-def adamw(params: Iterable[Any]) -> Optimizer:
-    return AdamW(params, lr=0.01, weight_decay=0.1)
-
-
-def train(optimizer: Optimizer, steps: int = 2) -> Optimizer:
-    for _ in range(steps):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad and param.numel() > 0:
-                    param.grad = torch.sin(3 * param.detach())  # zero in the padding
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def settle(value: Any) -> Any:
-    """Convert a sharded value to (global shape, this rank's rows)."""
-    if isinstance(value, DTensor):
-        return (
-            "distributed",
-            tuple(value.shape),
-            value.stride(),
-            value.placements,
-            str(value.device_mesh),
-            value.to_local(),
-        )
-    if isinstance(value, ShardedTensor):
-        metadata = value.metadata()
-        local = value.local_shards()
-        return (
-            "sharded",
-            tuple(metadata.size),
-            [(s.shard_offsets, s.shard_sizes, str(s.placement)) for s in metadata.shards_metadata],
-            [(shard.tensor.clone(), shard.metadata.shard_offsets) for shard in local],
-            str(metadata.tensor_properties),
-        )
-    return value
-
-
-def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
-    """List differences of nested values, including order of keys, types and dtypes."""
-    actual, expected = settle(actual), settle(expected)
-    if type(actual) is not type(expected):
-        return [f"{path}: {type(actual).__name__}, expected {type(expected).__name__}"]
-    if isinstance(actual, dict):
-        if list(actual) != list(expected):
-            return [f"{path}: keys {list(actual)}, expected {list(expected)}"]
-        return [line for key in actual for line in differences(actual[key], expected[key], f"{path}/{key}")]
-    if isinstance(actual, (list, tuple)):
-        if len(actual) != len(expected):
-            return [f"{path}: {actual}, expected {expected}"]
-        return [line for i, pair in enumerate(zip(actual, expected)) for line in differences(*pair, f"{path}/{i}")]
-    if isinstance(actual, Tensor):
-        alike = (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device)
-        return [] if alike and torch.equal(actual, expected) else [f"{path}: {actual}, expected {expected}"]
-    return [] if actual == expected else [f"{path}: {actual!r}, expected {expected!r}"]
-
-
-def assert_same(actual: Any, expected: Any, case: str) -> None:
-    found = differences(actual, expected)
-    assert not found, f"{case}: " + "\n".join(found[:8])
-
-
-def sort_states(raw: dict[str, Any]) -> dict[str, Any]:
-    """Sort the states of each parameter by name, because optimizers keep their own order."""
-    return {**raw, "state": {key: dict(sorted(state.items())) for key, state in sorted(raw["state"].items())}}
-
-
-def assert_same_states(actual: Any, expected: Any, case: str) -> None:
-    assert_same(sort_states(actual), sort_states(expected), case)
-
-
-def quiet(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` without torch's warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return function(*args, **kwargs)
-
-
-def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL_STATE_DICT", **config: Any) -> Any:
-    """Return the library's `optim_state_dict` of this kind."""
-    is_ours = library is FSDP
-    kinds = StateDictType if is_ours else TorchKind
-    full, sharded = (
-        (FullOptimStateDictConfig, ShardedOptimStateDictConfig) if is_ours else (TorchFullOptim, TorchShardedOptim)
-    )
-    config = (full if kind == "FULL_STATE_DICT" else sharded)(**config)
-
-    def work() -> Any:
-        with library.state_dict_type(model, kinds[kind], None, config):
-            return library.optim_state_dict(model, optimizer)
-
-    return work() if is_ours else quiet(work)
-
-
 # -- like torch --------------------------------------------------------------------------------------------------------
-
-
-def row_major(seed: int = 0) -> Model:
-    """Build a model without other memory orders, which torch's sharded state cannot hold."""
-    model = build(seed)
-    model.conv.to(memory_format=torch.contiguous_format)
-    return model
-
-
-def cross_load(
-    model: Any, optimizer: Optimizer, torch_model: Any, torch_optimizer: Optimizer, saved: Any, case: str
-) -> None:
-    """Load torch's state with both libraries and compare each with its own state."""
-    loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
-    assert_same_states(loadable, optimizer.state_dict(), f"{case}, to load")
-    fresh = adamw(model.parameters())
-    fresh.load_state_dict(loadable)
-    assert_same_states(fresh.state_dict(), optimizer.state_dict(), f"{case}, loaded")
-    taken = quiet(TorchFSDP.optim_state_dict_to_load, torch_model, torch_optimizer, saved)
-    assert_same_states(taken, torch_optimizer.state_dict(), f"{case}, to load by torch")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -345,24 +182,6 @@ def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
 # -- parameter groups --------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
-    """Frozen and trained parameters of two dtypes in one unit, an ignored module, and a parameter without an
-    optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 5).requires_grad_(False)
-        self.up, self.down = nn.Linear(5, 3), nn.Linear(3, 5, dtype=torch.float64)
-        self.ignored = nn.Linear(3, 2)
-        self.idle = nn.Parameter(torch.randn(9))
-
-
-def mixed_plain() -> Mixed:
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(1)
-        return Mixed()
-
-
 def groups_of(named: Iterable[tuple[str, nn.Parameter]], plain: bool) -> list[dict[str, Any]]:
     """Return two groups that interleave over the unit."""
     named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in named]
@@ -454,10 +273,6 @@ def test_named_optimizers_and_optim_input() -> None:
 
 
 # -- memory and devices ------------------------------------------------------------------------------------------------
-
-
-def settle_all(value: Any) -> Any:
-    return {key: settle_all(inner) for key, inner in value.items()} if isinstance(value, dict) else settle(value)
 
 
 @on_ranks(2)

@@ -18,9 +18,9 @@ from fsdp import FullStateDictConfig, StateDictType
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
+from tests.harness.optim_states import FSDP, adamw, assert_same, ours, train
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.test_optim_state import FSDP, adamw, assert_same, ours, train
 
 
 def big(uop: bool) -> tuple[FSDP, Optimizer, int]:

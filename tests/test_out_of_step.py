@@ -30,12 +30,9 @@ from fsdp.comm.calls import TREES, Calls
 from fsdp.comm.lane import Lane
 from tests.harness.agreeing import (
     EQUAL,
-    FULL_SHARD,
-    NO_SHARD,
     ODD,
     PATIENT,
     RANKS,
-    SHARD_GRAD_OP,
     SHORT,
     SIZES,
     STEPS,
@@ -53,6 +50,7 @@ from tests.harness.agreeing import (
     train_and_raise,
 )
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 
 def first_and_later(turn: int = 0) -> list[Any]:

@@ -21,12 +21,11 @@ from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
-from tests.test_wrapper import (
+from tests.harness.small import (
     WIDTH,
     Net,
     StandIn,
     batch,
-    both_modes,
     build,
     error_of,
     is_2_13,
@@ -36,6 +35,7 @@ from tests.test_wrapper import (
     train_plain,
     values,
 )
+from tests.harness.strategies import both_modes
 
 # -- sharing -------------------------------------------------------------------------------------------------------
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.optim import WholeParamOptimizer
+from tests.harness.exports import FULL, NONE, WORDS, build
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
-from tests.test_export import FULL, NONE, WORDS, build
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

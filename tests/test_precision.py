@@ -43,10 +43,9 @@ from tests.harness.oracle import (
     rank_batch,
 )
 from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
 from tests.harness.sharded import run_fsdp, wrap
 
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 BATCH_NORM = "Both mixed precision and an auto_wrap_policy were given"
 
 PRECISIONS = {
@@ -131,19 +130,6 @@ def replica_of(master: nn.Module, buffers: dict[str, Tensor], precision: MixedPr
 
 def cast_around(forward: Any) -> Any:
     return lambda x: forward(x.float()).to(x.dtype)
-
-
-def reduced(grads: list[Tensor]) -> Tensor:
-    """Return the mean over ranks in the gradients' dtype; float16 is divided before and after."""
-    size, dtype = len(grads), grads[0].dtype
-    factor = 1
-    while dtype == FP16 and size % factor == 0 and size / factor > factor:
-        factor *= 2
-    wide = FP32 if dtype.itemsize == 2 else dtype
-    total = grads[0].div(factor).to(wide)
-    for grad in grads[1:]:
-        total = total + grad.div(factor)
-    return total.to(dtype).div_(size / factor)
 
 
 # -- parity --------------------------------------------------------------------------------------------------------

@@ -32,9 +32,24 @@ from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda
 from tests.harness.lockstep import assert_local_gradients
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
 from tests.harness.pool import on_ranks
+from tests.harness.precision import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    FULL,
+    GRAD_OP,
+    MODES,
+    NONE,
+    WIDTH,
+    Pair,
+    assert_no_casts_kept,
+    by_foreach,
+    loss_of,
+    reduced,
+    same,
+)
 from tests.harness.sharded import full_gradients, handles_of, wrap
-from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
-from tests.test_precision_values import MODES, WIDTH, Pair, assert_no_casts_kept, by_foreach, loss_of, same
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, delay_collectives, record_collectives
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.strategies import FULL_SHARD, SHARD_GRAD_OP
 
-FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 UNITS, WIDTH, STEPS = 5, 5, 3
 

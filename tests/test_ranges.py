@@ -15,7 +15,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients
-from tests.test_switches import batch, build
+from tests.harness.switches import batch, build
 
 FORWARD, BACKWARD = ["_pre_forward", "forward", "_post_forward"], ["_pre_backward_hook", "_post_backward_hook"]
 

@@ -15,7 +15,7 @@ from fsdp.checkpoint import checksums, rank_file, safetensors
 from fsdp.checkpoint.rank_file import Piece, RankFile
 from fsdp.placement.boxes import Box
 from tests.harness.oracle import assert_bit_equal
-from tests.test_ragged import numbered, random_tensor
+from tests.harness.ragged import numbered, random_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2]
 

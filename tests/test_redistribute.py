@@ -22,7 +22,7 @@ from fsdp.placement.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.test_ragged import random_tensor
+from tests.harness.ragged import random_tensor
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)

@@ -29,8 +29,8 @@ from tests.harness.oracle import assert_bit_equal, assert_equivalent
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.strategies import STRATEGIES
 
-STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 5
 COUNT = 4  # the blocks of a chain
 

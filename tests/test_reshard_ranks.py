@@ -26,7 +26,7 @@ from tests.harness.agreeing import impatient
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import handles_of
-from tests.test_switches import GRAD_OP, HYBRID, Layer, Net, per_rank
+from tests.harness.switches import GRAD_OP, HYBRID, Layer, Net, per_rank
 
 ALL = (0, 1, 2, 3)
 UNITS = 5

@@ -45,9 +45,9 @@ from tests.harness.oracle import Schedule, adamw, assert_bit_equal
 from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
+from tests.harness.strategies import FULL_SHARD, SHARD_GRAD_OP
 
 CPU = torch.device("cpu")
-FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 HEADERS = 64 * 4096  # bytes that a segment may hold at rest: a few pages for each group that was ever used
 
 

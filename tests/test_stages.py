@@ -52,13 +52,7 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
 # torch records its last 2000 native collectives, about 1 KiB each, which the meter would count. Set before any rank
 # starts, because ranks inherit the environment.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,12 +25,10 @@ from fsdp import (
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
-    RaggedStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictSettings,
-    StateDictType,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.placement.boxes import Box, copy_parts
@@ -43,20 +38,9 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.states import FULL, KINDS, LOCAL, SHARDED, Rich, Tied, full_state, kind_of, rich
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
-FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-KINDS: dict[str, tuple[Any, ...]] = {
-    "full": (FULL,),
-    "full on CPU": (FULL, FullStateDictConfig(offload_to_cpu=True)),
-    "sharded": (SHARDED,),
-    "local": (LOCAL,),
-    "ragged": (SHARDED, RaggedStateDictConfig()),
-}
 MODES = [(strategy, mode) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for mode in (False, True)]
 
 
@@ -68,60 +52,6 @@ class StandInGroup:
 
     def size(self) -> int:
         return 2
-
-
-@contextmanager
-def kind_of(model: nn.Module, kind: str) -> Iterator[None]:
-    """Set a kind, and ignore warnings about parameters that are not sharded."""
-    with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
-        warnings.filterwarnings("ignore", "StateDictType.* which is not sharded", UserWarning)
-        yield
-
-
-def full_state(model: nn.Module) -> dict[str, Tensor]:
-    with kind_of(model, "full"):
-        return model.state_dict()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
-        self.again = nn.Linear(5, 5)
-        self.again.weight = self.inner.weight
-        self.register_buffer("steps", torch.tensor(3))
-        self.register_buffer("hidden", torch.zeros(2), persistent=False)
-        self.scale = nn.Parameter(torch.randn(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.again(self.inner(x)) * self.scale
-
-
-class Rich(nn.Module):
-    """Buffers between parameters, ties, a module registered twice, transposed memory, frozen and ignored parameters,
-    and units with fewer rows than ranks.
-    """
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.norm = nn.BatchNorm1d(5)
-        self.blocks = nn.Sequential(Tied(), nn.Sequential(checkpoint_wrapper(Tied())))
-        self.left = nn.Linear(5, 3)
-        self.right = self.left
-        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.ignored = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        self.register_buffer("table", torch.randn(3, 2))
-        self.last = nn.Linear(3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.right(self.left(self.blocks(self.norm(x)))) + self.image.sum())
-
-
-def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0, **more: Any) -> FullyShardedDataParallel:
-    module = Rich(seed)
-    return wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored], **more)
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-from tests.test_state_dict import FULL, KINDS, kind_of, rich
+from tests.harness.states import FULL, KINDS, kind_of, rich
 
 
 @pytest.mark.parametrize("mode", [False, True])

@@ -41,8 +41,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-
-FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+from tests.harness.strategies import FULL_SHARD, NO_SHARD
 
 
 class Block(nn.Module):

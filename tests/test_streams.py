@@ -35,14 +35,10 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 
 WIDTH = 8
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
 HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 

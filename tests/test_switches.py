@@ -17,48 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.unit import units_of
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
-
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 6)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x)
-        for layer in self.layers:
-            y = layer(y)
-        return self.head(y)
-
-
-def build(**options: Any) -> Any:
-    torch.manual_seed(4)
-    policy = ModuleWrapPolicy({Layer, nn.Embedding})
-    return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, **{"use_orig_params": True, **options})
-
-
-def batch(step: int) -> Tensor:
-    """Return a batch, equal on every rank."""
-    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
+from tests.harness.switches import FULL, GRAD_OP, HYBRID, HYBRID_2, NO_SHARD, Net, batch, build, per_rank
 
 
 class Comparison:
@@ -346,10 +309,6 @@ def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
             assert found[1] == ["embed", "1", "2", "1", "0", "embed"], found
     with pytest.raises(ValueError, match="keep_gathered_nbytes must be a number of bytes, 0 or more"):
         build(keep_gathered_nbytes=-1)
-
-
-def per_rank(step: int, rank: int) -> Tensor:
-    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def summed(steps: range, divisor: float) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime import tensors
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
-from tests.test_switches import FULL, GRAD_OP, NO_SHARD, Net, batch, build
+from tests.harness.switches import FULL, GRAD_OP, NO_SHARD, Net, batch, build
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 

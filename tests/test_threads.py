@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.comm import threads
 from fsdp.comm.issuing import current_label, labelled
@@ -26,9 +26,9 @@ from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
 from tests.harness.pool import RankFailure, on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
+from tests.harness.strategies import STRATEGIES
 from tests.harness.threads import run_threads
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 CASES = ["mlp", "segment-reentrant"]
 
 

@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,112 +35,11 @@ from fsdp import (
 )
 from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
-from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
-WIDTH = 5
-is_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="known of this version of torch")
-both_modes = pytest.mark.parametrize("use_orig_params", [False, True])
-
-
-class StandIn:
-    """The members of a process group that a constructor reads."""
-
-    def __init__(self, rank: int = 0, size: int = 2) -> None:
-        self._rank, self._size = rank, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        modules = [m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        self.layers = nn.Sequential(*modules)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
-
-
-def net(layers: int = 3) -> Net:
-    torch.manual_seed(0)
-    return Net(layers)
-
-
-def build(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """Wrap without the warning that one rank does not shard."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank", UserWarning)
-        return FullyShardedDataParallel(module, **options)
-
-
-def torchs(module: nn.Module, **options: Any) -> nn.Module:
-    """Wrap with torch's FSDP1."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-
-    return TorchFSDP(module, device_id=torch.device("cpu"), **options)
-
-
-def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, first: int = 0, steps: int = 2, rank: int = -1
-) -> None:
-    optimizer = optimizer or sgd(model)
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        model(batch(step, dist.get_rank() if rank < 0 else rank)).square().mean().backward()
-        optimizer.step()
-
-
-def train_plain(module: nn.Module, world_size: int, first: int = 0, steps: int = 2) -> dict[str, Tensor]:
-    """Train a plain model with the mean of the gradients of all ranks, summed in rank order. Return the parameters."""
-    optimizer = sgd(module)
-    for step in range(first, first + steps):
-        grads = []
-        for rank in range(world_size):
-            optimizer.zero_grad()
-            module(batch(step, rank)).square().mean().backward()
-            grads.append([p.grad for p in module.parameters()])
-        for param, *each in zip(module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                param.grad = functools.reduce(torch.add, each) / world_size
-        optimizer.step()
-    return values(module)
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {clean_name(name): param.detach().clone() for name, param in module.named_parameters()}
-
-
-def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return the type and message of the error that `function` raises; warnings are ignored."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            function(*args, **kwargs)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"
-
+from tests.harness.small import WIDTH, StandIn, batch, build, net, sgd, train, train_plain, values
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, both_modes
 
 # -- the signature -------------------------------------------------------------------------------------------------
 

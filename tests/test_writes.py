@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-import fsdp
 from fsdp import (
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -32,73 +31,24 @@ from fsdp import (
 from fsdp.api import TrainingState
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.runtime.unit import units_in
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
-
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-Mode = tuple[ShardingStrategy, bool]
-MODES: list[Mode] = [(FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False)]
-summon = FullyShardedDataParallel.summon_full_params
-
-
-class Layer(nn.Module):
-    """A linear layer whose forward calls a hook."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-        self.inside: Callable[[], Any] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.inside()
-        return torch.tanh(self.linear(x))
-
-
-class Net(nn.Module):
-    """Two layers that become units, and a root with further parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(5, 7), Layer(7, 4)])
-        self.head = nn.Linear(4, 3)
-        self.penalty = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        x = self.head(x)
-        if self.penalty:
-            # parameters outside of the layers' units
-            own = [param for name, param in self.named_parameters() if "layers" not in name]
-            assert {param.dtype for param in own} == {x.dtype}
-            x = x + self.penalty * sum(param.square().sum() for param in own)
-        return x
-
-
-def build() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
-def pair(mode: Mode, **options: Any) -> tuple[Net, FullyShardedDataParallel]:
-    return build(), wrap(build(), *mode, wrap_policy=ModuleWrapPolicy({Layer}), **options)
-
-
-def layer_of(model: nn.Module, index: int) -> Any:
-    layer = model.layers[index]
-    return layer.module if isinstance(layer, FullyShardedDataParallel) else layer
-
-
-def batch(seed: int = 0) -> Tensor:
-    """Return a batch, equal on every rank, so that the mean of the gradients equals each of them."""
-    return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
-    return model(batch(seed)).square().mean()
+from tests.harness.writes import (
+    FULL,
+    GRAD_OP,
+    MODES,
+    NONE,
+    Mode,
+    batch,
+    build,
+    layer_of,
+    local_part,
+    loss_of,
+    pair,
+    summon,
+)
 
 
 def step(model: nn.Module, seed: int = 0) -> Tensor:
@@ -114,18 +64,6 @@ def assert_alike(model: nn.Module, plain: nn.Module, what: str) -> None:
     assert_bit_equal(model.state_dict(), plain.state_dict(), what)
     assert torch.equal(step(model, 1), step(plain, 1)), what
     assert_bit_equal(model.state_dict(), plain.state_dict(), f"{what}, one step on")
-
-
-def local_part(model: nn.Module, param: Any, name: str, value: Tensor) -> Tensor:
-    """Return the elements of `value` (of the parameter `name`) that `param` holds on this rank."""
-    if param.shape == value.shape:
-        return value
-    for unit in fsdp.shard_info(model):
-        for bucket in unit.buckets:
-            for record, piece in zip(bucket.layout.params, bucket.pieces):
-                if unit.full_name(record) == name:
-                    return value.flatten()[piece.start : piece.end]
-    raise KeyError(name)
 
 
 def describe(mode: Mode) -> str:

@@ -20,12 +20,8 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm import segment, threads
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL_SHARD
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-)
 RANKS = 3
 ODD = 1  # the rank that deviates
 WIDTH = 6

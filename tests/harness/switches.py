@@ -1,0 +1,54 @@
+"""A small model whose units' switches are set, and its plain twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for layer in self.layers:
+            y = layer(y)
+        return self.head(y)
+
+
+def build(**options: Any) -> Any:
+    torch.manual_seed(4)
+    policy = ModuleWrapPolicy({Layer, nn.Embedding})
+    return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, **{"use_orig_params": True, **options})
+
+
+def batch(step: int) -> Tensor:
+    """Return a batch, equal on every rank."""
+    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
+
+
+def per_rank(step: int, rank: int) -> Tensor:
+    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
