@@ -444,7 +444,6 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
     made: Callable[..., Measured] = {"muon": stepping, "export": exporting}.get(workload, training)
     made = wrapping if WORKLOADS[workload].wraps_from else made
     prepare, step, traffic_of = made(options, contender, workload)
-    moved = traffic_of()
     dist.barrier()
     pipe.send(None)
     n = 1 if WORKLOADS[workload].wraps_from else options.steps
@@ -459,7 +458,8 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
         prepare()
         highest = highest_pss(step)
         dist.barrier()
-        pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest, *moved))
+        pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest))
+    pipe.send(traffic_of())  # last: torch's profiler, which records our traffic, takes memory for good
     dist.destroy_process_group()
 
 
@@ -491,8 +491,11 @@ def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[f
             for pipe in several:
                 pipe.send(True)
             found[contender].append([max(values) for values in zip(*(pipe.recv() for pipe in several))])
-    for pipe in (pipe for several in pipes.values() for pipe in several):
-        pipe.send(False)
+    for contender, several in pipes.items():
+        for pipe in several:
+            pipe.send(False)
+        moved = [max(values) for values in zip(*(pipe.recv() for pipe in several))]
+        found[contender] = [[*values, *moved] for values in found[contender]]
     return found
 
 
