@@ -185,7 +185,7 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
                 if isinstance(value, Whole)
             }
             for key, target in contents.shadow(likes).items():
-                fetch(*param_and_state(key), target)
+                fetch(*param_and_state(key), target, False)
             return []
 
         with ranks.call("load"), ExitStack() as stack:

@@ -4,9 +4,11 @@ Each rank reads the elements that it needs, in blocks that are verified as they 
 error on one rank is an error on all.
 
 [Note: Memory of a load]
-Optimizer states are read into the tensors that become the optimizer's, and values of the model into memory of the size
-of this rank's shards, which are copied at the end. So a load takes the bytes of the shards. With ``in_place`` the
-blocks are first verified through one small buffer. Then they are read again, into the parameters and states themselves.
+Tensors that do not exist yet (states of a new optimizer) are read into the memory that becomes theirs, once. The blocks
+of parameters and of existing states are verified through one small buffer, while the old values stay. When all ranks
+have verified theirs, the blocks are read again, mostly from the page cache, into the tensors themselves, and compared
+with the checksums once more. So a load takes a few megabytes. New memory of the size of the shards would cost more time
+than the second pass, because its pages have to be mapped and cleared. Without ``in_place`` all tensors are new memory.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def load(
     *,
     strict: bool = True,
     trusted: bool = False,
-    in_place: bool = False,
+    in_place: bool = True,
     process_group: Any = None,
     progress: bool = True,
 ) -> Any:
@@ -90,10 +92,10 @@ def load(
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
         trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
-        in_place: read into the parameters and optimizer states themselves, which takes about 16 MB of memory, and not
-            that of the shards. All blocks are verified first, but every file is read twice. Only if a file changes or
-            cannot be read any more between the two passes, the model and optimizer are left partly loaded, with an
-            error on all ranks that says so.
+        in_place: read into the parameters and existing optimizer states themselves, which takes about 16 MB of memory.
+            All blocks are verified first, so their files are read twice. Only if a file changes or cannot be read any
+            more between the two passes, the model and optimizer are left partly loaded, with an error on all ranks that
+            says so. False: read once, into new memory of the size of the shards, which excludes that.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -168,7 +170,7 @@ class Found(NamedTuple):
     Attributes:
         model: the model's state; distributed tensors are the model's own with ``in_place``.
         optimizers: the optimizers, and the states to load into them.
-        again: with ``in_place``, reads the distributed tensors and the optimizer's states; else a no-op.
+        again: with ``in_place``, reads the tensors that existed before.
         extra: the value to return.
     """
 
@@ -333,41 +335,33 @@ def _read_parts(
     plan: Callable[[Contents, Fetch], list[tuple[Optimizer, dict[str, Any]]]],
     own: int,
 ) -> Found:
-    in_place = contents.reading.in_place
-    live: dict[str, Any] = {}  # targets that exist already
-    model = {key.removeprefix(MODEL): key for key in contents.tensors if key.startswith(MODEL)}
-    likes = {key: needed.model[name] for name, key in model.items() if name in needed.model}
-    for key, like in likes.items():
-        if in_place and is_distributed(like) and like.shape == contents.table[key].shape:
-            live[key] = like
-    new = contents.shadow({key: like for key, like in likes.items() if key not in live})
-    states: dict[str, Any] = {}
+    likes = {MODEL + name: like for name, like in needed.model.items()}
+    in_model = {key: likes[key] for key in contents.tensors if key in likes}
+    live: dict[str, torch.Tensor] = {}  # tensors that exist already
+    if contents.reading.in_place:
+        live = {key: like for key, like in in_model.items() if contents.has_parts_of(key, like)}
+    new = contents.shadow({key: like for key, like in in_model.items() if key not in live})
+    found: dict[str, Any] = {key: (live | new)[key] for key in in_model}
+    found.update(contents.values(key for key in contents.others if key in likes))
 
-    def fetch(name: str, state: Any, target: torch.Tensor) -> None:
-        states[state_key(name, state)] = target
+    def fetch(name: str, state: Any, target: torch.Tensor, exists: bool) -> None:
+        (live if exists else new)[state_key(name, state)] = target
 
     optimizers = plan(contents, fetch)
-    if in_place:
-        contents.read({**live, **states}, verify_only=True)
-        contents.read(new)
-    else:
-        contents.read({**new, **states})
-    values = contents.values(
-        key for key in contents.others if key.startswith(MODEL) and key.removeprefix(MODEL) in needed.model
-    )
-    found = {name: (live | new)[key] for name, key in model.items() if name in needed.model}
-    found |= {key.removeprefix(MODEL): value for key, value in values.items()}
+    contents.read(live, verify_only=True)
+    contents.read(new)
 
     def again() -> None:
         try:
-            contents.read({**live, **states})
+            contents.read(live)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 f"the files have changed since they were verified; the model and the optimizer are partly loaded, and "
                 f"have to be loaded again: {error}"
             ) from error
 
-    return Found(found, optimizers, again, contents.extra(own))
+    model = {key.removeprefix(MODEL): value for key, value in found.items()}
+    return Found(model, optimizers, again, contents.extra(own))
 
 
 class Contents:
@@ -440,17 +434,20 @@ class Contents:
             else:
                 like = needed.model.get(key.removeprefix(MODEL))
             if isinstance(like, torch.Tensor):
-                shape = self.table[key].shape
-                alike = is_distributed(like) and like.shape == shape
-                found |= self.table[key].holders(boxes_of(like) if alike else [Box.whole(shape)])
+                whole = [Box.whole(self._shape(key))]
+                found |= self.table[key].holders(boxes_of(like) if self.has_parts_of(key, like) else whole)
         return found
+
+    def has_parts_of(self, key: str, like: Any) -> bool:
+        """True if this rank needs only the part of the tensor that it holds of ``like``."""
+        return is_distributed(like) and like.shape == self._shape(key)
 
     def shadow(self, likes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Make CPU memory for tensors: for this rank's part, where ``like`` is distributed and of the same shape.
 
         The parts of sharded parameters are in one piece of memory, which has fewer page faults than many small ones.
         """
-        alike = {key: like for key, like in likes.items() if is_distributed(like) and like.shape == self._shape(key)}
+        alike = {key: like for key, like in likes.items() if self.has_parts_of(key, like)}
         numels = {key: like.local.numel() for key, like in alike.items() if isinstance(like, RaggedTensor)}
         sizes = {key: numel * self._dtype(key).itemsize for key, numel in numels.items()}
         *begins, end = accumulate(map(aligned, sizes.values()), initial=0)

@@ -41,7 +41,8 @@ from fsdp.flat.names import bare
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
-Fetch = Callable[[str, Any, torch.Tensor], None]  # called with the names of a parameter and a state, and the target
+# Called with the names of a parameter and a state, the target, and whether that is the optimizer's present state.
+Fetch = Callable[[str, Any, torch.Tensor, bool], None]
 
 
 class Whole(NamedTuple):
@@ -124,12 +125,14 @@ def _described_value(value: Any) -> Any:
 
 
 class _Arrival(NamedTuple):
-    """One state of one original parameter: the place on the ranks, with this rank's memory."""
+    """One state of one original parameter: the place on the ranks, with this rank's memory, and whether that is the
+    optimizer's present state."""
 
     name: str
     state: str
     whole: Whole
     held: Held
+    exists: bool
 
 
 class _Plan:
@@ -219,7 +222,8 @@ class _Plan:
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        memory = self._reusable(holder, state, holder.empty(values[0].dtype, values[0].shape))
+        new = holder.empty(values[0].dtype, values[0].shape)
+        memory = new if len(present) < len(holder.members) else self._reusable(holder, state, new)
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -229,7 +233,8 @@ class _Plan:
                 self._problems.append(
                     f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has {member.shape}"
                 )
-            arrival = _Arrival(member.name, state, value, holder.held(member, memory, value.shape))
+            held = holder.held(member, memory, value.shape)
+            arrival = _Arrival(member.name, state, value, held, memory is not new)
             self.arrivals.setdefault(holder.unit, []).append(arrival)
         return memory
 
@@ -387,7 +392,7 @@ def optim_state_dict_to_load(
         held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
         if fetch is not None:
             for arrival in arrivals:
-                fetch(arrival.name, arrival.state, arrival.held.part)
+                fetch(arrival.name, arrival.state, arrival.held.part, arrival.exists)
         elif from_rank0:
             values = [states[one.name][one.state].detach() if states else None for one in arrivals]
             fill_from_first(zip(held, values), unit, channels, label, group=group)
@@ -398,7 +403,7 @@ def optim_state_dict_to_load(
         value: Any = states[name][state] if states else None
         if fetch is not None:
             value = _target(param, whole)
-            fetch(name, state, value)
+            fetch(name, state, value, False)
         elif from_rank0:
             value = _of_first(value, whole, group, params.device)
         elif not is_sharded(value):

@@ -363,9 +363,9 @@ def optimizers_to_load(
     params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
     plain = PlainNames(model).plain
 
-    def fetched(name: str, state: Any, target: torch.Tensor) -> None:
+    def fetched(name: str, state: Any, target: torch.Tensor, exists: bool) -> None:
         assert fetch is not None
-        fetch(plain(name), state, target)
+        fetch(plain(name), state, target, exists)
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
         part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
