@@ -600,27 +600,6 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
         clear(model)
 
 
-@on_ranks(2)
-def test_unit_kept_after_forward_is_gathered_once_per_accumulation() -> None:
-    """A unit that is resharded after forward is gathered for each pass, as by torch."""
-    os.environ["FSDP_COLLECTIVES"] = "native"
-    for orig in (True, False):
-        for strategy, expected in ((GRAD_OP, [3, 0, 0, 0, 3]), (FULL, [5, 5, 5, 5, 5])):
-            torch.manual_seed(3)
-            model = wrap(
-                nn.Sequential(MlpBlock(5, 5), MlpBlock(5, 5), nn.Linear(5, 5)),
-                strategy,
-                orig,
-                wrap_policy=ModuleWrapPolicy({MlpBlock}),
-            )
-            counts = []
-            for micro_batch in range(5):  # the fourth is synchronised, and ends the accumulation
-                with record_collectives() as log, nullcontext() if micro_batch >= 3 else model.no_sync():
-                    model(torch.randn(2, 5)).sum().backward()
-                counts.append(log.count("all_gather"))
-            assert counts == expected, f"{strategy.name}, orig={orig}: {counts}"
-
-
 class Gain(nn.Module):
     """One element, so that all ranks but one hold none of it."""
 

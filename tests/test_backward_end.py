@@ -5,7 +5,6 @@ Bit-equal to plain replicas, as in `test_backward`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -203,107 +202,7 @@ def test_root_stays_until_checkpointed_segments_are_recomputed() -> None:
         Reference(build, steps).check(model, what, ulps=ulps, ulps_after_step=after)
 
 
-# -- the caller's containers -------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Shared:
-    x: Tensor
-    losses: list[Tensor] = dataclasses.field(default_factory=list, init=False)
-    seen: int = 0
-
-
-class CollectingBlock(nn.Module):
-    """A block that adds to a container which all blocks share."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.block = Block()
-
-    def forward(self, x: Tensor, context: Tensor, shared: Any) -> Tensor:
-        x = self.block(x) + context
-        loss = x.abs().mean()
-        if self.kind == "list":
-            shared.append(loss)
-        elif self.kind == "dict":
-            shared[len(shared)] = loss
-        else:
-            shared.losses.append(loss)
-            shared.seen += 1
-        return x
-
-
-class Collector(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.embed, self.context = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([CollectingBlock(kind) for _ in range(4)])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        context = self.context(x)
-        shared: Any = {"list": [context], "dict": {0: context}, "dataclass": Shared(context)}[self.kind]
-        for block in self.blocks:
-            x = block(x, context, shared)
-        losses = (
-            shared.losses if self.kind == "dataclass" else list(shared if self.kind == "list" else shared.values())[1:]
-        )
-        if len(losses) != 4 or (self.kind == "dataclass" and shared.seen != 4):
-            raise AssertionError(f"{self.kind}: {len(losses)} losses of 4")
-        return x.mean() + sum(losses)
-
-
-@on_ranks(2)
-def test_units_write_into_the_callers_containers() -> None:
-    """Lists, dictionaries and dataclasses that several units get, with a tensor in common."""
-    for kind in ("list", "dict", "dataclass"):
-        reference = Reference(seeded(Collector, kind), steps)
-        for orig in (True, False):
-            model = wrap(seeded(Collector, kind)(), FULL, orig, wrap_policy=ModuleWrapPolicy({CollectingBlock}))
-            reference.check(model, f"{kind}, orig={orig}")
-
-
 # -- kinds of arguments ------------------------------------------------------------------------------------------------
-
-
-class Sparse(nn.Module):
-    """Two units that get one sparse tensor, which needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.first, self.second = Product(), Product()
-
-    def forward(self, x: Tensor) -> Tensor:
-        sparse = (self.weight * torch.eye(4)).to_sparse()
-        return self.first(sparse, x) + self.second(sparse, x)
-
-
-class Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, sparse: Tensor, x: Tensor) -> Tensor:
-        return torch.sparse.mm(sparse, self.linear(x))
-
-
-def _of_floats(model: nn.Module, data: Data) -> Iterator[Any]:
-    for index in range(2):
-        output = model(data.tensor(index, 4, 4).detach())
-        output.square().mean().backward()
-        yield {"output": output.detach()}
-        yield STEP
-
-
-@on_ranks(2)
-def test_sparse_argument_of_two_units() -> None:
-    """Two units share one tensor of which no view can be taken."""
-    for orig in (True, False):
-        model = wrap(seeded(Sparse)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Product}))
-        Reference(seeded(Sparse), _of_floats).check(model, f"orig={orig}")
 
 
 class SelectiveSegment(nn.Module):
@@ -367,58 +266,6 @@ def test_selective_checkpointing_sees_no_operation_of_the_engine() -> None:
             apart.blocks = nn.ModuleList([wrap(block, FULL, True, wrap_policy=None) for block in apart.blocks])
             reference.check(apart, f"debug={debug}, no common root")
     assert _noted == of_the_model, _noted ^ of_the_model
-
-
-class Cache:
-    """Keys of every layer so far, as models for generation pass them on."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-
-
-class CachedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.block = nn.Linear(WIDTH, WIDTH), Block()
-
-    def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
-        cache.keys.append(self.key(x))
-        return self.block(x) + cache.keys[-1], cache
-
-
-class Cached(nn.Module):
-    """A model that records the number of gathered units when the gradient of a block's input arrives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([CachedBlock() for _ in range(6)])
-        self.most = 0
-        self.count: Callable[[], int] = lambda: 0
-
-    def _count_gathered(self, grad: Tensor) -> None:
-        self.most = max(self.most, self.count())
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x, cache = self.embed(ids), Cache()
-        for block in self.blocks:
-            x.register_hook(self._count_gathered)
-            x, cache = block(x, cache)
-        return x
-
-
-@on_ranks(2)
-def test_shared_cache_keeps_no_unit_gathered() -> None:
-    """One unit computes and one is prefetched, though each gets and returns the keys of all units before."""
-    reference = Reference(seeded(Cached), steps)
-    for orig in (True, False):
-        plain = seeded(Cached)()
-        model = wrap(plain, FULL, orig, wrap_policy=ModuleWrapPolicy({CachedBlock}))
-        plain.count = lambda model=model: sum(unit.buffers.is_gathered for name, unit, _ in units_in(model) if name)
-        with record_collectives() as log:
-            reference.check(model, f"orig={orig}")
-        assert plain.most == 2, plain.most
-        assert log.count("all_gather") == 2 * (1 + 2 * len(plain.blocks))  # two steps; the root's stay for the backward
 
 
 # -- side outputs ------------------------------------------------------------------------------------------------------

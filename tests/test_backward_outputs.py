@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
+from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import (
     Data,
     Reference,
@@ -22,79 +20,22 @@ from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapp
 from tests.harness.pool import on_ranks
 
 
-class Two(NamedTuple):
-    wide: Tensor
-    narrow: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    wide: Tensor
-    narrow: Tensor
-    note: str = "text"
-    nothing: Any = None
-
-
-class ModelOutput(collections.OrderedDict[str, Any]):
-    """A dictionary with entries that are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
 class Holder:
     def __init__(self, wide: Tensor, narrow: Tensor) -> None:
         self.inner = [wide, {"narrow": narrow}]
         self.itself = self
 
 
-class Slotted:
-    __slots__ = ("narrow", "unset", "wide")
-
-    def __init__(self, wide: Tensor, narrow: Tensor) -> None:
-        self.wide, self.narrow = wide, narrow
-
-
 PACKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tuple": lambda a, b: (a, None, b),
-    "list": lambda a, b: [1, a, b, "text"],
-    "dict": lambda a, b: {"a": a, 3: b, "nothing": None},
-    "OrderedDict": lambda a, b: collections.OrderedDict(a=a, b=b),
-    "defaultdict": lambda a, b: collections.defaultdict(list, a=[a], b=[b]),
-    "ModelOutput": lambda a, b: ModelOutput(wide=a, narrow=b, flag=True),
-    "named tuple": Two,
-    "set": lambda a, b: {a, b},
-    "frozenset": lambda a, b: frozenset((a, b)),
-    "deque": lambda a, b: collections.deque([a, b]),
-    "dataclass": Record,
-    "dataclass class in a list": lambda a, b: [Record, Record(a, b)],
-    "nested": lambda a, b: ({"x": [(a,), Two(b, b)]}, [[]], {"y": Record(a, b)}),
     "object": Holder,
-    "object with slots": lambda a, b: (Slotted(a, b),),
+    "nested": lambda a, b: ({"x": [a], "y": 1}, [], {"text": (b, b)}),
 }
 
 
 def unpack(value: Any) -> tuple[Tensor, Tensor]:
     """Find the wide and the narrow tensor of a nest, by their last dimension."""
-    found: dict[int, Tensor] = {}
-    seen: set[int] = set()
-
-    def walk(item: Any) -> None:
-        if isinstance(item, Tensor):
-            found[item.shape[-1]] = item
-            return
-        if id(item) in seen or isinstance(item, (str, type, type(None), int)):
-            return
-        seen.add(id(item))
-        if isinstance(item, dict):
-            item = list(item.values())
-        elif not isinstance(item, (list, tuple, set, frozenset, collections.deque)):
-            names = getattr(type(item), "__slots__", None) or vars(item)
-            item = [getattr(item, name, None) for name in names]
-        for part in item:
-            walk(part)
-
-    walk(value)
+    found = {tensor.shape[-1]: tensor for tensor in tensors_in(value)}
     return found[WIDTH], found[3]
 
 
@@ -165,48 +106,12 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
 
 @on_ranks(2)
 def test_containers_of_inputs_and_outputs() -> None:
-    """Tensors are found in every container, and stay the module's objects; some are changed in place or unused."""
+    """Outputs stay the module's objects; some are changed in place or unused. All containers are in test_nested.py."""
     for number, kind in enumerate(PACKS):
         build = seeded(PackedModel, kind)
         reference = Reference(build, _packed_program(kind))
-        for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
+        for mode in by_turns(number):
             reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Any]:
-        return self.lstm(packed)
-
-
-class RecurrentModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Recurrent(), Recurrent()])
-
-    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Any]:
-        for block in self.blocks:
-            packed, state = block(packed)
-        return packed, state
-
-
-def _sequences(model: nn.Module, data: Data) -> Iterator[Any]:
-    x = data.tensor(0, 5, 3, WIDTH)
-    for lengths, part in (([2, 5, 3], "data"), ([5, 1, 4], "state"), ([1, 2, 5], "both")):
-        packed, (hidden, cell) = model(pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
-        loss = packed.data.square().mean() if part != "state" else hidden.sum()
-        (loss + cell.sum() if part == "both" else loss).backward()
-        yield {"x": x.grad}
-
-
-@on_ranks(2)
-def test_units_may_exchange_packed_sequences() -> None:
-    reference = Reference(seeded(RecurrentModel), _sequences)
-    for mode in MODES:
-        reference.check(wrapped(seeded(RecurrentModel), mode, Recurrent), describe(mode))
 
 
 class InPlace(nn.Module):
@@ -217,7 +122,7 @@ class InPlace(nn.Module):
         self.how = how
         self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Any:
+    def forward(self, x: Tensor, y: Tensor) -> Any:
         if self.how == "input changed":
             x.mul_(2.0)
             return torch.tanh(self.linear(x)) * self.gain, y
@@ -237,9 +142,6 @@ class InPlace(nn.Module):
             return self.linear(x.detach()) * self.gain + y, y
         if self.how == "input unused":
             return self.linear(y) * self.gain, y * 2
-        if self.how == "mask":
-            assert mask is not None
-            return torch.where(mask, self.linear(x), y) * self.gain * scale, y
         assert self.how == "output changed"
         return self.linear(x) * self.gain, self.linear(y)
 
@@ -253,10 +155,7 @@ class InPlaceModel(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x, y = x * 1.0, y * 1.0  # leaves may not be changed in place
         for block in self.blocks:
-            if self.how == "mask":
-                x, y = block(x, y, x.detach() > 0, scale=0.5)
-            else:
-                x, y = block(x, y)
+            x, y = block(x, y)
             if self.how == "output changed":
                 x.mul_(0.5).relu_()
                 y += x
@@ -287,7 +186,6 @@ IN_PLACE = (
     "output a view",
     "detached",
     "input unused",
-    "mask",
     "output changed",
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.runtime.unit import Unit
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import (
     STEP,
     Data,
     Reference,
-    assert_at_rest,
 )
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import MlpBlock
@@ -38,68 +35,10 @@ from tests.harness.passes import (
     seeded,
     wrapped,
 )
-from tests.harness.pool import on_ranks, run_ranks
-from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_parameters, wrap
+from tests.harness.pool import on_ranks
+from tests.harness.sharded import wrap
 
 # -- stale copies ------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_debug_mode_refuses_reads_of_resharded_weights() -> None:
-    def refuses(weight: Tensor) -> None:
-        for read in (Tensor.isnan, lambda weight: weight @ torch.ones(13)):
-            with pytest.raises(RuntimeError, match=r"parameter 'linear\.weight' of unit 'blocks\.1' is sharded"):
-                read(weight)
-
-    with environment(FSDP_DEBUG="1"):
-        for strategy, orig in MODES:
-            if strategy is NONE:
-                continue
-            model = wrapped(seeded(Mlp), (strategy, orig), MlpBlock)
-            kept: list[Tensor] = []
-            block = model.blocks[1].module
-            block.register_forward_hook(lambda module, args, output: kept.append(module.linear.weight))  # noqa: B023
-            loss = loss_of(model, torch.randn(3, WIDTH))
-            weight = kept[0]
-            assert weight.shape == (11, 13)
-            if strategy is FULL:
-                refuses(weight)
-            else:
-                assert not weight.isnan().any()
-            loss.backward()
-            refuses(weight)
-            with torch.no_grad():
-                model(torch.randn(3, WIDTH))
-            assert kept[1] is weight
-            refuses(weight)
-
-
-@on_ranks(2)
-def test_unshard_and_reshard_are_idempotent() -> None:
-    """A second call runs no collective, in any order of calls."""
-    for strategy, orig in MODES:
-        model = wrapped(seeded(Mlp), (strategy, orig), MlpBlock)
-        loss_of(model, torch.randn(3, WIDTH)).backward()
-        unit: Unit = model.blocks[1]._fsdp_unit
-        context = unit.context
-        assert context is not None
-        full = seeded(Mlp)().blocks[1].linear.weight
-        with record_collectives() as log:
-            context.unsharder.reshard(unit)
-            context.unsharder.reshard(unit)
-            assert log.count("all_gather") == 0
-            for _ in range(2):
-                context.unsharder.unshard(unit, refill=False)
-                assert torch.equal(model.blocks[1].module.linear.weight, full)
-            assert log.count("all_gather") == (0 if strategy is NONE else 1)
-            context.unsharder.reshard(unit)
-            context.unsharder.reshard(unit)
-            context.unsharder.unshard(unit, refill=True)
-            assert torch.equal(model.blocks[1].module.linear.weight, full)
-            context.unsharder.reshard(unit)
-            assert log.count("all_gather") == (0 if strategy is NONE else 2)
-        assert_at_rest(model, describe((strategy, orig)))
 
 
 Params = list[nn.Parameter]
@@ -185,34 +124,6 @@ def test_forward_uses_parameters_written_since_the_last_forward() -> None:
             (*WRITES, _assign_data)[mode in by_turns(0) :: 2],
         )
         assert not wrong, f"{describe(mode)}: {sorted(wrong)}"
-
-
-def _stale_copies_of_torch() -> list[set[str]]:
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-    from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-
-    warnings.simplefilter("ignore")
-    return [
-        _stale_reads(
-            lambda module: TorchFSDP(
-                module,
-                auto_wrap_policy=TorchPolicy({MlpBlock}),
-                sharding_strategy=strategy,  # noqa: B023
-                device_id=torch.device("cpu"),
-                use_orig_params=True,
-            ),
-            (_scale_in_place,),
-        )
-        for strategy in (TorchStrategy.FULL_SHARD, TorchStrategy.SHARD_GRAD_OP)
-    ]
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the defect is known of this version of torch")
-def test_check_for_stale_copies_finds_those_of_torch() -> None:
-    """Torch's FSDP1 keeps its root gathered after a forward without gradients, and SHARD_GRAD_OP every unit."""
-    for wrong in run_ranks(2, _stale_copies_of_torch)[0]:
-        assert {"_scale_in_place after no_grad, grad True", "_scale_in_place after eval, grad False"} <= wrong, wrong
 
 
 @on_ranks(2)
@@ -302,73 +213,6 @@ def _block(model: nn.Module) -> Any:
     """Return the unwrapped block in the middle."""
     block = model.blocks[1]
     return block.module if isinstance(block, FullyShardedDataParallel) else block
-
-
-@on_ranks(2)
-def test_replaced_parameters_are_written_back() -> None:
-    """The object or its data replaced, with the shape that it has between steps."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for strategy in (FULL, GRAD_OP, NONE):
-        plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), (strategy, True), MlpBlock)
-        block = _block(model)
-        original = block.linear.weight
-        # a new object, which is the parameter from now on
-        block.linear.weight = replacing = nn.Parameter(original.detach() * 0.5)
-        block.linear.bias.data = block.linear.bias.data * 0.25  # new memory of the same object
-        model.embed.weight.data = model.embed.weight.data * 2.0
-        model.embed.bias = nn.Parameter(model.embed.bias.detach() * 2.0)
-        with torch.no_grad():
-            _block(plain).linear.weight.mul_(0.5)
-            _block(plain).linear.bias.mul_(0.25)
-            plain.embed.weight.mul_(2.0)
-            plain.embed.bias.mul_(2.0)
-            assert torch.equal(model(x), plain(x)), strategy
-        original, before = block.linear.weight, original
-        assert original is replacing and before.data_ptr() != original.data_ptr()  # as in the plain module
-        for name, full in full_parameters(model).items():
-            assert torch.equal(full, dict(plain.named_parameters())[name]), (name, strategy)
-        with torch.no_grad():
-            before.zero_()
-            original.mul_(4.0)  # the registered object is trained
-            _block(plain).linear.weight.mul_(4.0)
-            assert torch.equal(model(x), plain(x)), strategy
-        # another shape: refused before the forward begins, and right once undone
-        for bad in (torch.zeros(5), torch.zeros(2, 3)):
-            block.linear.weight = nn.Parameter(bad)
-            with pytest.raises(RuntimeError, match=r"Cannot writeback 'linear.weight'.*shape"):
-                model(x)
-            block.linear.weight = original
-        # a registration of None is left alone, and the module runs without a bias
-        block.linear.bias = None
-        with torch.no_grad():
-            model(x)
-        loss_of(model, x).backward()
-        assert_at_rest(model, str(strategy))
-
-
-@on_ranks(2)
-def test_replaced_data_of_a_flat_parameter_is_written_back() -> None:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    for strategy in (FULL, GRAD_OP, NONE):
-        plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), (strategy, False), MlpBlock)
-        for param in model.parameters():
-            param.data = param.data * 0.5
-        with torch.no_grad():
-            for param in plain.parameters():
-                param.mul_(0.5)
-            assert torch.equal(model(x), plain(x)), strategy
-            for param in (*model.parameters(), *plain.parameters()):
-                param.mul_(2.0)
-            assert torch.equal(model(x), plain(x)), strategy
-        flat = model.blocks[1]._flat_param
-        kept = flat.data
-        for bad in (torch.zeros(len(kept) + 1), kept.double()):
-            flat.data = bad
-            with pytest.raises(RuntimeError, match="Cannot writeback"):
-                model(x)
-        flat.data = kept
-        loss_of(model, x).backward()
-        assert flat.grad is not None and flat.grad.shape == kept.shape
 
 
 class Tied(nn.Module):

@@ -21,15 +21,12 @@ from torch import Tensor, nn
 
 import fsdp.flat.ownership as ownership
 import fsdp.flat.released as released
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import handles_of
 from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net
 from tests.harness.strategies import both_modes
-from tests.test_ownership import WithoutReset, on_meta
-
-MODES = [False, True]
 
 
 class OnDevice(Tensor):
@@ -80,13 +77,6 @@ def test_device_without_index_warns(monkeypatch: pytest.MonkeyPatch) -> None:
         FullyShardedDataParallel(nn.ReLU(), StandIn(), device_id="cuda")
 
 
-def test_missing_initialisers_are_found_before_the_policy_wraps() -> None:
-    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(WithoutReset())))
-    with pytest.raises(AttributeError, match=r"no reset_parameters\(\) to initialise them: 1.0 \(WithoutReset\)"):
-        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert type(module[0]) is nn.Linear and all(p.is_meta for p in module.parameters())
-
-
 # -- in use --------------------------------------------------------------------------------------------------------
 
 
@@ -122,44 +112,6 @@ def test_gradient_of_another_shape_is_not_accumulated_into(use_orig_params: bool
     param.grad.data = torch.zeros(3, 1)
     with pytest.raises(AssertionError, match=r"the gradient of '.*' is \(3, 1\) on cpu"):
         _forward(model).sum().backward()
-
-
-@both_modes
-@on_ranks(2)
-def test_data_of_another_shape_is_refused(use_orig_params: bool) -> None:
-    model = _model(use_orig_params)
-    max(model.parameters(), key=Tensor.numel).data = torch.zeros(3, 1)
-    with pytest.raises(RuntimeError, match=r"Cannot writeback .*\(3, 1\)"):
-        _forward(model)
-
-
-@both_modes
-@on_ranks(2)
-def test_data_may_be_replaced_between_forward_and_backward(use_orig_params: bool) -> None:
-    """Under SHARD_GRAD_OP, which keeps the unit gathered in between."""
-    model = _model(use_orig_params, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-    loss = _forward(model).sum()
-    param = max(model.parameters(), key=Tensor.numel)
-    param.data = torch.zeros_like(param.data)
-    loss.backward()
-    _forward(model).sum().backward()
-    assert not param.any()
-
-
-@both_modes
-@on_ranks(2)
-def test_apply_and_summon_inside_a_forward_are_refused(use_orig_params: bool) -> None:
-    model = _model(use_orig_params)
-
-    def use(*_: Any) -> None:
-        with pytest.raises(ValueError, match="expected to be in states"):
-            model.apply(print)
-        words = "Cannot manually unshard parameters during forward/backward"
-        with pytest.raises(AssertionError, match=words), FullyShardedDataParallel.summon_full_params(model):
-            pass
-
-    model.module.head.register_forward_hook(use)
-    _forward(model)
 
 
 # -- sharded parameters used as full ones --------------------------------------------------------------------------

@@ -7,10 +7,8 @@ import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -38,16 +36,13 @@ from tests.harness.oracle import (
     assert_bit_equal,
     assert_close_ulp,
     assert_equivalent,
-    clean_name,
     flatten_state,
-    rank_batch,
     run_ddp,
     run_plain,
-    sgd,
 )
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import Died, RankFailure, on_ranks, run_fresh, run_ranks
-from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
+from tests.harness.process_groups import Collective, delay_collectives, record_collectives
 
 # -- pool --------------------------------------------------------------------------------------------------------
 
@@ -396,21 +391,6 @@ def _parts(step: Step) -> list[Tensors]:
     return [{"loss": step.loss, **losses}, step.grads, step.params, flatten_state(step.optim)]
 
 
-def ddp_steps_in_float64(name: str, optimizer: str, schedule: Schedule) -> list[Step]:
-    return run_ddp(ZOO[name], OPTIMIZERS[optimizer], schedule, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", [*ZOO][1::2])
-def test_oracle_in_rank_order_is_equivalent_to_ddp_on_three_ranks(name: str) -> None:
-    """DDP divides before it sums; with `reduce_each` it reduces sums of reduced gradients."""
-    place, schedules = list(ZOO).index(name), ACCUMULATING[1:]
-    optimizer, schedule = "sgd" if place % 2 else "adamw", schedules[place // 2 % len(schedules)]
-    plain = run_plain(ZOO[name], OPTIMIZERS[optimizer], 3, schedule, dtype=torch.float64)
-    found = run_ranks(3, ddp_steps_in_float64, name, optimizer, schedule)[0]
-    for ours, theirs in zip(found, plain, strict=True):
-        assert_equivalent_step(ours, theirs, f"{optimizer}, {schedule}")
-
-
 def test_oracle_zero_grads_let_weight_decay_move_unused_parameters() -> None:
     case, name = ZOO["unused"], "blocks.0.unused.weight"
     start = case.build(0).get_parameter(name).detach()
@@ -525,26 +505,6 @@ def test_recorder_sees_every_collective_once_with_its_bytes() -> None:
     assert [(r.group, r.nbytes, r.reduce_op) for r in reduced] == [((0, 1), 16, "MAX")]
 
 
-@on_ranks(1)
-def test_recorder_stores_labels_of_the_package() -> None:
-    module: Any = types.ModuleType("fsdp.comm.collectives")
-    module.current_label = lambda: None
-    had = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module
-    try:
-        with record_collectives() as log:
-            dist.barrier()
-            module.current_label = lambda: "block 3"
-            dist.all_reduce(torch.ones(1))
-    finally:
-        if had is None:
-            del sys.modules[module.__name__]
-        else:
-            sys.modules[module.__name__] = had
-    assert log.count("all_reduce", label="block 3") == 1 and log.nbytes(label="block 3") == 4
-    assert log.labels() == [None, "block 3"]
-
-
 def use_each_collective(seed: int | None) -> dict[str, list[float]]:
     """Call every asynchronous collective, wait in an order that differs between ranks, and return results by name."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -651,39 +611,6 @@ def forget_a_send() -> str:
 
 def test_delayed_exchange_must_be_waited_for_in_every_part() -> None:
     assert run_ranks(2, forget_a_send) == ["never waited for: batch_isend_irecv"] * 2
-
-
-def train_torch_fsdp(delayed: bool) -> tuple[dict[str, torch.Tensor], CollectiveLog, int]:
-    from torch.distributed.fsdp import FullyShardedDataParallel, wrap
-
-    case = ZOO["mlp"]
-    policy = wrap.ModuleWrapPolicy(set(case.blocks))
-    model = FullyShardedDataParallel(
-        case.build(dtype=torch.float64), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
-    )
-    optimizer = sgd(model.parameters())
-    with ExitStack() as stack:
-        if delayed:
-            stack.enter_context(delay_collectives(5))
-        log = stack.enter_context(record_collectives())
-        for step in range(3):
-            batch = rank_batch(case, Schedule(), step, 0, dist.get_rank(), dist.get_world_size())
-            case.loss(model, batch.to(torch.float64)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    with FullyShardedDataParallel.summon_full_params(model):
-        params = {clean_name(name): p.detach().clone() for name, p in model.named_parameters()}
-    return params, log, len(list(FullyShardedDataParallel.fsdp_modules(model)))
-
-
-def test_instruments_work_together_on_torchs_own_fsdp() -> None:
-    plain, log, units = run_ranks(2, train_torch_fsdp, False)[0]
-    delayed, delayed_log, _ = run_ranks(2, train_torch_fsdp, True)[1]
-    assert_bit_equal(delayed, plain)
-    assert log.ops() == delayed_log.ops()
-    assert log.count("reduce_scatter") == 3 * units
-    reference = run_plain(ZOO["mlp"], sgd, 2, Schedule(steps=3), dtype=torch.float64)
-    assert_equivalent(plain, reference[-1].params)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------

@@ -351,7 +351,8 @@ def test_missing_initializers_are_listed() -> None:
         r"no reset_parameters\(\) .*: 1 \(WithoutReset\), 2\.0 \(WithoutReset\)\. Give them one, or pass param_init_fn="
     )
     with pytest.raises(AttributeError, match=message):
-        FullyShardedDataParallel(module, StandIn())
+        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert type(module[0]) is nn.Linear
     assert all(param.is_meta and param.dim() > 0 for param in module.parameters())
     model = build(module, process_group=StandIn(), ignored_modules=[module[1], module[2]])
     assert module[1].weight.is_meta and not model._flat_param.is_meta

@@ -1,4 +1,4 @@
-"""Numerical guarantees: long parity, determinism, uninitialized memory, padding, tied and unusual parameters."""
+"""Numerical guarantees: uninitialized memory, padding, tied and unusual parameters."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from tests.harness.oracle import (
     sgd_of_halves,
 )
 from tests.harness.poison import poisoned_memory
-from tests.harness.pool import on_ranks, run_ranks
-from tests.harness.process_groups import delay_collectives, record_collectives
-from tests.harness.sharded import finish_step, full_gradients, full_parameters, run_fsdp, wrap
+from tests.harness.pool import on_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import finish_step, full_parameters, run_fsdp, wrap
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 MODES = (True, False)
@@ -73,72 +73,6 @@ def _by_rank(step: Step) -> dict[str, Tensor]:
 
 def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:
     return [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
-
-
-# -- parity over many steps ----------------------------------------------------------------------------------------
-
-LONG = Schedule(steps=20)
-
-
-@pytest.mark.parametrize(("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
-@on_ranks("world_size")
-def test_twenty_steps_equal_a_reference_that_adds_in_the_same_order(world_size: int, optimizer: str) -> None:
-    """Equality is bit for bit: nothing is reduced on 1 rank, a sum of two terms has one order, and a direct exchange
-    sums in rank order.
-
-    The pairs of model and optimizer take turns (test_parity.py has all of them, with 5 steps).
-    """
-    name = LONG_MODELS[(world_size + (optimizer == "sgd")) % 2]
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    mode = (name == "mlp") == (optimizer == "adamw")
-    steps = run_fsdp(ZOO[name], OPTIMIZERS[optimizer], LONG, use_orig_params=mode, rank0_only=True)
-    assert_same_steps(steps, plain_on_rank_0(ZOO[name], OPTIMIZERS[optimizer], LONG), name)
-
-
-LONG_MODELS = ("tied-transformer", "mlp")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
-    """The difference is rounding only, in float64, with the backend's native collectives."""
-    name = LONG_MODELS[world_size % 2]
-    os.environ["FSDP_COLLECTIVES"] = "native"
-    world_size, make_optimizer, mode = dist.get_world_size(), OPTIMIZERS["sgd"], name != "mlp"
-    steps = run_fsdp(ZOO[name], make_optimizer, LONG, use_orig_params=mode, dtype=torch.float64, rank0_only=True)
-    if dist.get_rank() > 0:
-        return
-    whole = run_plain(ZOO[name], make_optimizer, world_size, LONG, order="batch", dtype=torch.float64)
-    for index, (ours, theirs) in enumerate(zip(steps, whole, strict=True)):
-        what = f"{name}, step {index}"
-        assert_equivalent({"loss": ours.loss}, {"loss": theirs.loss}, what)
-        assert_equivalent(ours.grads, theirs.grads, f"{what}, gradients")
-        assert_equivalent(ours.params, theirs.params, f"{what}, parameters")
-        assert_equivalent(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, momenta")
-
-
-# -- determinism ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("world_size", "strategy", "name"),
-    [
-        (2, "NO_SHARD", "segment-reentrant"),
-        (3, "FULL_SHARD", "segment-reentrant"),
-        (3, "SHARD_GRAD_OP", "mlp"),
-    ],
-)
-@on_ranks("world_size")
-def test_two_runs_are_bit_equal_with_delayed_collectives(world_size: int, strategy: str, name: str) -> None:
-    """In the second run the collectives are delayed at random, and their results appear only at the wait."""
-    mode = name == "mlp"
-    os.environ["FSDP_COLLECTIVES"] = "native" if mode else "direct"
-    train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy], rank0_only=True)
-    schedule = Schedule(steps=5)
-    first = train(schedule, use_orig_params=mode)
-    with delay_collectives(seed=7, max_ms=0.5):
-        second = train(schedule, use_orig_params=mode)
-    assert_same_steps(second, first, name)
 
 
 # -- memory that nobody wrote, and padding -------------------------------------------------------------------------
@@ -201,41 +135,6 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
                 for part in padding_of(bucket):
                     found = value[part]
                     assert not found.view(torch.uint8).any(), f"{what}: padding {part} of the {kind} is {found}"
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_padding_is_excluded_from_norms_and_optimizer_state(world_size: int) -> None:
-    """Flat parameters contain padding; norms and states computed from them equal those of the full tensors."""
-    padding = run_ranks(world_size, train_and_compare_norms)
-    assert sum(padding) > 0, "nothing was padded"
-
-
-def train_and_compare_norms() -> int:
-    """Return the number of this rank's padding elements."""
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    case, schedule = ZOO["mlp"], Schedule(10)
-    for optimizer in OPTIMIZERS if dist.get_world_size() == 2 else [*OPTIMIZERS][dist.get_world_size() % 2 :][:1]:
-        train_checking_padding(case, optimizer, "FULL_SHARD", False, f"mlp {optimizer}")
-    model = wrap(case)
-    buckets = buckets_of(model)
-    padding = 0
-    for bucket in buckets:
-        assert sum(piece.numel for piece in bucket.pieces) + sum(p.stop - p.start for p in padding_of(bucket)) == (
-            bucket.flat_param.numel()
-        )
-        padding += sum(part.stop - part.start for part in padding_of(bucket))
-    case.loss(model, rank_batch(case, schedule, 0, 0, dist.get_rank(), dist.get_world_size())).backward()
-    grads: list[Any] = [bucket.flat_param.grad for bucket in buckets]
-    for grad in grads:
-        grad.mul_(1000).round_()  # whole numbers: their sums are exact in every order
-    full = [grad for grad in full_gradients(model).values() if grad is not None]
-    squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
-    largest = torch.stack([grad.abs().max() for grad in grads]).max()
-    dist.all_reduce(squares)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    assert squares.item() == sum(grad.double().square().sum().item() for grad in full) > 0
-    assert largest.item() == max(grad.abs().max().item() for grad in full)
-    return padding
 
 
 # -- tied weights in one unit --------------------------------------------------------------------------------------
@@ -444,17 +343,6 @@ def test_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> 
             zeros = [name for name, grad in steps[0].grads.items() if grad is not None]
             plain = run_plain(case, OPTIMIZERS["adamw"], 1, schedule, zero_grads=zeros)
             assert_same_steps(steps, plain, f"{case.name} {mode} {schedule.micro}")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_parameters_of_one_element_have_gradients_on_several_ranks(world_size: int) -> None:
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    plain = run_plain(TINY, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(5))
-    for mode in MODES:
-        steps = run_fsdp(TINY, OPTIMIZERS["sgd"], Schedule(5), use_orig_params=mode)
-        assert_same_steps(steps, plain, f"tiny {mode}")
-        assert all(grad is not None and grad.all() for grad in steps[0].grads.values())
 
 
 # -- more units at work at once than there are buffers ---------------------------------------------------------------

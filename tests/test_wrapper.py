@@ -369,23 +369,6 @@ def test_a_model_may_be_built_on_some_ranks_only(use_orig_params: bool) -> None:
         assert_bit_equal(values(model), train_plain(net(), 2))
 
 
-@both_modes
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_wrapping_on_one_rank_changes_no_value(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Without torch.distributed the values are equal, and parameters keep their shapes."""
-    plain = net()
-    model = build(
-        net(), process_group=StandIn(0, 1), sharding_strategy=strategy, use_orig_params=use_orig_params,
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-    )  # fmt: skip
-    train(model, rank=0, steps=3)
-    expected = train_plain(plain, 1, steps=3)
-    if use_orig_params:
-        assert_bit_equal(values(model), expected)
-    with model.summon_full_params(model):
-        assert_bit_equal(values(model), expected)
-
-
 # -- roots ---------------------------------------------------------------------------------------------------------
 
 
@@ -481,14 +464,6 @@ def test_the_training_state_and_its_check() -> None:
     assert TrainingState.FORWARD_BACKWARD in seen and seen[-1] is TrainingState.SUMMON_FULL_PARAMS
     assert model.training_state is TrainingState.IDLE
     model._assert_state(ForeignState.IDLE)
-
-
-def test_no_sync_is_refused_on_nested_units() -> None:
-    inner = build(nn.Linear(WIDTH, WIDTH), process_group=StandIn(0, 1))
-    model = build(nn.Sequential(inner), process_group=StandIn(0, 1))
-    model.check_is_root()
-    with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"), inner.no_sync():
-        pass
 
 
 def test_gradient_synchronization_is_readable_and_writable_per_unit() -> None:
@@ -714,21 +689,6 @@ def test_units_without_parameters_support_every_member(use_orig_params: bool) ->
     model.reset_iter_state()
     model.double()
     assert model[0].scale.dtype == torch.float64 and model(batch(0, 0).double()).dtype == torch.float64
-
-
-@on_ranks(2)
-def test_an_optimizer_may_be_created_before_wrapping() -> None:
-    """Parameters keep their identity and their attributes."""
-    module = net()
-    for index, param in enumerate(module.parameters()):
-        param.note = index  # type: ignore[attr-defined]
-    params = list(module.parameters())
-    optimizer = sgd(module)
-    model = build(module, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    train(model, optimizer)
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert [p.note for p in model.parameters()] == list(range(8))  # type: ignore[attr-defined]
-    assert_bit_equal(full_parameters(model), train_plain(net(), 2))
 
 
 @both_modes

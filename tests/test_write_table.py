@@ -377,14 +377,3 @@ def test_every_write_at_every_moment() -> None:
         if found:
             wrong.append(f"{action}, {moment}, {mode[0].name}, use_orig_params={mode[1]}: {found}")
     assert not wrong, "\n".join(wrong)
-
-
-@on_ranks(2)
-def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
-    """The sums of the version counters of the old and the new parameter may be equal."""
-    plain = outcome(Subject(True, (FULL, True)), "in no_sync", "replaced")
-    for use_orig_params in (False, True):
-        subject = Subject(False, (GRAD_OP, use_orig_params))
-        assert not explain_difference(
-            plain, outcome(subject, "in no_sync", "replaced"), ("replaced", "in no_sync", use_orig_params)
-        )
