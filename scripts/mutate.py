@@ -122,12 +122,13 @@ def find_tests(file: str) -> list[str]:
     return [f"tests/{test.name}" for test in tests if test.stem == f"test_{name}" or imports.search(test.read_text())]
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> int | None:
+def run_tests(root: Path, tests: Sequence[str], *, shown: bool = False) -> int | None:
     """Run pytest on the copy at ``root``, and return its exit code; None after a timeout."""
+    output = None if shown else subprocess.DEVNULL
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=short", *tests]
     with subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
             return process.wait(TIMEOUT)
@@ -184,7 +185,7 @@ def main() -> int:
             shutil.copytree(REPOSITORY, root, ignore=SKIPPED)
             copies.put(root)
         every = sorted({test for several in tests.values() for test in several})
-        if (code := run_tests(Path(folder) / "0", every)) != 0:
+        if (code := run_tests(Path(folder) / "0", every, shown=True)) != 0:
             print(f"the tests have to pass before they can judge, and pytest ended with {code}: {', '.join(every)}")
             return 2
         verdicts = {pool.submit(judge, mutant, tests[mutant.file], copies): mutant for mutant in chosen}
