@@ -205,9 +205,7 @@ def compare(run: Run) -> None:
 
 
 def without(tensors: Any, names: set[str]) -> dict[str, Any]:
-    return {
-        name: value for name, value in tensors.items() if name.rpartition("/")[0] not in names and name not in names
-    }
+    return {name: value for name, value in tensors.items() if not {name, name.rpartition("/")[0]} & names}
 
 
 # Dtypes of frozen parameters and buffers that gloo lacks, for example of quantized weights. They are never summed.
@@ -235,10 +233,10 @@ def test_dtypes_unknown_to_gloo_travel_as_bytes(transport: str) -> None:
     rank = dist.get_rank()
     for dtype, use_orig_params in itertools.product(UNKNOWN_TO_GLOO, (False, True)):
         plain, case = Quantized(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
-        actual = FullyShardedDataParallel(
-            Quantized(dtype, rank), use_orig_params=use_orig_params, sync_module_states=True
+        actual, other = (
+            FullyShardedDataParallel(Quantized(dtype, start), use_orig_params=use_orig_params, sync_module_states=sync)
+            for start, sync in ((rank, True), (rank + 1, False))
         )
-        other = FullyShardedDataParallel(Quantized(dtype, rank + 1), use_orig_params=use_orig_params)
         plain.load_state_dict(actual.state_dict())
         assert torch.equal(plain.codes, Quantized(dtype, 0).codes) and torch.equal(
             plain.table, Quantized(dtype, 0).table

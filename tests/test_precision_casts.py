@@ -49,7 +49,7 @@ from tests.harness.precision import (
     reduced,
     same,
 )
-from tests.harness.sharded import full_gradients, handles_of, wrap
+from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------
 
@@ -224,8 +224,8 @@ def test_forward_inputs_are_cast_as_configured() -> None:
     """Floating-point tensors in containers of every kind are cast, also by a root without parameters."""
     number, index = torch.ones(2, WIDTH, requires_grad=True), torch.arange(WIDTH)
     for with_parameters in (True, False):
-        for asked, casts in ((True, True), (False, False)):
-            precision = MixedPrecision(BF16, cast_root_forward_inputs=asked)
+        for casts in (True, False):
+            precision = MixedPrecision(BF16, cast_root_forward_inputs=casts)
             model = wrap(Echo(with_parameters), use_orig_params=True, mixed_precision=precision)
             nest = {"list": [number, index, 1.5], "pack": InputTuple(number, index), "record": InputRecord(number)}
             (first, second), found = model(number, index, nest=nest, mask=index > 2)
@@ -290,13 +290,11 @@ def test_outputs_are_cast_to_output_dtype() -> None:
             precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
             net = Chain()
             net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
-            model = wrap(
-                net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=precision
-            )
+            policy = ModuleWrapPolicy({nn.Linear})
+            model = wrap(net, strategy, use_orig_params, wrap_policy=policy, mixed_precision=precision)
             output = model(x)
             assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16
-            wrapped = net._fsdp_wrapped_module if isinstance(net, FullyShardedDataParallel) else net
-            assert wrapped.part.mixed_precision.output_dtype is None, "the policy's units give case they compute"
+            assert net.part.mixed_precision.output_dtype is None, "outputs of the policy's units stay as computed"
             loss_of(output).backward()
             inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
             assert inner(x).dtype == (output_dtype or BF16)
@@ -343,6 +341,12 @@ def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
     return {name: buffer.dtype for name, buffer in own_buffers(module).items()}
 
 
+def original_dtypes(model: FullyShardedDataParallel, module: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtypes that the model's unit remembers of the buffers of `module`."""
+    precision = model._fsdp_unit.precision
+    return {name: precision.original_dtype(buffer) for name, buffer in own_buffers(module).items()}
+
+
 def cast_to(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {name: dtype if own.is_floating_point else own for name, own in OWN.items()}
 
@@ -366,38 +370,24 @@ def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
         before = {module: own_buffers(module) for module in net.modules()}
         net.unit = wrap(unit, strategy, use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=FP16))
         net.other = wrap(other, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
-        model = wrap(
-            net,
-            strategy,
-            use_orig_params,
-            mixed_precision=MixedPrecision(buffer_dtype=BF16),
-            ignored_modules=[net.ignored],
-        )
+        precision = MixedPrecision(buffer_dtype=BF16)
+        model = wrap(net, strategy, use_orig_params, mixed_precision=precision, ignored_modules=[net.ignored])
         assert dtypes(unit) == OWN, "the first forward, or whatever makes a root, casts them"
         model.check_is_root()
-        for module, expected in (
-            (net.plain, cast_to(BF16)),
-            (unit, cast_to(FP16)),
-            (other, OWN),
-            (net.ignored, OWN),
-        ):
+        cast = {net.plain: cast_to(BF16), unit: cast_to(FP16), other: OWN, net.ignored: OWN}
+        for module, expected in cast.items():
             assert dtypes(module) == expected
             assert all(before[module][name] is buffer for name, buffer in own_buffers(module).items())
         assert net.own.dtype == BF16
-        precision = model._fsdp_unit.precision
-        assert {name: precision.original_dtype(b) for name, b in own_buffers(net.plain).items()} == OWN
-        assert precision.original_dtype(net.own) == FP32
-        precision = net.unit._fsdp_unit.precision
-        assert {name: precision.original_dtype(b) for name, b in own_buffers(unit).items()} == OWN
         net.plain.f32 = net.plain.f32 + 1  # as a forward may do
-        assert model._fsdp_unit.precision.original_dtype(net.plain.f32) == FP32
+        assert original_dtypes(model, net.plain) == original_dtypes(net.unit, unit) == OWN
+        assert original_dtypes(model, net) == {"own": FP32}
         with FullyShardedDataParallel.summon_full_params(model):
             assert dtypes(net.plain) == cast_to(BF16)
         copied = deepcopy(model)
         plain = copied.module.plain
         for _ in range(2):
-            precision = copied._fsdp_unit.precision
-            assert {name: precision.original_dtype(b) for name, b in own_buffers(plain).items()} == OWN
+            assert original_dtypes(copied, plain) == OWN
             copied.check_is_root()
         assert dtypes(plain) == cast_to(BF16)
 
@@ -410,18 +400,21 @@ def test_buffers_of_units_without_parameters_and_after_module_casts() -> None:
         model = wrap(net, mixed_precision=precision)
         assert model(x).dtype == (precision.param_dtype or FP32)
         assert dtypes(net) == cast_to(BF16)
-        assert {name: model._fsdp_unit.precision.original_dtype(b) for name, b in own_buffers(net).items()} == OWN
+        assert original_dtypes(model, net) == OWN
     net = Buffers()
     model = wrap(net, use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
-    for change, own in ((None, OWN), (model.double, cast_to(FP64)), (model.float, cast_to(FP32)), (model.half, FP16)):
-        if change is not None:
-            change()
-        own = own if isinstance(own, dict) else cast_to(own)
+    for change, own in (
+        (model.train, OWN),
+        (model.double, cast_to(FP64)),
+        (model.float, cast_to(FP32)),
+        (model.half, cast_to(FP16)),
+    ):
+        change()
         model(x).sum().backward()
         assert dtypes(net) == cast_to(BF16)
-        assert {name: model._fsdp_unit.precision.original_dtype(b) for name, b in own_buffers(net).items()} == own
+        assert original_dtypes(model, net) == own
     model.to(torch.device("cpu"))
-    assert model._fsdp_unit.precision.original_dtype(net.f64) == FP16
+    assert original_dtypes(model, net) == cast_to(FP16)
 
 
 # -- batch norms and the like --------------------------------------------------------------------------------------
@@ -446,11 +439,8 @@ class RecordingLayerNorm(nn.LayerNorm):
 class NormBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.batch, self.layer = (
-            nn.Linear(WIDTH, WIDTH),
-            RecordingBatchNorm(WIDTH),
-            RecordingLayerNorm(WIDTH),
-        )
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.batch, self.layer = RecordingBatchNorm(WIDTH), RecordingLayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.batch(self.linear(x))
@@ -512,9 +502,7 @@ def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
                     )
                     output = model(inputs[rank])
                     loss_of(output).backward()
-                seen = [
-                    m.seen for m in net.modules() if isinstance(m, (NormBlock, RecordingBatchNorm, RecordingLayerNorm))
-                ]
+                seen = [m.seen for m in net.modules() if hasattr(m, "seen")]
                 attributes = [
                     (type(m.module).__name__, m.mixed_precision.param_dtype, m.mixed_precision.reduce_dtype)
                     for m in net.modules()
@@ -549,9 +537,8 @@ def test_autocast_applies_on_top_of_mixed_precision() -> None:
                 inputs = pair.inputs()
                 with torch.autocast("cpu", BF16):
                     pair.model(inputs[rank])
-                    if (
-                        strategy is not NONE or param_dtype is not None
-                    ):  # otherwise cached until the block ends, as for plain models
+                    # Casts of NO_SHARD's own parameters are cached until the block ends, as for plain models.
+                    if strategy is not NONE or param_dtype is not None:
                         by_foreach(list(pair.model.parameters()))
                         by_foreach(list(pair.master.parameters()))
                     output = pair.model(inputs[rank])  # new values within one autocast block
@@ -619,15 +606,12 @@ def test_registered_forward_methods_use_mixed_precision() -> None:
     x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
     for strategy, use_orig_params in MODES:
         for output_dtype in (None, FP32):
-            model = wrap(
-                Coder(), strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, output_dtype=output_dtype)
-            )
-            with FullyShardedDataParallel.summon_full_params(model):
-                plain = deepcopy(Coder())
-                plain.load_state_dict({name: p.detach() for name, p in model.named_parameters()})
+            module = Coder()
+            plain = deepcopy(module).to(BF16)
+            precision = MixedPrecision(BF16, output_dtype=output_dtype)
+            model = wrap(module, strategy, use_orig_params, mixed_precision=precision)
             register_forward_method(model, "encode")
             output = model.encode(x, shift=shift)
-            plain = plain.to(BF16)
             expected = plain.encode(x.to(BF16), shift.to(BF16))
             same(output, expected.to(output_dtype or BF16), strategy.name)
             loss_of(output.float()).backward()
@@ -685,12 +669,7 @@ def test_parameters_of_several_dtypes_in_one_unit() -> None:
                         grads[name] = reduced([r[name].grad.to(dtype) for r in by_rank]).to(param.dtype)  # type: ignore[union-attr]
                 assert_local_gradients(model, grads, 0, case)
                 model.zero_grad()
-            with FullyShardedDataParallel.summon_full_params(model):
-                for name, param in named_parameters(plain).items():
-                    assert (
-                        torch.equal(named_parameters(model)[name], param)
-                        and param.dtype == dict(named_parameters(model))[name].dtype
-                    )
+            assert_bit_equal(full_parameters(model), {n: p.detach() for n, p in named_parameters(plain).items()}, case)
 
 
 @on_ranks(2)

@@ -6,13 +6,12 @@ the compute dtype for each forward. Outputs, gradients and shards are compared b
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
 from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, named_parameters
+from tests.harness.passes import environment
 from tests.harness.pool import on_ranks
 from tests.harness.precision import (
     BF16,
@@ -48,7 +48,7 @@ from tests.harness.sharded import full_gradients, wrap
 
 STRATEGIES = (FULL, GRAD_OP, NONE)
 OTHER_MODES = [(FULL, False), (FULL, True), (GRAD_OP, False), (NONE, True)]
-FULL_IN_EVAL = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+
 # -- writes to the shards -----------------------------------------------------------------------------------------
 
 
@@ -107,46 +107,10 @@ def test_forward_uses_every_kind_of_write_to_the_shards() -> None:
         assert_at_rest(pair.model, strategy.name)
 
 
-def replace(both: Any, values: list[list[Tensor]], *, in_place: bool) -> None:
-    for params, new in zip(both, values):
-        for param, value in zip(params, new):
-            if in_place:
-                param.data.copy_(value)
-            else:
-                param.data = value.clone()
-
-
-@on_ranks(2)
-def test_evaluation_with_averaged_parameters_between_training() -> None:
-    """Train, copy an average into the shards, evaluate, copy back, train; three rounds."""
-    for strategy, use_orig_params in MODES[:3]:
-        pair = Pair(strategy, use_orig_params)
-        both = list(pair.model.parameters()), list(pair.master.parameters())
-        averages = [[param.detach().clone() for param in params] for params in both]
-        for cycle in range(3):
-            case = f"{strategy.name}, {use_orig_params=}, cycle {cycle}"
-            for step in range(2):
-                pair.step(f"{case}, step {step}")
-                for average, params in zip(averages, both):
-                    torch._foreach_lerp_(average, [param.detach() for param in params], 0.25)
-            trained = [[param.detach().clone() for param in params] for params in both]
-            replace(both, averages, in_place=cycle != 1)
-            pair.model.eval()
-            pair.check_output(f"{case}, averaged")
-            pair.check_output(f"{case}, averaged, again")
-            pair.model.train()
-            replace(both, trained, in_place=cycle != 1)
-
-
 # -- full precision in eval mode -----------------------------------------------------------------------------------
 
 STAGES = ("train", "train, no_grad", "eval", "eval, no_grad", "eval, inference")
-
-
-@contextmanager
-def full_precision_in_eval() -> Iterator[None]:
-    with mock.patch.dict(os.environ, FULL_IN_EVAL):
-        yield
+full_precision_in_eval = partial(environment, FSDP_USE_FULL_PREC_IN_EVAL="1")
 
 
 def run_stage(pair: Pair, stage: str, case: str) -> None:
@@ -184,14 +148,18 @@ def test_full_precision_evaluation_between_training_in_any_order(world_size: int
 @on_ranks(2)
 def test_graphs_of_train_and_eval_mode_coexist() -> None:
     """Each backward uses the precision of its forward; one backward of both graphs is refused."""
+    rank = dist.get_rank()
+
+    def forwards() -> tuple[Tensor, Tensor]:
+        trained = pair.model(first[rank])
+        pair.model.eval()
+        return trained, pair.model(second[rank])
+
     with full_precision_in_eval():
         for strategy, use_orig_params in MODES:
             pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
             first, second = pair.inputs(), pair.inputs()
-            rank = dist.get_rank()
-            trained = pair.model(first[rank])
-            pair.model.eval()
-            evaluated = pair.model(second[rank])
+            trained, evaluated = forwards()
             pair.check_output(case, None)
             loss_of(trained).backward()
             assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{case}, train")
@@ -201,9 +169,7 @@ def test_graphs_of_train_and_eval_mode_coexist() -> None:
             assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{case}, eval")
             pair.model.zero_grad()
             pair.step(f"{case}, afterwards")
-            trained = pair.model(first[rank])
-            pair.model.eval()
-            evaluated = pair.model(second[rank])
+            trained, evaluated = forwards()
             pair.model.train()
             with pytest.raises(RuntimeError, match="mixed and in full precision at once"):
                 (loss_of(trained).float() + loss_of(evaluated)).backward()
@@ -226,13 +192,8 @@ def test_precision_follows_the_mode_of_each_unit() -> None:
             torch.manual_seed(0)
             net = nn.Sequential(CastingBlock(), CastingBlock(), nn.Linear(WIDTH, 3))
             plain = deepcopy(net)
-            model = wrap(
-                net,
-                strategy,
-                use_orig_params,
-                wrap_policy=ModuleWrapPolicy({CastingBlock}),
-                mixed_precision=MixedPrecision(BF16, FP32, BF16),
-            )
+            options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({CastingBlock})}
+            model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, FP32, BF16), **options)
             for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
                 model.train()
                 replica = deepcopy(plain).to(BF16)
@@ -320,9 +281,8 @@ def test_keep_low_precision_grads(world_size: int) -> None:
     rank = dist.get_rank()
     for reduce_dtype in (None, FP32):
         for strategy, use_orig_params in MODES:
-            pair = Pair(
-                strategy, use_orig_params, MixedPrecision(BF16, reduce_dtype, BF16, keep_low_precision_grads=True)
-            )
+            precision = MixedPrecision(BF16, reduce_dtype, BF16, keep_low_precision_grads=True)
+            pair = Pair(strategy, use_orig_params, precision)
             case = f"{strategy.name}, {use_orig_params=}, {reduce_dtype}"
             expected: dict[str, Tensor] = {}
             # one rank reduces and casts nothing: each backward adds to the gradient
@@ -376,20 +336,6 @@ def test_gradients_are_complete_when_backward_returns(offload: bool) -> None:
                     assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, strategy.name)
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
-def note(found: list[tuple[str, float]], attempt: int, name: str, value: float) -> None:
-    if attempt:
-        found.append((name, value))
-
-
 def fail(*args: Any) -> None:
     raise ZeroDivisionError
 
@@ -400,21 +346,18 @@ def fail(*args: Any) -> None:
 def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None:
     """Neither of the full parameters (half a shard) nor of the shard (another half)."""
     meter = Meter()
-    found = []
-    for attempt in range(2):  # the first run fills caches
+    options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), "mixed_precision": MixedPrecision(BF16)}
+    found: dict[str, float] = {}
+    for _ in range(2):  # the first run fills caches
         base = meter.at_rest()
         model = wrap(
-            Wide(),
-            FULL,
-            use_orig_params,
-            wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            mixed_precision=MixedPrecision(BF16),
+            nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))), FULL, use_orig_params, **options
         )
         shards = sum(param.nbytes for param in model.parameters())
         x = torch.ones(1, 512)
         for name in ("step", "evaluated", "failed", "step again"):
             if name == "failed":
-                hook = model.blocks.register_forward_hook(fail)
+                hook = model.module.register_forward_hook(fail)
                 with pytest.raises(ZeroDivisionError):
                     model(x)
                 hook.remove()
@@ -425,9 +368,9 @@ def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None
                     model(x)
             else:
                 model(x).sum().backward()
-                note(found, attempt, f"{name}, gradients", (meter.at_rest() - base) / shards)
+                found[f"{name}, gradients"] = (meter.at_rest() - base) / shards
                 model.zero_grad()
-            note(found, attempt, name, (meter.at_rest() - base) / shards)
+            found[name] = (meter.at_rest() - base) / shards
         del model
-    for name, value in found:
+    for name, value in found.items():
         assert value == pytest.approx(2 if "gradients" in name else 1, abs=0.1), found
