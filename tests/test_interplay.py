@@ -156,7 +156,7 @@ def test_optimizer_built_before_wrapping_trains_or_warns() -> None:
 
 
 class Tied(nn.Module):
-    """A tied weight, a frozen part, a buffer, an LSTM, and a method beside `forward`."""
+    """A tied weight, a frozen part, a buffer, a scalar, an LSTM, and a method beside `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,9 +165,10 @@ class Tied(nn.Module):
         self.blocks = nn.Sequential(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 7)), nn.LSTM(7, 7))
         self.blocks[0][0].requires_grad_(False)
         self.register_buffer("scale", torch.full((1,), 0.5))
+        self.gain = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.blocks(self.first(x))[0])) * self.scale
+        return self.second(torch.tanh(self.blocks(self.first(x))[0])) * self.scale * self.gain
 
     def twice(self, x: Tensor) -> Tensor:
         return self(x) * 2

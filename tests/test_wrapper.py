@@ -8,7 +8,6 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-import os
 import re
 import warnings
 import weakref
@@ -38,7 +37,7 @@ from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_poli
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
-from tests.harness.small import WIDTH, StandIn, batch, build, net, sgd, train, train_plain, values
+from tests.harness.small import WIDTH, StandIn, batch, build, net, train, train_plain, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, both_modes
 
 # -- the signature -------------------------------------------------------------------------------------------------
@@ -292,55 +291,6 @@ def test_the_constructor_needs_only_rank_and_size_of_a_group(strategy: ShardingS
     for name, value in plain.items():
         whole = torch.cat(parts[name]) if strategy is not NO_SHARD else parts[name][0]
         assert torch.equal(whole, value.flatten()), name
-
-
-class Expert(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-def _with_expert(kind: int) -> nn.Module:
-    """Build the same trunk on every rank around one of two experts of different sizes."""
-    torch.manual_seed(0)
-    trunk = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)]
-    torch.manual_seed(1 + kind)
-    return nn.Sequential(trunk[0], Expert((4, 7)[kind]), trunk[1])
-
-
-@both_modes
-@on_ranks(3)
-def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> None:
-    """Rank 0 has a separate expert, ranks 1 and 2 share another; the trunk belongs to all."""
-    os.environ["FSDP_COLLECTIVES"] = "direct"  # sums in rank order
-    rank, homes = dist.get_rank(), [[0], [1, 2], [1, 2]]
-    groups = [dist.new_group([0]), dist.new_group([1, 2])]
-    kind = min(rank, 1)
-    module = _with_expert(kind)
-    module[1] = build(module[1], process_group=groups[kind], use_orig_params=use_orig_params)
-    model = build(module, use_orig_params=use_orig_params)
-    assert module[1].sharding_strategy is (NO_SHARD if rank == 0 else FULL_SHARD)
-    train(model, steps=3)
-
-    # one model per rank; gradients are averaged over the ranks that hold the parameters
-    plain = [_with_expert(min(r, 1)) for r in range(3)]
-    optimizers = [sgd(m) for m in plain]
-    for step in range(3):
-        for r in range(3):
-            optimizers[r].zero_grad()
-            plain[r](batch(step, r)).square().mean().backward()
-        grads = [{name: p.grad for name, p in m.named_parameters()} for m in plain]
-        for r, m in enumerate(plain):
-            for name, p in m.named_parameters():
-                ranks = homes[r] if name.startswith("1.") else [0, 1, 2]
-                p.grad = functools.reduce(torch.add, [grads[i][name] for i in ranks]) / len(ranks)
-        for optimizer in optimizers:
-            optimizer.step()
-    with FullyShardedDataParallel.summon_full_params(model):
-        assert_bit_equal(values(model), values(plain[rank]), f"rank {rank}")
 
 
 @on_ranks(2)

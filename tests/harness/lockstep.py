@@ -28,7 +28,14 @@ from torch import Tensor, nn
 import fsdp
 from fsdp.runtime import arrivals
 from fsdp.runtime.unit import units_in
-from tests.harness.oracle import MakeOptimizer, assert_bit_equal, assert_close_ulp, named_parameters, sgd_of_halves
+from tests.harness.oracle import (
+    MakeOptimizer,
+    assert_bit_equal,
+    assert_close_ulp,
+    mean_gradients,
+    named_parameters,
+    sgd_of_halves,
+)
 from tests.harness.sharded import _in_memory_order
 
 STEP, CLEAR = "step", "clear"
@@ -118,7 +125,7 @@ class Reference:
                 params = {name: p.detach().clone() for name, p in named_parameters(replicas[0]).items()}
                 self.events.append(_Event(params=params))
                 continue
-            for name, found in mean_gradients(replicas).items():
+            for name, found in mean_gradients(replicas, self.world_size).items():
                 for sums, value in zip((totals, summed), found or ()):
                     before = sums[name]
                     sums[name] = value if before is None else before + value
@@ -162,26 +169,6 @@ class Reference:
             if at_rest:
                 assert_at_rest(model, where)
         next(program, None)
-
-
-def mean_gradients(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tensor] | None]:
-    """Return gradients averaged in the order of the replicas, with the mean of their magnitudes; clear the replicas'
-    gradients."""
-    per_replica = [named_parameters(replica) for replica in replicas]
-    means: dict[str, tuple[Tensor, Tensor] | None] = {}
-    for name, param in per_replica[0].items():
-        grads = [params[name].grad for params in per_replica]
-        for params in per_replica:
-            params[name].grad = None
-        means[name] = None
-        if any(grad is not None for grad in grads):
-            total, summed = torch.zeros_like(param), torch.zeros_like(param)
-            for position, grad in enumerate(grads):
-                dense = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
-                total = dense.clone() if position == 0 else total + dense
-                summed = summed + dense.abs()
-            means[name] = total.detach() / len(replicas), summed.detach() / len(replicas)
-    return means
 
 
 def _copies(values: Mapping[str, Tensor | None]) -> Values:

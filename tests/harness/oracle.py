@@ -151,7 +151,7 @@ def run_plain(
                 loss.backward()
                 losses.append(loss.detach())
             if schedule.reduce_each or micro == schedule.micro - 1:
-                for name, found in _take_mean_grads(replicas, shard_size or world_size).items():
+                for name, found in mean_gradients(replicas, shard_size or world_size).items():
                     if found is not None:
                         for sums, value in zip((totals, summed), found):
                             before = sums[name]
@@ -171,7 +171,7 @@ def run_plain(
     return steps
 
 
-def _take_mean_grads(replicas: list[nn.Module], shard_size: int) -> dict[str, tuple[Tensor, Tensor] | None]:
+def mean_gradients(replicas: list[nn.Module], shard_size: int) -> dict[str, tuple[Tensor, Tensor] | None]:
     """Return gradients averaged in the order of the replicas, with means of their magnitudes; clear the replicas'
     gradients.
 
@@ -188,7 +188,8 @@ def _take_mean_grads(replicas: list[nn.Module], shard_size: int) -> dict[str, tu
             means[name] = None
             continue
         wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
-        filled = [torch.zeros_like(param, dtype=wide) if grad is None else grad.to(wide) for grad in grads]
+        dense = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        filled = [torch.zeros_like(param, dtype=wide) if grad is None else grad.to(wide) for grad in dense]
         sums = []
         for first in range(0, len(filled), shard_size):
             sums.append(filled[first].clone())
