@@ -324,9 +324,11 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         unit = self._fsdp_unit
         context, running, args, kwargs = self._enter_forward(args, kwargs)
         try:
-            return forward.leave(unit, context, running, function(*args, **kwargs), self._fsdp_place)
+            with running:
+                output = function(*args, **kwargs)
+            return forward.leave(unit, context, running.call, output, self._fsdp_place)
         except BaseException:
-            forward.abort(unit, context, running)
+            forward.abort(unit, context)
             raise
 
     @ranged("_pre_forward", "_fsdp_unit.name")

@@ -485,7 +485,7 @@ def test_unit_is_resharded_during_autograd_grad_of_an_input() -> None:
         gathered: list[list[bool]] = []
 
         def note(grad: Tensor, units: list[Any] = units, gathered: list[list[bool]] = gathered) -> None:
-            gathered.append([unit.buffers.is_gathered for unit in units])
+            gathered.append([unit.is_gathered for unit in units])
 
         model[1].register_forward_pre_hook(lambda module, args, note=note: args[0].register_hook(note) and None)
         for step in range(4):

@@ -330,7 +330,7 @@ def test_unit_outlives_its_tree_during_a_gather(mode: Mode) -> None:
     inner._unshard(async_op=True)
     del model
     gc.collect()
-    assert tree() is None and inner._fsdp_unit.buffers.is_gathered
+    assert tree() is None and inner._fsdp_unit.is_gathered
     for step in range(2):
         x = torch.randn(3, plain_inner.in_features, generator=torch.Generator().manual_seed(step))
         for layer, its_optimizer in ((inner, optimizer), (plain_inner, plain_optimizer)):

@@ -399,7 +399,7 @@ def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
         units = [unit for _, unit, _ in units_in(model)]
         gathered: list[int] = []
         model.module.links[-1].module.register_forward_hook(  # in the innermost of the nested calls
-            lambda *_, units=units, gathered=gathered: gathered.append(sum(unit.buffers.is_gathered for unit in units))
+            lambda *_, units=units, gathered=gathered: gathered.append(sum(unit.is_gathered for unit in units))
         )
         optimizer = make_optimizer(model.parameters())
         steps = []

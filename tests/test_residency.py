@@ -1,4 +1,4 @@
-"""Residence of gathered units: allowed transitions, and the order in which idle units are evicted."""
+"""Residence of gathered units: the order in which idle units are evicted, and when prefetching looks again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.runtime.unshard import Residence, Unsharder
+from fsdp.runtime.unshard import Gathered, Residence, Unsharder
 
 PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
     Residence.PREFETCHED,
@@ -17,51 +17,36 @@ PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
 )
 
 
-def make_unsharder() -> Any:
-    """Return an make_unsharder whose units are strings and which gathers nothing."""
+def make_unsharder(*units: str) -> Any:
+    """Return an unsharder, which gathers nothing, of units that are strings and prefetched."""
     streams: Any = SimpleNamespace(asynchronous_work=True)
     nothing: Any = None
-    return Unsharder(nothing, [], streams, nothing, nothing)
+    unsharder: Any = Unsharder(nothing, [], streams, nothing, nothing)
+    unsharder._gathered.update({unit: Gathered(PREFETCHED) for unit in units})
+    return unsharder
 
 
 def test_idle_units_are_listed_in_the_order_in_which_they_became_idle() -> None:
-    residency: Any = make_unsharder()
-    for unit in "abcd":
-        residency.becomes(unit, PREFETCHED, gathered=True)
+    unsharder = make_unsharder(*"abcd")
     for unit in "ac":
-        assert residency.becomes(unit, IN_USE)
-    residency.becomes("d", KEPT)
-    assert residency.idle == ["b"]
-    residency.becomes("a", RECOMPUTED)
-    assert residency.idle == ["b", "a"]
-    assert residency.becomes("b", Residence.SHARDED)
-    assert set(residency) == {"a", "c", "d"}
-    assert residency.residence_of("b") is Residence.SHARDED
-    assert not residency.becomes("b", IN_USE)  # only a gather provides memory
-    assert residency.residence_of("b") is Residence.SHARDED
-
-
-@pytest.mark.parametrize("then", [RECOMPUTED, KEPT])
-def test_a_unit_gathered_for_no_pass_cannot_become_recomputed_or_kept(then: Residence) -> None:
-    residency: Any = make_unsharder()
-    with pytest.raises(AssertionError, match=f"went from SHARDED to {then.name}"):
-        residency.becomes("a", then, gathered=True)
-
-
-def test_a_prefetched_unit_cannot_become_recomputed() -> None:
-    residency: Any = make_unsharder()
-    residency.becomes("a", PREFETCHED, gathered=True)
-    with pytest.raises(AssertionError, match="went from PREFETCHED to RECOMPUTED"):
-        residency.becomes("a", RECOMPUTED)
+        assert unsharder.becomes(unit, IN_USE)
+    unsharder.becomes("d", KEPT)
+    assert unsharder.idle == ["b"]
+    unsharder.becomes("a", RECOMPUTED)
+    assert unsharder.idle == ["b", "a"]
+    assert unsharder.becomes("b", Residence.SHARDED)
+    assert set(unsharder) == {"a", "c", "d"}
+    assert unsharder.residence_of("b") is Residence.SHARDED
+    assert not unsharder.becomes("b", IN_USE)  # only a gather provides memory
+    assert unsharder.residence_of("b") is Residence.SHARDED
 
 
 @pytest.mark.parametrize(("why", "looks_again"), [(PREFETCHED, True), (KEPT, True), (IN_USE, False)])
 def test_the_prefetch_position_is_reset_when_a_prefetched_unit_loses_its_memory(
     why: Residence, looks_again: bool
 ) -> None:
-    residency: Any = make_unsharder()
-    residency.becomes("next", IN_USE if why is KEPT else why, gathered=True)
-    residency.becomes("next", why)
-    residency._ahead = 1
-    residency.becomes("next", Residence.SHARDED)
-    assert residency._ahead == (0 if looks_again else 1)
+    unsharder = make_unsharder("next")
+    unsharder.becomes("next", why)
+    unsharder._ahead = 1
+    unsharder.becomes("next", Residence.SHARDED)
+    assert unsharder._ahead == (0 if looks_again else 1)

@@ -190,7 +190,7 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
     handle, pool = unit.handles[0], unit.context.unsharder.pool
-    gather = functools.partial(flat_param.gather, [handle], pool, unit.buffers.communicator)
+    gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share memory
         gather(Event("gather", 1))
         handle.wait()

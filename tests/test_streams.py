@@ -30,7 +30,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.memory import MemoryPool
-from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
@@ -657,7 +657,7 @@ MISPLACED = (
     (Communicator, "gather", "compute"),
     (ReductionQueue, "allocate", "reduce"),
     (BucketGradients, "open", "reduce"),
-    (BucketGradients, "add", "reduce"),
+    (Slots, "write", "reduce"),
     (BucketGradients, "reduce", "reduce"),
 )
 

@@ -137,16 +137,14 @@ def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> No
     comparison.step()
     comparison.model.set_reshard_after_backward(True)
     comparison.backward(21)
-    assert not any(
-        unit.buffers.is_gathered for unit in (w._fsdp_unit for w in comparison.model.fsdp_modules(comparison.model))
-    )
+    assert not any(unit.is_gathered for unit in (w._fsdp_unit for w in comparison.model.fsdp_modules(comparison.model)))
     comparison.step()
     comparison.model.set_reshard_after_backward(False)
     comparison.backward(22)
     for wrapper in comparison.model.fsdp_modules(comparison.model):
-        assert wrapper._fsdp_unit.buffers.is_gathered
+        assert wrapper._fsdp_unit.is_gathered
         wrapper.reshard()
-        assert not wrapper._fsdp_unit.buffers.is_gathered
+        assert not wrapper._fsdp_unit.is_gathered
         wrapper.reshard()
     comparison.step()
 
@@ -169,7 +167,7 @@ def test_unshard_and_reshard_by_hand() -> None:
         comparison.step()
     layer.unshard()
     layer.reshard()
-    assert not layer._fsdp_unit.buffers.is_gathered
+    assert not layer._fsdp_unit.is_gathered
     with (
         comparison.model.summon_full_params(comparison.model),
         pytest.raises(RuntimeError, match="is in SUMMONED: call"),
@@ -285,7 +283,7 @@ def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
             with gathers() as forward:
                 loss = comparison.model(batch(step)).square().mean()
             units = [wrapper._fsdp_unit for wrapper in comparison.model.fsdp_modules(comparison.model)]
-            there = sum(unit.buffers.nbytes for unit in units if unit.buffers.is_gathered) - units[0].buffers.nbytes
+            there = sum(unit.full_nbytes for unit in units if unit.is_gathered) - units[0].full_nbytes
             with gathers() as backward:
                 loss.backward()
             stay = kept if step else 0  # the first forward has no recorded order to choose from
@@ -298,7 +296,7 @@ def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
                 with gathers() as several:
                     comparison.backward(step)
                 found.append(several)
-                there = sum(unit.buffers.nbytes for unit in units[1:] if unit.buffers.is_gathered)
+                there = sum(unit.full_nbytes for unit in units[1:] if unit.is_gathered)
                 assert there == (0, nbytes, 240, nbytes + 240)[kept], f"{there} of {kept * nbytes + 4} bytes"
         comparison.backward(6)
         comparison.step()
@@ -430,7 +428,7 @@ def test_a_stream_for_the_all_reduce_hook_is_refused_on_cpu() -> None:
     model = build()
     with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
         model.set_all_reduce_hook(lambda part: None, stream=object())
-    assert all(unit.gradients.all_reduce_hook is None for unit in units_of(model))
+    assert all(unit.policy.all_reduce_hook is None for unit in units_of(model))
 
 
 @on_ranks(2)
@@ -440,7 +438,7 @@ def test_sums_in_the_collectives_give_the_same_gradients() -> None:
     for module in FullyShardedDataParallel.fsdp_modules(comparison.model):
         module.set_force_sum_reduction_for_comms(True)
     comparison.backward(0)
-    assert all(unit.buffers.communicator.sums_only for unit in units_of(comparison.model))
+    assert all(unit.communicator.sums_only for unit in units_of(comparison.model))
     comparison.step()
     comparison.model.set_separate_reduce_scatter_group(False)
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\)"):

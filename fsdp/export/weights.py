@@ -16,6 +16,7 @@ from torch import nn
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
+from fsdp.comm.issuing import GATHER
 from fsdp.comm.work import Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
@@ -237,10 +238,8 @@ class WeightStream:
                         buffer.copy_(shard)
                     return _Gathered(unit, buffers, Work.done(streams))
                 if self._to is None:
-                    communicator = unit.buffers.communicator
-                    assert communicator is not None
                     parts = [Gather(buffer, shard) for buffer, shard in zip(buffers, shards)]
-                    return _Gathered(unit, buffers, communicator.gather(parts, unit.buffers.events[0]))
+                    return _Gathered(unit, buffers, unit.communicator.gather(parts, unit.event(GATHER)))
                 target = group_ranks(groups.shard).index(self._to)
                 several = [
                     exchange(

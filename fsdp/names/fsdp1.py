@@ -190,17 +190,17 @@ class FSDP1Names(nn.Module):
 
     def _low_precision_hook_enabled(self) -> bool:
         """Return True if the communication hook is one of torch's two that compress gradients."""
-        hook = self._fsdp_unit.gradients.comm_hook
+        hook = self._fsdp_unit.policy.comm_hook
         return hook is not None and hook.compresses
 
     @property
     def _comm_hook(self) -> Callable[..., Any] | None:
-        hook = self._fsdp_unit.gradients.comm_hook
+        hook = self._fsdp_unit.policy.comm_hook
         return hook.function if hook is not None else None
 
     @property
     def _comm_hook_state(self) -> Any:
-        hook = self._fsdp_unit.gradients.comm_hook
+        hook = self._fsdp_unit.policy.comm_hook
         return hook.state if hook is not None else None
 
 

@@ -230,7 +230,7 @@ class FSDP2Names(nn.Module):
                 raise TypeError(f"the divide factor must be a number or None, got {factor!r}")
             if not 0 < factor < float("inf"):
                 raise ValueError(f"the divide factor must be positive and finite, got {factor}")
-            if any(unit.gradients.comm_hook is not None for unit in self._units(recurse)):
+            if any(unit.policy.comm_hook is not None for unit in self._units(recurse)):
                 raise RuntimeError("set_gradient_divide_factor() with a communication hook, which divides by itself")
         self._choose(recurse, gradient_divide_factor=None if factor is None else float(factor))
 
@@ -268,7 +268,7 @@ class FSDP2Names(nn.Module):
             RuntimeError: False with a communication hook, which would be skipped.
         """
         required = as_flag(requires_all_reduce, "requires_all_reduce")
-        if not required and any(unit.gradients.comm_hook is not None for unit in self._units(recurse)):
+        if not required and any(unit.policy.comm_hook is not None for unit in self._units(recurse)):
             raise RuntimeError("set_requires_all_reduce(False) with a communication hook, which reduces by itself")
         self._choose(recurse, requires_all_reduce=required)
 
@@ -306,7 +306,7 @@ class FSDP2Names(nn.Module):
         check_idle(units, "set_all_reduce_hook()")
         for unit in units:
             on_stream = hook if hook is None or streams is None else _OnStream(hook, stream, streams)
-            unit.gradients.set_all_reduce_hook(on_stream)
+            unit.choose(all_reduce_hook=on_stream)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether a backward waits, at the end, for the reductions of this tree.
@@ -396,7 +396,7 @@ class FSDP2Names(nn.Module):
     def _publish_lists(self) -> None:
         """Give the unit access to the wrapper's prefetch lists, if there are any."""
         if _PREFETCH_LISTS in self.__dict__:
-            self._fsdp_unit.buffers.set_lists(functools.partial(_listed, weakref.ref(self)))
+            self._fsdp_unit.choose(prefetch_lists=functools.partial(_listed, weakref.ref(self)))
 
 
 def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] | None:
@@ -406,7 +406,7 @@ def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] 
         return None
     listed = [other._fsdp_unit for other in wrapper.__dict__[_PREFETCH_LISTS][backward]]
     context = wrapper._fsdp_unit.context
-    return [unit for unit in listed if unit.buffers.gathers and unit.context is context]
+    return [unit for unit in listed if unit.gathers and unit.context is context]
 
 
 class _OnStream:

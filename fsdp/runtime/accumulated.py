@@ -20,13 +20,13 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
     with torch.no_grad(), context.calling("reduce_gradients()", often=True), context.joined():
         accumulated = _agree_on_buckets(context, units)
         for unit, buckets in accumulated.items():
-            context.passes.about_to(REDUCE, unit)
-            unit.gradients.reduce(context.reductions, buckets)
+            event = context.passes.about_to(REDUCE, unit)
+            unit.gradients.reduce(unit.communicator, context.reductions, event, buckets)
         for unit in accumulated:
             if unit.policy.tree.reduce_unused:
-                used = unit.used()
+                used = unit.gradients.used()
                 unit.agree_on_maximum(used)
-                unit.note_used(used.tolist())
+                unit.gradients.note_used(used.tolist())
         context.reductions.drain(attach=True)
 
 

@@ -134,7 +134,8 @@ class Arrivals:
             self._until_found.clear()
             self.lost.clear()
         self.expected.clear()
-        self.take()
+        for grads in self.held:
+            grads.clear()
 
 
 @hooks.breaks_graph

@@ -154,7 +154,7 @@ class ForwardCall:
         unit = self.unit
         if self.in_summon:
             raise backward_of_summoned(unit.name)
-        if torch.is_grad_enabled() and unit.buffers.gathers:  # in a hook: the backward has create_graph
+        if torch.is_grad_enabled() and unit.gathers:  # in a hook: the backward has create_graph
             if not hooks.goes_on():
                 return  # autograd.grad() asked for the gradient of an output, and does not need the unit
             raise RuntimeError(
@@ -168,7 +168,7 @@ class ForwardCall:
         unit.progress.open_calls.add(self)
         self._note_place()
         expected = unit.arrivals.enter()
-        if unit.policy.unshard_in_backward or unit.buffers.is_gathered:  # recomputations inside use the leaves
+        if unit.policy.unshard_in_backward or unit.is_gathered:  # recomputations inside use the leaves
             unsharder.unshard(unit, refill=False)
         for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``show_leaves``
             if not guard.has_values_of(before):
@@ -217,7 +217,7 @@ class ForwardCall:
             raise
 
     def _context_now(self) -> RootContext:
-        return self.unit.context or self.context
+        return self.unit.position.context() or self.context
 
 
 @hooks.untraced
@@ -258,7 +258,7 @@ def _context_of(unit: Unit) -> RootContext:
     Raises:
         RuntimeError: no wrapped module has run a forward in which it could join a tree.
     """
-    context: RootContext | None = unit.context
+    context: RootContext | None = unit.position.context()
     if context is None:
         raise RuntimeError(
             f"a backward reached parameters of {unit.name} before its first forward, without which gradients are not "
@@ -310,9 +310,8 @@ def _outside_gradient_arrived(unit_ref: Callable[[], Unit | None], bucket: int, 
     try:
         context = _context_of(unit)
         with torch.no_grad(), context.joined():
-            unit.gradients.check_outside(bucket, {index: grad})
             context.enter_backward(unit)
-            unit.gradients.add_outside(bucket, {index: grad}, context.reductions)
+            unit.gradients.add_outside(bucket, index, grad, context.reductions)
     except BaseException as error:
         _fail(unit, error, "gradient of a parameter")
         raise
@@ -352,7 +351,7 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
 
 
 class Running:
-    """A module of a unit that runs, from the construction of this object until ``end``.
+    """A context around the module of a unit while it runs.
 
     Calls made inside have ``call`` as the one around them; None stands for a forward without gradients. Profilers show
     a range.
@@ -362,21 +361,21 @@ class Running:
 
     def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
         self.call = call
-        self._range: AbstractContextManager[Any] | None = profiled("forward", unit_name)
-        self._range.__enter__()
-        self._before, _here.innermost = _here.innermost, call
-        if call is not None:
-            call._runs = True
+        self._range: AbstractContextManager[Any] = profiled("forward", unit_name)
 
-    def end(self) -> None:
-        """End the run. Idempotent."""
-        if self._range is None:
-            return
-        shown, self._range = self._range, None
+    @hooks.breaks_graph
+    def __enter__(self) -> None:
+        self._range.__enter__()
+        self._before, _here.innermost = _here.innermost, self.call
+        if self.call is not None:
+            self.call._runs = True
+
+    @hooks.breaks_graph
+    def __exit__(self, *raised: Any) -> None:
         _here.innermost = self._before
         if self.call is not None:
             self.call._runs = False
-        shown.__exit__(None, None, None)
+        self._range.__exit__(*raised)
 
 
 def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:

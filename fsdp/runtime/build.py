@@ -161,11 +161,9 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     module = copy_module()
     views_of_copy = [views.copied(handle, memo) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
-    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision, watch_leaves)
+    policy = replace(unit.policy, prefetch_lists=None)  # they name units of the original
+    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, policy, precision, watch_leaves)
     copied.set_state_settings(copy.copy(unit.state_settings))
-    copied.gradients.set_all_reduce_hook(unit.gradients.all_reduce_hook)
-    if unit.gradients.comm_hook is not None:
-        copied.gradients.set_comm_hook(unit.gradients.comm_hook)
     return copied
 
 

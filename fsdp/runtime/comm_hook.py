@@ -95,7 +95,7 @@ class CommHook:
 def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., Any]) -> None:
     """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
     for unit in units:
-        if unit.gradients.comm_hook is not None:
+        if unit.policy.comm_hook is not None:
             raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
         if unit.policy.gradient_divide_factor is not None:
             raise RuntimeError(
@@ -112,4 +112,4 @@ def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., 
         if unit.handles:
             shared.check_accepts(unit.name, sharded=unit.groups.sharded)
     for unit in units:
-        unit.gradients.set_comm_hook(shared)
+        unit.choose(comm_hook=shared)

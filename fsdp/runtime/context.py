@@ -13,7 +13,7 @@ import torch
 
 from fsdp.comm.groups import Groups
 from fsdp.comm.history import Pass
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.issuing import REDUCE, Event
 from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.comm.versions import set_versions
@@ -21,10 +21,10 @@ from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import communicates, logs, profiled
+from fsdp.runtime.ranges import log, logs, profiled
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.unit import Phase, Unit
-from fsdp.runtime.unshard import Unsharder
+from fsdp.runtime.unshard import Residence, Unsharder
 
 
 class _EndOfBackward:
@@ -94,8 +94,8 @@ class RootContext:
         self.reductions.set_max_buffers(self.root.policy.tree.reduce_buffers)
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
         self.unsharder.set_distance(ahead)
-        others = (unit.buffers.nbytes for unit in self.units if unit is not self.root)
-        largest = max(others, default=self.root.buffers.nbytes)
+        others = (unit.full_nbytes for unit in self.units if unit is not self.root)
+        largest = max(others, default=self.root.full_nbytes)
         for pool, blocks in ((self.unsharder.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
             pool.keep_up_to(blocks * largest, largest_block=2 * largest)
 
@@ -106,7 +106,7 @@ class RootContext:
             return  # the constructor raised, or the process ends
         with self.joined(), without_waiting():
             for unit in self.unsharder:
-                if not unit.buffers.is_gathering:  # the gather keeps the memory alive
+                if not unit.is_gathering:  # the gather keeps the memory alive
                     self.unsharder.forget_output(unit)
                     self.unsharder.reshard(unit)
             self.unsharder.trim()
@@ -212,8 +212,8 @@ class RootContext:
     def exit_forward(self, unit: Unit, *, backward_follows: bool, failed: bool = False) -> None:
         """Note that ``unit`` has run; with the outermost one the forward of the tree is over."""
         if hooks.current_backward() != hooks.NO_BACKWARD:
-            if not unit.is_running:
-                self.unsharder.note_recomputed(unit)
+            if not unit.is_running:  # the unit's backward follows
+                self.unsharder.becomes(unit, Residence.RECOMPUTED)
             return
         forward = self.passes.forward  # None: a backward inside it has failed
         if forward is not None and forward.caller is not unit:
@@ -276,7 +276,7 @@ class RootContext:
 
     def _end_backward_of(self, unit: Unit) -> None:
         gradients = unit.gradients
-        if unit.is_running or any(unit.arrivals.held) or not gradients.are_at_rest:
+        if any(unit.arrivals.held) or not gradients.are_at_rest:
             gradients.copy(unit.arrivals.take(), self.reductions)
             if gradients.synchronize and not gradients.are_written:
                 gradients.open_accumulated(self.reductions)
@@ -291,26 +291,27 @@ class RootContext:
         if not unit.gradients.are_written:
             return
         if unit.gradients.are_reduced:
-            self.passes.about_to(REDUCE, unit)
-            with communicates("reduce", unit.name, self.unsharder.generation, logged=self.unsharder.logged):
-                unit.gradients.reduce(self.reductions)
+            event = self.passes.about_to(REDUCE, unit)
+            if self.unsharder.logged:
+                log("reduce", unit.name, self.unsharder.generation)
+            with profiled("reduce", unit.name):
+                unit.gradients.reduce(unit.communicator, self.reductions, event)
         elif at_end:
             unit.gradients.expose(self.reductions)
 
     def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
         """Take part in a gather or reduction that only peers need. This rank drops the values, or adds the
         gradients that it has so far, so that an incomplete gradient is sent in two parts."""
+        event = Event.of(kind, unit.position.place, unit.name, full_precision=full_precision)
         if kind == REDUCE:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)
             with self.joined():
-                unit.gradients.reduce(self.reductions)
+                unit.gradients.reduce(unit.communicator, self.reductions, event)
             return
-        communicator = unit.buffers.communicator
-        assert communicator is not None
         with self.streams.on_gather_stream():
             parts = [handle.part_for_others(self.streams, full_precision=full_precision) for handle in unit.handles]
-            pending = communicator.gather(parts, unit.buffers.events[0])
+            pending = unit.communicator.gather(parts, event)
         pending.wait()  # on the compute stream: a later write to the shard must not overtake the gather
 
     def _forget_backward(self, unit: Unit) -> None:

@@ -17,8 +17,8 @@ from fsdp.runtime.unit import Summoned, Unit
 
 
 def enter(unit: Unit, context: RootContext, inputs: tuple[Any, Any]) -> tuple[Running, tuple[Any, Any]]:
-    """Gather ``unit``, and prefetch the next units. Return the run, to be passed to ``leave`` or ``abort``, and the
-    inputs (args, kwargs), cast.
+    """Gather ``unit``, and prefetch the next units. Return a context for the run of the module, and the inputs (args,
+    kwargs), cast. ``leave`` or ``abort`` has to follow.
 
     Raises:
         RuntimeError: inside ``summon_full_params`` with ``rank0_only`` or ``offload_to_cpu``, or a functional
@@ -72,7 +72,7 @@ def _check_callable(unit: Unit) -> None:
             f"forward of {unit.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
             "parameters are not on every rank's device. Run it outside, or summon without these options"
         )
-    if peek_interpreter_stack() is not None and unit.buffers.gathers:
+    if peek_interpreter_stack() is not None and unit.gathers:
         raise RuntimeError(
             f"{unit.name} is called inside of torch.vmap or a transform of torch.func, which sharded parameters do "
             "not support. Transform functions inside of its forward, or call the plain module"
@@ -80,10 +80,9 @@ def _check_callable(unit: Unit) -> None:
 
 
 @ranged("_post_forward", "name")
-def leave(unit: Unit, context: RootContext, running: Running, output: Any, module: str = "") -> Any:
+def leave(unit: Unit, context: RootContext, call: ForwardCall | None, output: Any, module: str) -> Any:
     """Reshard ``unit``, of which ``module`` has run, unless more modules of the unit follow, or the backward needs it.
     Hook the outputs, and return them, cast."""
-    running.end()
     for guard in unit.guards if unit.summoned is None else ():
         guard.leave()
     output_dtype = unit.precision.asked.output_dtype
@@ -93,25 +92,26 @@ def leave(unit: Unit, context: RootContext, running: Running, output: Any, modul
     for handle in unit.handles:
         if handle.holds_any(outputs):
             context.unsharder.hold_output(unit)
-    call = running.call
     differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
     if call is not None:
         call.hook_outputs(differentiable)
     with hooks.own_operations():
         if unit.progress.leave():
             if hooks.current_backward() == hooks.NO_BACKWARD and unit.summoned is None:
-                complete = unit.progress.note_ran(module, context.unsharder.generation)
-                context.unsharder.leave_forward(unit, complete=complete)
+                unsharder, progress = context.unsharder, unit.progress
+                if not progress.has_several_modules or progress.note_ran(module, unsharder.generation):
+                    unsharder.leave_forward(unit)
+                else:
+                    unsharder.keep_to_others(unit)
+                unsharder.prefetch(unit)
             context.exit_forward(unit, backward_follows=bool(differentiable))  # last: an error before it is aborted
     return output
 
 
 @hooks.untraced
-def abort(unit: Unit, context: RootContext, running: Running | None = None) -> None:
+def abort(unit: Unit, context: RootContext) -> None:
     """End a forward of ``unit`` that raised. Checkpointing ends a recomputation early in this way, which is no
     fault."""
-    if running is not None:
-        running.end()
     outermost = unit.progress.leave()
     if hooks.current_backward() == hooks.NO_BACKWARD:
         context.fail()

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import torch
 
 from fsdp.comm.collectives import agree
 from fsdp.comm.diagnosis import END_WORDS
 from fsdp.comm.history import Pass
-from fsdp.comm.issuing import KINDS, PER_UNIT, Event
+from fsdp.comm.issuing import PER_UNIT, Event
 from fsdp.comm.lane import Lane
+from fsdp.runtime.unit import Unit
 
 REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"
 _NUMBER_BITS = 24  # of an event; the bits above order the proposals
-
-
-class Unit(Protocol):
-    """A unit as the negotiation uses it."""
-
-    name: str
-
-    def reduction(self) -> str:
-        """Describe the reductions of a backward that begins now; they have to be equal on all ranks."""
-
-    @property
-    def lacks_gradients(self) -> bool:
-        """Whether this rank has reduced the unit in this backward without gradients of some parameters."""
-
-    def used(self) -> torch.Tensor:
-        """Return by bucket and parameter 1 where this rank has a gradient in the reduction, else 0; on CPU."""
-
-    def note_used(self, flags: list[int]) -> None:
-        """Note the parameters of which any rank has gradients."""
-
-    def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Take part in a collective of the peers: drop the gathered values; add available gradients to the sum."""
 
 
 class Negotiation:
@@ -82,7 +60,7 @@ class Negotiation:
 
     def end(self) -> None:
         """Take part in the events of the peers until all of them end the pass."""
-        lacking = self._pass.is_backward and any(unit.lacks_gradients for unit in self._present())
+        lacking = self._pass.is_backward and any(unit.gradients.lack_some for unit in self._present())
         if self._propose(Event(END_WORDS, self._end + lacking)) > self._end:
             self._agree_on_used()
         last = {event: position for position, event in enumerate(self._done)}
@@ -102,13 +80,13 @@ class Negotiation:
 
     def _agree_on_used(self) -> None:
         units = self._present()
-        flags = [unit.used() for unit in units]
+        flags = [unit.gradients.used() for unit in units]
         used = torch.cat(flags)
         for lane in (self._lane, self._replicas):
             if lane is not None:
                 agree(used, lane.group, lane.device, "agree on the parameters that are used")
         for unit, theirs in zip(units, used.split([len(each) for each in flags])):
-            unit.note_used(theirs.tolist())
+            unit.gradients.note_used(theirs.tolist())
 
     def _propose(self, event: Event) -> int:
         """Take part until all ranks do ``event``, or end the pass; return the event that was done last."""
@@ -118,15 +96,16 @@ class Negotiation:
             if chosen >= self._end:
                 return chosen
             self._done.append(chosen)
-            number, kind, full_precision = Event.parts_of(chosen)
-            unit: Any = self._units[number]()
-            if chosen != event.number:
-                self._lane.note(f"{kind} {unit.name}")
-            self._lane.advance()
             if chosen == event.number:
+                self._lane.advance()
                 return chosen
-            assert kind in KINDS
-            unit.take_part(kind, full_precision=full_precision)
+            number, kind, full_precision = Event.parts_of(chosen)
+            unit = self._units[number]()
+            context = None if unit is None else unit.context
+            assert unit is not None and context is not None  # the tree is alive
+            self._lane.note(f"{kind} {unit.name}")
+            self._lane.advance()
+            context.take_part(unit, kind, full_precision=full_precision)
 
     def _choose(self, event: Event) -> int:
         """Return the first of the proposals. The event is part of the vote: the turns of ranks may differ."""

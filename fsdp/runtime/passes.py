@@ -15,6 +15,7 @@ from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNI
 from fsdp.comm.lane import ORDER_REMEDY, Lane
 from fsdp.runtime.mistakes import warn_of_initial_values
 from fsdp.runtime.negotiation import REMEDY, Negotiation
+from fsdp.runtime.unit import Unit
 
 
 class LaneUnits:
@@ -195,8 +196,8 @@ class Passes:
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def about_to(self, kind: str, unit: Any) -> None:
-        """Agree with the ranks of the unit's groups that ``unit`` is gathered or reduced next.
+    def about_to(self, kind: str, unit: Unit) -> Event:
+        """Agree with the ranks of the unit's groups that ``unit`` is gathered or reduced next. Return the event.
 
         Outside of passes and calls this is a separate call.
 
@@ -206,9 +207,9 @@ class Passes:
         current, full_precision = self.current, unit.precision.is_full and unit.is_mixed
         if current is None:
             with self.calling(kind, f"{kind} of {unit.name}", often=True):
-                self.about_to(kind, unit)
-            return
-        for member, events in self._events[kind][id(unit)]:
+                return self.about_to(kind, unit)
+        several = self._events[kind][id(unit)]
+        for member, events in several:
             if member.lane.under_way is not current:
                 self._enter(member, current)
             event = events[full_precision]
@@ -223,6 +224,7 @@ class Passes:
                     member.compare_handles(unit)
             else:
                 member.lane.agree(event)
+        return several[0][1][full_precision] if several else unit.event(kind)
 
     def _enter(self, member: LaneUnits, what: Pass) -> None:
         begins = member.enter(what, negotiates=self._negotiation is not None)

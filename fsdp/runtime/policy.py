@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from fsdp import environment
 from fsdp.api import BackwardPrefetch, ShardingStrategy, as_count, as_flag, as_resharding
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
+from fsdp.runtime.comm_hook import CommHook
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ class UnitPolicy:
         gradient_divide_factor: divisor of the sum of gradients over all ranks; None: the number of ranks.
         force_sum_reduction: collectives are plain sums, divided before or after, never averages.
         requires_all_reduce: reductions go on to the replicas.
+        comm_hook: the user's reduction in place of the communicator's.
+        all_reduce_hook: is called with each reduced gradient.
+        prefetch_lists: returns the units that the user has listed for prefetching in forward, or with True in
+            backward; None where there is no list, and the recorded order counts.
     """
 
     tree: TreePolicy = field(default_factory=TreePolicy)
@@ -89,6 +96,15 @@ class UnitPolicy:
     gradient_divide_factor: float | None = None
     force_sum_reduction: bool = False
     requires_all_reduce: bool = True
+    comm_hook: CommHook | None = None
+    all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
+    prefetch_lists: Callable[[bool], list[Any] | None] | None = None
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether a hook or a divisor of the user changes what a reduction would attach."""
+        chosen = self.comm_hook, self.all_reduce_hook, self.gradient_divide_factor
+        return chosen != (None, None, None)
 
     @staticmethod
     def chosen(

@@ -45,13 +45,10 @@ def logs() -> bool:
     return logger.isEnabledFor(logging.INFO) and environment.DEBUG.value
 
 
-def communicates(action: str, unit_name: str, forward: int, *, logged: bool) -> AbstractContextManager[Any]:
-    """Return a context like ``profiled``, and if ``logged`` write a line to the log. ``forward`` is the number of the
-    tree's forward."""
-    if logged:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        logger.info("rank %d, forward %d: %s %s", rank, forward, action, unit_name)
-    return profiled(action, unit_name)
+def log(action: str, unit_name: str, forward: int) -> None:
+    """Write a line to the log. ``forward`` is the number of the tree's forward."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    logger.info("rank %d, forward %d: %s %s", rank, forward, action, unit_name)
 
 
 def ranged(action: str, name: str) -> Callable[[Method], Method]:

@@ -25,8 +25,8 @@ import functools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,13 +40,11 @@ from fsdp.flat.memory import MemoryPool
 from fsdp.flat.snapshot import flag_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.accumulator import Accumulator
-from fsdp.runtime.comm_hook import CommHook
+from fsdp.runtime.policy import UnitPolicy
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # the module that sets optimizers on parameters
-
-AllReduceHook = Callable[[torch.Tensor], Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +102,6 @@ class Slots:
             torch._foreach_zero_(stale)
 
 
-@dataclass(eq=False, slots=True)
 class Reduction:
     """The reduction of one bucket's gradient, in flight; see [Note: Stages of a reduction].
 
@@ -122,42 +119,56 @@ class Reduction:
         on_host: the result in host memory, and the event after which it is there.
     """
 
-    bucket: BucketGradients
-    source: SlotBuffer | None
-    shard: torch.Tensor
-    communicator: Communicator
-    streams: Streams
-    event: Event
-    earlier: torch.Tensor | None
-    is_partial: bool
-    averages: bool
-    hook: AllReduceHook | None
-    awaited: bool
-    accumulated: Collection[int]
-    unused: set[int]
-    pending: Work = field(init=False)
-    averaged: Work | None = field(default=None, init=False)
-    on_host: tuple[torch.Tensor, StreamEvent] | None = field(default=None, init=False)
+    def __init__(
+        self,
+        bucket: BucketGradients,
+        slots: Slots,
+        unused: set[int],
+        communicator: Communicator,
+        streams: Streams,
+        event: Event,
+    ) -> None:
+        groups, policy = bucket.handle.groups, bucket.policy
+        self.bucket, self.communicator, self.streams, self.event = bucket, communicator, streams, event
+        self.source: SlotBuffer | None = slots.buffer
+        self.shard = slots.buffer.flat
+        if groups.sharded:
+            self.shard = host_memory.recycled(bucket.handle.layout.shard_numel, self.shard)
+        self.is_partial = groups.replica is not None and not policy.requires_all_reduce
+        self.earlier: torch.Tensor | None = None
+        if not self.is_partial:
+            self.earlier, bucket.partial = bucket.partial, None
+        follows = groups.sharded or self.earlier is not None or (policy.comm_hook is not None and groups.hybrid)
+        self.averages = groups.replica is not None and not self.is_partial and follows
+        self.hook = policy.all_reduce_hook
+        self.awaited, self.accumulated, self.unused = slots.awaited, slots.accumulated or (), unused
+        self.pending: Work
+        self.averaged: Work | None = None
+        self.on_host: tuple[torch.Tensor, StreamEvent] | None = None
 
-    def start(self, written: StreamEvent) -> None:
-        """Start the first collective, on the current stream, after the event ``written``."""
-        source, streams, bucket = self.source, self.streams, self.bucket
+    def start(self) -> None:
+        """Start the first collective, behind what the current stream has written."""
+        if self.streams.asynchronous_work:
+            self.pending = self._first_collective()
+            return
+        written = self.streams.record()
+        with self.streams.on_reduce_stream():
+            self.streams.wait(written)
+            self.pending = self._first_collective()
+            if not (self.averages or self.is_partial):
+                self._transform(self.pending)
+
+    def _first_collective(self) -> Work:
+        source, handle, hook = self.source, self.bucket.handle, self.bucket.policy.comm_hook
         assert source is not None
-        if not streams.asynchronous_work:
-            streams.wait(written)
-        sharded = bucket.handle.groups.sharded
-        if not sharded and (self.is_partial or self.earlier is not None):
-            self.pending = Work.done(streams)
-        elif bucket.comm_hook is None:
-            to_write = source.pooled is None
-            self.pending = self.communicator.reduce(self.shard, source.flat, self.event, to_write=to_write)
-        else:
-            bucket.comm_hook.reduce(self.shard, source.flat, self.event.label)
-            for start, end in bucket.handle.layout.shard_gaps(bucket.handle.groups.shard_rank):
-                self.shard[start:end].zero_()
-            self.pending = Work.done(streams)
-        if not (self.averages or self.is_partial or streams.asynchronous_work):
-            self._transform(self.pending)
+        if not handle.groups.sharded and (self.is_partial or self.earlier is not None):
+            return Work.done(self.streams)
+        if hook is None:
+            return self.communicator.reduce(self.shard, source.flat, self.event, to_write=source.pooled is None)
+        hook.reduce(self.shard, source.flat, self.event.label)
+        for start, end in handle.layout.shard_gaps(handle.groups.shard_rank):
+            self.shard[start:end].zero_()
+        return Work.done(self.streams)
 
     def average(self) -> None:
         """Add the partial sums of earlier backwards, and start the all-reduce over the replicas."""
@@ -236,11 +247,12 @@ class ReductionQueue:
         self._in_flight.append(item)
         if item.bucket.handle.groups.sharded:
             self._reading.append(item)
-        if self.streams.asynchronous_work:  # not this one's; see [Note: Stages of a reduction]
+        before = self.streams.asynchronous_work  # not this one's; see [Note: Stages of a reduction]
+        if before and self._to_average:
             self._average_all()
         if item.averages:
             self._to_average.append(item)
-            if not self.streams.asynchronous_work:
+            if not before:
                 self._average_all()
         self._complete_all_but(self.max_buffers)
 
@@ -248,16 +260,19 @@ class ReductionQueue:
         while self._to_average:
             item = self._to_average.popleft()
             item.average()
-            self._attach_awaited(item)
+            if item.awaited:
+                self._attach(item)
 
     def _complete_all_but(self, count: int) -> None:
         while len(self._reading) > count:
             item = self._reading[0]
             self._complete(item)
-            self._attach_awaited(item)
+            if item.awaited:
+                self._attach(item)
 
-    def _attach_awaited(self, item: Reduction) -> None:
-        if item.awaited and item.source is None and not item.averages:
+    def _attach(self, item: Reduction) -> None:
+        """Attach the result of ``item`` before the end of the backward, if all of its collectives have started."""
+        if item.source is None and not item.averages:
             self._settle([item])
             self._in_flight.remove(item)
             item.finish()
@@ -301,30 +316,35 @@ class BucketGradients:
     """The gradient of one bucket during and between backwards.
 
     Attributes:
+        policy: of the unit.
         slots: where the backward under way writes; None if all that it has written is reduced or exposed.
-            accumulator: the gradients of backwards without synchronization. partial: sums of earlier backwards that
-            were not averaged over replicas. used: the leaves, by index, that this rank has gradients of in reductions
-            that are not attached yet; empty unless
-            ``finds_unused``.
-        comm_hook: the user's reduction in place of the communicator's.
-        altered: the result is divided by another number than usual, or an all-reduce hook changes it.
+        accumulator: the gradients of backwards without synchronization.
+        partial: sums of earlier backwards that were not averaged over replicas.
+        used: the leaves, by index, that this rank has gradients of in reductions that are not attached yet; empty
+            unless ``reduce_unused``, where a parameter that no rank uses gets no gradient. Otherwise it gets zeros if
+            a parameter of the unit is used.
     """
 
-    def __init__(self, views: BucketViews, *, keep_low_precision: bool, finds_unused: bool) -> None:
-        """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's. ``finds_unused``: a parameter
-        that no rank uses gets no gradient. Otherwise it gets zeros if a parameter of the unit is used."""
+    def __init__(self, views: BucketViews, policy: UnitPolicy, *, keep_low_precision: bool) -> None:
+        """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's."""
         self.handle, self.views = views.handle, views
         self.slots: Slots | None = None
         self.accumulator = Accumulator(views)
         self.partial: torch.Tensor | None = None
         self.used: set[int] = set()
-        self.comm_hook: CommHook | None = None
-        self.altered = False
-        self._keep_low_precision, self._finds_unused = keep_low_precision, finds_unused
+        self._keep_low_precision = keep_low_precision
         self._unused: set[int] = set()  # the leaves, by index, that no rank has a gradient of in what is reduced next
         self._host_buffers = HostBuffers()  # of offloaded gradients
         self._scratch: SlotBuffer | None = None  # the reduce buffer; it has memory from the pool during a backward
         self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all indices
+        self.follow(policy)
+
+    def follow(self, policy: UnitPolicy) -> None:
+        """Reduce by ``policy`` from now on."""
+        self.policy, handle = policy, self.handle
+        if policy.comm_hook is not None and policy.comm_hook.compresses:  # it takes and returns this dtype
+            self._keep_low_precision = False
+            handle.reduce_in(handle.layout.dtype)
 
     @property
     def trainable(self) -> bool:
@@ -334,8 +354,8 @@ class BucketGradients:
     @property
     def reduces(self) -> bool:
         """Whether a synchronized backward makes another tensor of what the slots hold: reduced, cast or moved."""
-        handle = self.handle
-        if handle.groups.reduces or self.comm_hook is not None or self.altered:
+        handle, policy = self.handle, self.policy
+        if handle.groups.reduces or policy.changes_gradients:
             return True
         return handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
 
@@ -360,35 +380,46 @@ class BucketGradients:
         self._unused |= self._leaves - used
         self._unused = set()  # of the next backward
 
-    def set_finds_unused(self, finds_unused: bool) -> None:
-        """Leave parameters that no rank uses without gradients from now on; False: give them zeros."""
-        self._finds_unused = finds_unused
-
-    def set_altered(self, altered: bool) -> None:
-        """Note whether the result is divided by another number than usual, or changed by an all-reduce hook."""
-        self.altered = altered
-
-    def use_hook(self, hook: CommHook) -> None:
-        """Reduce by ``hook`` from now on."""
-        self.comm_hook = hook
-        if hook.compresses:  # it takes and returns the parameters' own dtype
-            self.handle.reduce_in(self.handle.layout.dtype)
-            self._keep_low_precision = False
-
     def forget_buffers(self) -> None:
-        """Drop buffers and accumulated gradients: the bucket has another dtype or device."""
-        if self.comm_hook is not None:
-            self.use_hook(self.comm_hook)  # the layout is a new one
+        """Drop buffers and accumulated gradients: the bucket has another dtype or device, and another layout."""
+        self.follow(self.policy)
         self._scratch = None
         self.accumulator.forget()
 
     # -- during a backward ---------------------------------------------------------------------------------------------
 
-    def check(self, grads: dict[int, torch.Tensor], *, reads_parameters: bool) -> None:
-        """Raise RuntimeError if gradients of leaves, by index, arrived in a way that is not supported.
-        ``reads_parameters``: the backward needs the values of the bucket."""
+    def write(
+        self,
+        grads: dict[int, torch.Tensor],
+        queue: ReductionQueue,
+        weight: float,
+        *,
+        synchronize: bool,
+        outside: bool = False,
+    ) -> None:
+        """Write gradients of leaves, by index, into their slots, ``weight`` times; with weight 0, the slots count as
+        unwritten. ``outside``: of tensors that stand for the leaves outside of forward; autograd has called their
+        hooks.
+
+        Raises:
+            RuntimeError: the gradients arrived in a way that is not supported.
+        """
+        self._check(grads, outside=outside)
+        slots = self.open(queue, synchronize=synchronize)
+        if weight == 0:
+            return
+        if outside:
+            grads = {index: self.views.local_gradient(index, grad) for index, grad in grads.items()}
+        elif slots.hooked:
+            grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
+        if weight != 1:
+            grads = {index: grad * weight for index, grad in grads.items()}
+        slots.write(grads)
+
+    def _check(self, grads: dict[int, torch.Tensor], *, outside: bool) -> None:
+        """Raise RuntimeError if ``grads`` require grad, or the backward reads parameters that are sharded."""
         handle = self.handle
-        if reads_parameters and handle.copy.state not in _READABLE:
+        if self.policy.unshard_in_backward and not outside and handle.copy.state not in _READABLE:
             raise RuntimeError(
                 f"a backward reached parameter {handle.name_of(next(iter(grads)))!r} of {handle.unit_name} while "
                 "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
@@ -426,31 +457,11 @@ class BucketGradients:
         self.slots = Slots(buffer, written, continued, self.views.has_hooks, self._is_awaited)
         return self.slots
 
-    def add(self, slots: Slots, grads: dict[int, torch.Tensor], weight: float, *, outside: bool = False) -> None:
-        """Write gradients of leaves, by index, ``weight`` times. ``outside``: of tensors that stand for the leaves
-        outside of forward; autograd has called their hooks."""
-        if outside:
-            grads = {index: self.views.local_gradient(index, grad) for index, grad in grads.items()}
-        elif slots.hooked:
-            grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
-        if weight != 1:
-            grads = {index: grad * weight for index, grad in grads.items()}
-        slots.write(grads)
-
-    def reduce(
-        self,
-        communicator: Communicator,
-        queue: ReductionQueue,
-        event: Event,
-        hook: AllReduceHook | None,
-        to_replicas: bool,
-    ) -> None:
-        """Start the reduction of what the slots hold. Without ``to_replicas`` the result is kept as a partial sum,
-        which a later reduction adds."""
-        slots = self.slots
-        assert slots is not None
+    def reduce(self, communicator: Communicator, queue: ReductionQueue, event: Event) -> None:
+        """Start the reduction of what the slots hold; of zeros, if nothing was written."""
+        slots = self.open(queue, synchronize=True)
         unused: set[int] = set()
-        if self._finds_unused:
+        if self.policy.tree.reduce_unused:
             self.used |= slots.written
             if not slots.awaited:  # else it is attached before the ranks can agree
                 unused = self._unused
@@ -459,36 +470,8 @@ class BucketGradients:
         slots.zero_the_rest()
         if slots.accumulated is not None:
             self.accumulator.conceal()
-        groups, source, streams = self.handle.groups, slots.buffer, queue.streams
-        shard = source.flat
-        if groups.sharded:
-            shard = host_memory.recycled(self.handle.layout.shard_numel, shard)
-        is_partial = groups.replica is not None and not to_replicas
-        earlier, self.partial = (None, self.partial) if is_partial else (self.partial, None)
-        hybrid_hook = self.comm_hook is not None and groups.hybrid
-        item = Reduction(
-            self,
-            source,
-            shard,
-            communicator,
-            streams,
-            event,
-            earlier,
-            is_partial,
-            averages=(
-                groups.replica is not None and not is_partial and (groups.sharded or hybrid_hook or earlier is not None)
-            ),
-            hook=hook,
-            awaited=slots.awaited,
-            accumulated=slots.accumulated or (),
-            unused=unused,
-        )
-        if streams.asynchronous_work:
-            item.start(None)
-        else:
-            written = streams.record()
-            with streams.on_reduce_stream():
-                item.start(written)
+        item = Reduction(self, slots, unused, communicator, queue.streams, event)
+        item.start()
         self.slots = None  # from here on the queue has the buffer; where ``start`` raises, ``abandon`` frees it
         queue.add(item)
 
@@ -513,12 +496,12 @@ class BucketGradients:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def expose(self, slots: Slots, *, complete: bool) -> None:
+    def expose(self, queue: ReductionQueue, *, complete: bool) -> None:
         """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` if no
         reduction follows."""
-        self.slots = None
+        slots, self.slots = self.open(queue, synchronize=False), None
         slots.zero_the_rest()
-        unused = self._leaves - slots.written if self._finds_unused else set()
+        unused = self._leaves - slots.written if self.policy.tree.reduce_unused else set()
         continues = slots.accumulated is not None
         self.accumulator.expose(slots.buffer, unused, continues=continues, hides_sharded=self.reduces)
         if complete and slots.awaited:

@@ -20,6 +20,7 @@ from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import BufferState
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.flat.params import ParamGuard
@@ -27,7 +28,6 @@ from fsdp.flat.snapshot import Values
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
-from fsdp.runtime.full_buffers import FullBuffers
 from fsdp.runtime.gradients import UnitGradients
 from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
@@ -49,18 +49,22 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a unit in the tree.
+    """The position of a unit in a tree, and the unit's communicators there.
 
     Attributes:
         context: a weak reference to the tree's ``RootContext``; returns None outside of a tree.
         index: the number of the unit in the tree.
         ancestors: the indices of the units around it.
+        communicator: of the unit's groups; None outside of a tree.
+        nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy names a number.
         place: the number among the units of the first group, equal on every rank.
     """
 
     context: Callable[[], Any] = lambda: None
     index: int = 0
     ancestors: frozenset[int] = frozenset()
+    communicator: Communicator | None = None
+    nearby: Communicator | None = None
     place: int = 0
 
 
@@ -70,16 +74,18 @@ class Progress:
     A unit has several modules where the program declared a group.
 
     Attributes:
+        has_several_modules: the unit is a group of modules.
         depth: number of calls of the unit's modules that are under way.
         open_calls: the ``ForwardCall`` s that a backward has entered and not passed.
     """
 
-    __slots__ = ("_changed_by", "_ran", "depth", "open_calls")
+    __slots__ = ("_changed_by", "_ran", "depth", "has_several_modules", "open_calls")
 
     def __init__(self, module: nn.Module) -> None:
         self.depth = 0
         self.open_calls: set[Any] = set()
         self._ran = dict.fromkeys(members_of(module), -1)  # the last forward of the tree in which each module ran
+        self.has_several_modules = len(self._ran) > 1
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # see ``is_first_to_change``
 
     def enter(self) -> None:
@@ -94,11 +100,6 @@ class Progress:
     def reset(self) -> None:
         """Forget forwards that have failed."""
         self.depth = 0
-
-    @property
-    def has_several_modules(self) -> bool:
-        """Whether the unit is a group of modules."""
-        return len(self._ran) > 1
 
     def note_ran(self, module: str, generation: int) -> bool:
         """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
@@ -130,7 +131,6 @@ class Unit:
         precision: the dtypes that the unit computes in.
         gradients: slots, reductions and accumulated gradients.
         arrivals: the gradients that backwards under way still have to deliver.
-        buffers: the full buffers.
         progress: forwards and backwards under way.
         position: in the tree.
         summoned: where full parameters are shown; None outside of ``summon_full_params``.
@@ -159,7 +159,6 @@ class Unit:
         self.policy, self.precision = policy, precision
         keep_low_precision = precision.asked.keep_low_precision_grads
         self.gradients = UnitGradients(views, policy, keep_low_precision=keep_low_precision)
-        self.buffers = FullBuffers(self.handles)
         self.progress = Progress(module)
         self.position = Position()
         self.initial = initial
@@ -183,16 +182,13 @@ class Unit:
         before = self.context
         if before is not None and before is not tree:
             before.release(self)
-        self.position = Position(weakref.ref(tree), index, ancestors)
-        communicator = Communicator(self.groups, streams)
         nearby = None
         if self.policy.reshard_ranks:
             group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
             nearby = Communicator(Groups.of(group, replicate=False), streams)
-        self.buffers.connect(communicator, nearby)
-        self.gradients.connect(communicator)
+        self.position = Position(weakref.ref(tree), index, ancestors, Communicator(self.groups, streams), nearby)
+        self._follow_policy()
         self.set_name(name)
-        self.set_place(0)
         self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
 
     def set_name(self, name: str) -> None:
@@ -204,12 +200,17 @@ class Unit:
     def set_place(self, place: int) -> None:
         """Take number ``place`` among the units of the first group."""
         self.position = replace(self.position, place=place)
-        self.buffers.set_events(self._events(GATHER))
-        self.gradients.set_events(self._events(REDUCE))
 
-    def _events(self, kind: str) -> list[Event]:
-        buckets = range(len(self.handles) or 1)
-        return [Event.of(kind, self.position.place, self.name, bucket=bucket) for bucket in buckets]
+    def event(self, kind: str, bucket: int = 0) -> Event:
+        """Return the event of a gather or reduction of the unit over the first group."""
+        return Event.of(kind, self.position.place, self.name, bucket=bucket)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the unit's groups."""
+        communicator = self.position.communicator
+        assert communicator is not None  # the unit is in a tree
+        return communicator
 
     def set_membership(self, membership: Callable[[], Any]) -> None:
         """Refer to the wrapper's ``Membership``, weakly."""
@@ -226,7 +227,7 @@ class Unit:
         """Return the groups that a collective of this kind runs over, in order."""
         shard, replica = self.groups.shard, self.groups.replica
         if kind == GATHER_NEARBY:
-            nearby = self.buffers.nearby
+            nearby = self.position.nearby
             return [nearby.groups.shard] if nearby is not None else []
         sharded = [shard] if self.groups.shard_size > 1 else []
         return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
@@ -250,7 +251,7 @@ class Unit:
             kind += f", replicated {self.groups.replica_size} times"
             if group is self.groups.replica:
                 kind += f", part {self.groups.shard_rank} of {self.groups.shard_size}"
-        by = ", by a communication hook" if self.gradients.comm_hook is not None else ""
+        by = ", by a communication hook" if self.policy.comm_hook is not None else ""
         return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
 
     def reduction(self) -> str:
@@ -262,25 +263,6 @@ class Unit:
         divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
         partly = "" if policy.requires_all_reduce else ", but not over replicas"
         return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
-
-    @property
-    def lacks_gradients(self) -> bool:
-        """Whether this rank has reduced the unit without gradients of some parameters."""
-        return self.gradients.lack_some
-
-    def used(self) -> torch.Tensor:
-        """Return a flag per parameter: this rank reduces a gradient of it."""
-        return self.gradients.used()
-
-    def note_used(self, flags: list[int]) -> None:
-        """Take over the flags of ``used``, combined over all ranks."""
-        self.gradients.note_used(flags)
-
-    def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Take part in a gather or reduction that only peers need."""
-        context = self.context
-        assert context is not None
-        context.take_part(self, kind, full_precision=full_precision)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -335,7 +317,13 @@ class Unit:
     def choose(self, **choices: Any) -> None:
         """Change fields of the unit's policy, or of the tree's where these count for this unit alone."""
         self.policy = self.policy.replaced(**choices)
-        self.gradients.set_policy(self.policy)
+        self._follow_policy()
+
+    def _follow_policy(self) -> None:
+        policy = self.policy
+        self.gradients.follow(policy)
+        if self.position.communicator is not None:
+            self.position.communicator.divide_by(policy.gradient_divide_factor, sums_only=policy.force_sum_reduction)
 
     def set_state_settings(self, settings: Any) -> None:
         """Make and load state dicts by these settings."""
@@ -348,6 +336,50 @@ class Unit:
     def move_to(self, device: torch.device) -> None:
         """Compute on ``device`` from now on."""
         self.device = device
+
+    # -- full buffers --------------------------------------------------------------------------------------------------
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the full buffers have memory of their own."""
+        for handle in self.handles:
+            if handle.copy.pooled is not None:
+                return True
+        return False
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffers, as far as they have memory of their own."""
+        return sum(handle.full_nbytes for handle in self.handles)
+
+    @property
+    def has_nearby_source(self) -> bool:
+        """Whether the next gather reads the slices that the nearby ranks have kept."""
+        return bool(self.handles) and all(handle.has_slice for handle in self.handles)
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return any(handle.copy.state is BufferState.GATHERING for handle in self.handles)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full buffers have memory (a gather may still be under way). Always true of a unit that is not
+        sharded."""
+        for handle in self.handles:
+            if handle.copy.state is BufferState.SHARDED:
+                return False
+        return True
+
+    def wait(self) -> None:
+        """Wait until the full buffers are filled (for the current stream)."""
+        for handle in self.handles:
+            handle.wait()
+
+    def forget_sources(self) -> None:
+        """Let the next gather read the shards, which may have changed."""
+        for handle in self.handles:
+            handle.forget_source()
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +433,7 @@ class Unit:
         """
         if (context := self.context) is not None:
             context.passes.check_available()
-        self.buffers.distrust()  # the optimizer may write past the version counters
+            context.unsharder.distrust(self)  # the optimizer may write past the version counters
         if self.phase is Phase.IDLE:
             self.follow_parameters()
 
@@ -425,7 +457,7 @@ class Unit:
 
     def begin_summon(self, *, everywhere: bool) -> None:
         """Enter ``summon_full_params``; ``everywhere``: the device of each rank has the full parameters."""
-        self.buffers.forget_sources()  # users are about to write parameters
+        self.forget_sources()  # users are about to write parameters
         self.summoned = Summoned.EVERYWHERE if everywhere else Summoned.PARTLY
 
     def end_summon(self) -> None:
@@ -483,11 +515,9 @@ class Unit:
         itself if the unit is not sharded."""
         if not self.groups.sharded:
             return shard
-        communicator = self.buffers.communicator
-        assert communicator is not None
         self.announce(replicas=False)
         full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        communicator.gather([Gather(full, shard)], self.buffers.events[bucket]).wait()
+        self.communicator.gather([Gather(full, shard)], self.event(GATHER, bucket)).wait()
         return full
 
     def gather_vectors(self) -> list[torch.Tensor]:
@@ -497,9 +527,9 @@ class Unit:
         """
         if not (self.handles and self.groups.sharded):
             return [handle.shard.to(self.device) for handle in self.handles]
-        context, communicator = self.context, self.buffers.communicator
-        assert context is not None and communicator is not None
-        context.passes.about_to(GATHER, self)
+        context, communicator = self.context, self.communicator
+        assert context is not None
+        event = context.passes.about_to(GATHER, self)
         vectors = [
             host_memory.empty(handle.layout.padded_numel, dtype=handle.shard.dtype, device=self.device)
             for handle in self.handles
@@ -507,7 +537,7 @@ class Unit:
         context.unsharder.gathers_follow_compute()
         with communicator.streams.on_gather_stream():
             shards = [communicator.streams.upload(handle.shard) for handle in self.handles]
-            work = communicator.gather(list(map(Gather, vectors, shards)), self.buffers.events[0])
+            work = communicator.gather(list(map(Gather, vectors, shards)), event)
         work.wait()
         context.unsharder.settle_offloaded()
         return vectors

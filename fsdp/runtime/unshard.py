@@ -8,18 +8,20 @@ It stays while there is room (``Unsharder.make_room``) and is resharded first wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY
+from fsdp.comm.issuing import GATHER, GATHER_NEARBY, Event
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import MemoryPool
+from fsdp.flat.snapshot import Values
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import communicates
+from fsdp.runtime.ranges import log, profiled
 from fsdp.runtime.unit import Unit
 
 
@@ -37,16 +39,23 @@ class Residence(Enum):
 
 
 _IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
+_COMPUTING = (Residence.IN_USE, Residence.RECOMPUTED)
 _KEPT = frozenset([Residence.KEPT, Residence.AWAITED])
-_NEXT = {
-    Residence.SHARDED: (Residence.PREFETCHED, Residence.IN_USE),
-    Residence.PREFETCHED: (Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
-    Residence.IN_USE: tuple(why for why in Residence if why is not Residence.IN_USE),
-    Residence.RECOMPUTED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
-    Residence.KEPT: (Residence.PREFETCHED, Residence.IN_USE, Residence.SHARDED),
-    Residence.AWAITED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
-}
-_FOLLOWS = {(before, why) for before, several in _NEXT.items() for why in (before, *several)}
+
+
+@dataclass(eq=False, slots=True)
+class Gathered:
+    """The full buffers of a unit while they have memory.
+
+    Attributes:
+        why: the reason.
+        generation: the forward of the tree for which they were filled.
+        values: of the shards when a backward left the buffers to the next forward; None if that has to gather again.
+    """
+
+    why: Residence
+    generation: int = -1
+    values: list[Values] | None = None
 
 
 class Unsharder:
@@ -68,8 +77,9 @@ class Unsharder:
         self.expects_backward = self.logged = False
         self._root, self._units, self._streams = root, units, streams
         # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
-        self._gathered: dict[Unit, Residence] = {}
-        self._kept: dict[Unit, Residence] = {}
+        self._gathered: dict[Unit, Gathered] = {}
+        self._kept: dict[Unit, Gathered] = {}
+        self._returned: set[Unit] = set()  # the last forward returned a parameter of these, which stays readable
         self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
         self._farthest = 1  # the largest prefetch distance of a unit
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
@@ -83,30 +93,30 @@ class Unsharder:
         """Iterate over the gathered units."""
         return iter([*self._kept, *self._gathered])
 
+    def _found(self, unit: Unit) -> Gathered | None:
+        return self._gathered.get(unit) or self._kept.get(unit)
+
     def residence_of(self, unit: Unit) -> Residence:
         """Return why ``unit`` is gathered."""
-        return self._gathered.get(unit) or self._kept.get(unit, Residence.SHARDED)
+        found = self._found(unit)
+        return Residence.SHARDED if found is None else found.why
 
-    def becomes(self, unit: Unit, why: Residence, *, gathered: bool = False) -> bool:
-        """Change the residence of ``unit`` if it is gathered; return whether it was. With ``gathered`` it gets memory,
-        or the memory is filled again."""
-        before = self._gathered.pop(unit, None) or self._kept.pop(unit, None)
-        if before is None:
-            if not gathered:
-                return False
-            before = Residence.SHARDED
-        if (before, why) not in _FOLLOWS:
-            raise AssertionError(f"a unit went from {before.name} to {why.name}")
+    def becomes(self, unit: Unit, why: Residence) -> Gathered | None:
+        """Change the residence of ``unit`` if it is gathered, and return what is gathered; else return None."""
+        found = self._gathered.pop(unit, None) or self._kept.pop(unit, None)
+        if found is None:
+            return None
         if why is not Residence.SHARDED:
-            (self._kept if why in _KEPT else self._gathered)[unit] = why
-        elif before is not Residence.IN_USE:
+            found.why = why
+            (self._kept if why in _KEPT else self._gathered)[unit] = found
+        elif found.why is not Residence.IN_USE:
             self._ahead = 0
-        return True
+        return found
 
     @property
     def idle(self) -> list[Unit]:
         """The units that are gathered and not in use, oldest first; see [Note: Idle units]."""
-        return [unit for unit, why in self._gathered.items() if why in _IDLE]
+        return [unit for unit, found in self._gathered.items() if found.why in _IDLE]
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
@@ -135,9 +145,9 @@ class Unsharder:
         chosen: set[Unit] = set()
         room = self._root.policy.tree.keep_gathered_nbytes
         for unit in reversed(self.order.recorded if room else []):
-            if unit not in chosen and not self.stays(unit) and unit.buffers.nbytes <= room:
+            if unit not in chosen and not self.stays(unit) and unit.full_nbytes <= room:
                 chosen.add(unit)
-                room -= unit.buffers.nbytes
+                room -= unit.full_nbytes
         return chosen
 
     def stays(self, unit: Unit) -> bool:
@@ -149,34 +159,29 @@ class Unsharder:
 
     def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
-        buffers = unit.buffers
-        nearby = buffers.has_nearby_source
+        nearby = unit.position.nearby is not None and unit.has_nearby_source
+        event = Event("")  # where nothing travels
         if unit.groups.sharded:
-            self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
+            event = self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
         keep_cast = (
             self.expects_backward
             and unit.precision.casts
-            and buffers.nearby is None
+            and unit.position.nearby is None
             and not self.stays(unit)
             and self.passes.forward is not None
             and not self.passes.in_backward
         )
         self._sources_kept = self._sources_kept or keep_cast
-        communicator = buffers.nearby if nearby else buffers.communicator
+        communicator = unit.position.nearby if nearby else unit.communicator
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
-        shown = communicates(what, unit.name, self.generation, logged=self.logged)
-        with shown, self._streams.on_gather_stream():
-            gather(
-                unit.handles,
-                self.pool,
-                communicator,
-                buffers.events[0],
-                keep_cast=keep_cast,
-                nearby=nearby,
-            )
-        buffers.note_filled(self.generation)
-        self.becomes(unit, why, gathered=True)
+        if self.logged:
+            log(what, unit.name, self.generation)
+        with profiled(what, unit.name), self._streams.on_gather_stream():
+            gather(unit.handles, self.pool, communicator, event, keep_cast=keep_cast, nearby=nearby)
+        for several in (self._gathered, self._kept):  # if it is filled again
+            several.pop(unit, None)
+        self._gathered[unit] = Gathered(why, self.generation)
 
     def unshard(self, unit: Unit, *, refill: bool) -> None:
         """Register the full parameters on the modules; when this returns, the current stream may read them.
@@ -184,23 +189,22 @@ class Unsharder:
         With ``refill``, a copy that an earlier forward left is gathered again, because the shards may have changed
         since. Where a backward of ``no_sync`` kept it, the versions of the shards decide.
         """
-        buffers = unit.buffers
-        if buffers.gathers:
-            why = self.residence_of(unit)
-            if why is not Residence.IN_USE and why is not Residence.RECOMPUTED:
+        if unit.gathers:
+            found = self._found(unit)
+            if found is None or found.why not in _COMPUTING:
                 self.order.record(unit)
                 self._ahead = 0
-            earlier = refill and buffers.generation != self.generation
-            if why is Residence.SHARDED:
+            if found is None:
                 self.make_room(unit)
                 self.gather(unit)
-            elif earlier and not buffers.has_kept(unit.values()):
-                torch.clear_autocast_cache()  # the casts are of old values
-                self.gather(unit)
-            elif earlier:
-                for guard in unit.guards:
-                    guard.check_kept()
-                buffers.note_current(self.generation)
+            elif refill and found.generation != self.generation:
+                if found.values is None or not all(map(Values.are_those_in, unit.values(), found.values)):
+                    torch.clear_autocast_cache()  # the casts are of old values
+                    self.gather(unit)
+                else:
+                    for guard in unit.guards:
+                        guard.check_kept()
+                    found.generation = self.generation
             for handle in unit.handles:
                 handle.wait()
         for guard in unit.guards:
@@ -216,15 +220,15 @@ class Unsharder:
         """
         unit.check_idle("Cannot manually unshard parameters during forward/backward", AssertionError)
         unit.follow_parameters()
-        if unit.buffers.gathers:
-            if not unit.buffers.is_gathered:
+        if unit.gathers:
+            if not unit.is_gathered:
                 self.make_room(unit)
-            unit.buffers.forget_sources()
+            unit.forget_sources()
             self.gathers_follow_compute()
             self.gather(unit, Residence.PREFETCHED)
-            unit.buffers.note_current(self.generation + 1)
+            self._gathered[unit].generation += 1
             self.settle_offloaded()
-        return unit.buffers.wait
+        return unit.wait
 
     def gathers_follow_compute(self) -> None:
         """Let gathers from now on read what the current stream, of the optimizer for instance, has written."""
@@ -241,7 +245,7 @@ class Unsharder:
         """Let the next gathers read the shards again, which may have changed."""
         kept, self._sources_kept = self._sources_kept, False
         for unit in self._units if kept else ():
-            unit.buffers.forget_sources()
+            unit.forget_sources()
 
     # -- resharding ----------------------------------------------------------------------------------------------------
 
@@ -252,23 +256,21 @@ class Unsharder:
         among these, unless an earlier forward has gathered the unit. The gather stream cuts the slice, because it has
         filled the buffer and will gather it.
         """
-        for view in unit.views:
-            view.registration.pop_leaves()
-        buffers = unit.buffers
-        if buffers.in_output or not self.becomes(unit, Residence.SHARDED):
+        unit.show_shards()
+        found = None if unit in self._returned else self.becomes(unit, Residence.SHARDED)
+        if found is None:
             return
-        slice_over = None
         for handle in unit.handles:
-            if handle.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
+            if handle.copy.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
                 handle.wait()
         last_use = self._streams.record()
-        if backward_follows and buffers.nearby is not None and buffers.generation == self.generation:
-            slice_over = buffers.nearby.groups if unit.policy.unshard_in_backward else None
-            self._sources_kept = self._sources_kept or slice_over is not None
+        nearby = unit.position.nearby if backward_follows and found.generation == self.generation else None
         with self._streams.on_gather_stream():
+            if nearby is not None and unit.policy.unshard_in_backward:
+                self._sources_kept = True
+                for handle in unit.handles:
+                    handle.keep_slice(nearby.groups)
             for handle in unit.handles:
-                if slice_over is not None:
-                    handle.keep_slice(slice_over)
                 handle.release(self.pool, last_use)
         torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
@@ -279,15 +281,11 @@ class Unsharder:
 
     def drop_failed(self, unit: Unit) -> None:
         """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
-        if unit.buffers.is_gathering:
+        if unit.is_gathering:
             unit.show_shards()
             self.becomes(unit, Residence.PREFETCHED)
         else:
             self.reshard(unit)
-
-    def note_recomputed(self, unit: Unit) -> None:
-        """Note that a backward has recomputed the forward of ``unit``, whose backward follows."""
-        self.becomes(unit, Residence.RECOMPUTED)
 
     def keep(self, unit: Unit, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass. Users change the shard in between, not the copy."""
@@ -302,52 +300,55 @@ class Unsharder:
         if self.residence_of(unit) is Residence.IN_USE:
             self.keep(unit, Residence.AWAITED)
 
-    def leave_forward(self, unit: Unit, *, complete: bool) -> None:
-        """Reshard or keep ``unit``, whose outermost call is over. ``complete``: all of its modules have run."""
-        if not complete:
-            self.keep_to_others(unit)
-        elif self.expects_backward and (unit in self._within_budget or self.stays(unit)):
+    def leave_forward(self, unit: Unit) -> None:
+        """Reshard ``unit``, which has run, or keep it for the backward."""
+        if self.expects_backward and (unit in self._within_budget or self.stays(unit)):
             self.keep(unit)
         else:
             self.reshard(unit, backward_follows=self.expects_backward)
-        self.prefetch(unit)
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """Reshard, at the end of the tree's forward, all units that no backward will read, and units that were kept for
         modules that did not run."""
         for unit in self.idle if backward_follows else self:
             self.reshard(unit)
-        for unit in [unit for unit, why in self._kept.items() if why is Residence.AWAITED]:
-            if unit in self._within_budget or self.stays(unit):
-                self.keep(unit)
-            else:
-                self.reshard(unit, backward_follows=True)
+        for unit in [unit for unit, found in self._kept.items() if found.why is Residence.AWAITED]:
+            self.leave_forward(unit)
 
     def end_backward(self, unit: Unit) -> None:
         """Reshard ``unit``, unless it is kept for the next forward: by the policy, or, while gradients accumulate
         unsharded, by the strategy or the budget. That forward gathers it again only if a shard was written."""
-        if unit.groups.sharded and self.residence_of(unit) is Residence.SHARDED:
+        found = self._found(unit)
+        if found is None:
+            if not unit.groups.sharded:  # the full buffers are the shards
+                unit.show_shards()
             return
+        if self._sources_kept:
+            unit.forget_sources()
         kept = not unit.policy.reshard_after_backward
         if not unit.gradients.synchronize:
             budget = unit is self._root and unit.policy.tree.keep_gathered_nbytes > 0
             kept = kept or budget or unit in self._within_budget or unit.policy.reshard_after_forward is False
-        if self._sources_kept:
-            unit.buffers.forget_sources()
-        if not (kept and unit.buffers.is_gathered):
+        if kept:
+            found.values = unit.values()
+            self.keep(unit)
+        else:
             self.reshard(unit)
-            return
-        unit.buffers.note_kept(unit.values())
-        self.keep(unit)
+
+    def distrust(self, unit: Unit) -> None:
+        """Let the next forward gather ``unit`` again, even if no version of a shard has changed."""
+        found = self._found(unit)
+        if found is not None:
+            found.values = None
 
     def hold_output(self, unit: Unit) -> None:
         """Keep the full buffers, which an output of the forward lies in, until the next forward."""
-        unit.buffers.set_in_output(True)
+        self._returned.add(unit)
 
     def forget_output(self, unit: Unit) -> None:
         """Reshard ``unit`` if it was kept because an earlier forward returned a parameter."""
-        if unit.buffers.in_output:
-            unit.buffers.set_in_output(False)
+        if unit in self._returned:
+            self._returned.discard(unit)
             self.reshard(unit)
 
     def trim(self) -> None:
@@ -426,12 +427,12 @@ class Unsharder:
             computing = [o for o in self if o.arrivals.pending and self.residence_of(o) is not Residence.AWAITED]
             if any(other.position.index not in unit.position.ancestors for other in computing):
                 return
-        listed = unit.buffers.listed(in_backward)
+        listed = None if policy.prefetch_lists is None else policy.prefetch_lists(in_backward)
         if listed is not None and not begins:
             return
         distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
         for candidate in self.order.upcoming(distance) if listed is None else listed:
-            if candidate in self._gathered or candidate.buffers.is_gathered or candidate.summoned is not None:
+            if candidate in self._gathered or candidate.is_gathered or candidate.summoned is not None:
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
                 continue

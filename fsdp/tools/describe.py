@@ -171,7 +171,7 @@ def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescript
         dtypes=tuple((layout.dtype, layout.compute_dtype, layout.reduce_dtype) for layout in layouts),
         param_nbytes=sum(shards),
         grad_nbytes=sum(nbytes for nbytes, trains in zip(shards, trainable) if trains),
-        full_nbytes=unit.buffers.nbytes,
+        full_nbytes=unit.full_nbytes,
         tied=tuple(
             tuple(joined(path_of(unit, name), each) for each in (record.name, *record.aliases))
             for layout in layouts

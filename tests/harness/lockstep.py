@@ -264,7 +264,8 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 
 def _kept(unit: Any) -> bool:
-    return unit.buffers.kept is not None and not unit.policy.reshard_after_forward
+    found = None if unit.context is None else unit.context.unsharder._found(unit)
+    return found is not None and found.values is not None and not unit.policy.reshard_after_forward
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:

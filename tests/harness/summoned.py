@@ -138,7 +138,7 @@ def assert_at_rest(model: nn.Module, mode: Mode) -> None:
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         assert unit.training_state is TrainingState.IDLE
         if unit.sharding_strategy is not NO_SHARD:
-            assert not unit._fsdp_unit.buffers.is_gathered
+            assert not unit._fsdp_unit.is_gathered
     for unit, info in zip(FullyShardedDataParallel.fsdp_modules(model), shard_info(model), strict=True):
         registered = [
             p for name, p in unit.module.named_parameters() if p in {q for b in info.buckets for q in b.params}
