@@ -15,13 +15,15 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import nn
 
+from fsdp.checkpoint.files import FORGED, disk, write_durably
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import Holder, Member, ModelParams
+from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
 from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.consensus import Ranks
@@ -137,10 +139,10 @@ def save_safetensors(
             os.replace(_temporary(target, suffix), target)
         if len(files) > 1:
             index = path / INDEX
-            _write_whole(_temporary(index, suffix), _index_of(files))
+            write_durably(_temporary(index, suffix), _index_of(files))
             os.replace(_temporary(index, suffix), index)
             final.append(index)
-        _sync_directory(path)
+        disk.sync_directory(path)
         return final
 
     with ranks.call("fsdp.export.save_safetensors()"):
@@ -221,13 +223,12 @@ class _Writing:
     """This rank's files while they are written. An error is kept until all ranks ask for it."""
 
     def __init__(self, path: Path, suffix: str, files: list[_File]) -> None:
-        self._open: dict[_File, int] = {}
+        self._open: dict[_File, BinaryIO] = {}
         self._error: OSError | None = None
         try:
             for file in files:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-                self._open[file] = os.open(_temporary(path / file.name, suffix), flags, 0o666)
-                _write_at(self._open[file], file.header, 0)
+                self._open[file] = disk.create(_temporary(path / file.name, suffix))
+                disk.write(self._open[file], file.header, 0)
         except OSError as error:
             self._error = error
 
@@ -238,8 +239,7 @@ class _Writing:
         if self._error is not None:
             return
         try:
-            content: Any = values.reshape(-1).view(torch.uint8).numpy()
-            _write_at(self._open[file], content, len(file.header) + entry.begin)
+            disk.write(self._open[file], memory_of(values.view(-1)), len(file.header) + entry.begin)
         except OSError as error:
             self._error = error
 
@@ -248,11 +248,11 @@ class _Writing:
         try:
             if self._error is not None:
                 raise self._error
-            for descriptor in self._open.values():
-                os.fsync(descriptor)
+            for stream in self._open.values():
+                disk.sync(stream)
         finally:
             while self._open:
-                os.close(self._open.popitem()[1])
+                self._open.popitem()[1].close()
 
 
 def _send(files: list[_File], writing: _Writing) -> None:
@@ -374,7 +374,7 @@ def _read_headers(path: Path) -> dict[str, _Found]:
         try:
             where = json.loads(index.read_bytes())["weight_map"]
             names = sorted({str(name) for name in where.values()})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except FORGED as error:
             raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
         if strange := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{index} names {strange[0]!r}, which is no file beside it")
@@ -388,17 +388,14 @@ def _read_headers(path: Path) -> dict[str, _Found]:
 
 
 def _read_header(path: Path) -> dict[str, _Found]:
-    """
-    Raises:
-        ValueError: it is no safetensors file, or not all of one.
-    """
+    """Return the tensors in a file, by name."""
     with path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
         try:
             start = file.read(LENGTH)
             size = header_size(start, nbytes)
             entries, _ = parse_header(start + file.read(size - LENGTH), nbytes)
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        except FORGED as error:
             raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
     return {each.name: _Found(path, each.dtype, each.shape, size + each.begin) for each in entries}
 
@@ -406,11 +403,7 @@ def _read_header(path: Path) -> dict[str, _Found]:
 def _matched(
     tensors: list[_Tensor], found: dict[str, _Found], rename: Callable[[str], str] | None, *, strict: bool
 ) -> list[tuple[_Tensor, _Found]]:
-    """Find the place of each tensor in the files.
-
-    Raises:
-        RuntimeError: names, shapes or dtypes do not fit.
-    """
+    """Find the place of each tensor in the files."""
     pairs, problems, missing, known = list[tuple[_Tensor, _Found]](), list[str](), list[str](), set[str]()
     for tensor in tensors:
         names = [name if rename is None else rename(name) for name in tensor.names]
@@ -451,10 +444,9 @@ def _read(tensor: _Tensor, found: _Found, descriptor: int) -> torch.Tensor:
 def _pread(found: _Found, descriptor: int, start: int, numel: int) -> torch.Tensor:
     """Read so many elements from element ``start`` on."""
     memory = torch.empty(numel, dtype=found.dtype, device="cpu")
-    buffer: Any = memory.view(torch.uint8).numpy()
-    content, place = memoryview(buffer), found.begin + start * found.dtype.itemsize
+    content, place = memory_of(memory), found.begin + start * found.dtype.itemsize
     while content:
-        count = os.preadv(descriptor, [content], place)
+        count = disk.read(descriptor, content, place)
         if count == 0:
             raise ValueError(f"{found.path} has become shorter while it was read")
         content, place = content[count:], place + count
@@ -466,28 +458,6 @@ def _pread(found: _Found, descriptor: int, start: int, numel: int) -> torch.Tens
 
 def _temporary(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
-
-
-def _write_at(descriptor: int, content: Any, place: int) -> None:
-    view = memoryview(content)
-    while view:
-        count = os.pwrite(descriptor, view, place)
-        view, place = view[count:], place + count
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _as_bytes(size: int | str) -> int:
