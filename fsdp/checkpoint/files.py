@@ -1,14 +1,6 @@
 """Checkpoints as directories: published whole or not at all.
 
-::
-
-    checkpoints/
-      checkpoint_00000003/        one checkpoint
-        rank_0.safetensors          tensors and values of one rank, with checksums; see fsdp.checkpoint.rank_file
-        index.json                  which ranks hold which tensor
-        manifest.json               size and checksum of each of these files
-      .checkpoint_00000004.tmp/   an unfinished save, under way or dead
-      latest                      the name of the newest checkpoint, and the checksum of the manifest
+``fsdp/checkpoint/README.md`` describes the files. ``.checkpoint_00000004.tmp`` is an unfinished save.
 
 [Note: Ownership of files]
 A checkpoint is a directory with such a name and a valid manifest. An unfinished save is a directory with such a name
@@ -62,18 +54,14 @@ class FileRecord(NamedTuple):
 
 
 def no_progress(nbytes: int) -> None:
-    """Do nothing; the default ``Advance``."""
+    """Show no progress."""
 
 
 class Disk:
     """The operations of saves and loads on a file system. A power failure may undo an operation that is not synced."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory.
-
-        Raises:
-            FileExistsError: it exists.
-        """
+        """Make a directory that does not exist."""
         path.mkdir()
 
     def create(self, path: Path) -> BinaryIO:
@@ -180,11 +168,7 @@ def write_durably(path: Path, content: bytes) -> FileRecord:
 
 
 def begin(root: Path) -> Path:
-    """Make an empty directory for the next checkpoint in ``root``, and ``root``. No two savers get the same.
-
-    Raises:
-        FileExistsError: ``latest`` exists, and is no file of this package.
-    """
+    """Make an empty directory for the next checkpoint in ``root``, and ``root``. No two savers get the same."""
     for missing in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
         with contextlib.suppress(FileExistsError):  # another saver was faster; if it is a file, the next step fails
             disk.make_directory(missing)
@@ -212,11 +196,7 @@ def begin(root: Path) -> Path:
 
 def _may_replace(latest: Path) -> bool:
     """True if ``latest`` is absent, or may be a file of this package although there is no checkpoint beside it."""
-    try:
-        start = latest.read_bytes()[: len("checkpoint_")]
-    except FileNotFoundError:
-        return True
-    return start == b"checkpoint_"
+    return not latest.exists() or latest.read_bytes().startswith(b"checkpoint_")
 
 
 def seal(temporary: Path, records: dict[str, FileRecord], ranks: int) -> None:
@@ -354,24 +334,21 @@ def _unfinished(root: Path) -> dict[str, int]:
     return found
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return _read_if_valid(path / MANIFEST) is not None
-
-
 def _is_retired(path: Path) -> bool:
     """True if a removal of this checkpoint has begun; the last file that it removes is the retired manifest."""
     try:
         empty = not os.listdir(path)
     except OSError:  # this user may not read it, or another saver was faster
         return False
-    return empty or _read_if_valid(path / RETIRED) is not None
+    return empty or _is_checkpoint(path, RETIRED)
 
 
-def _read_if_valid(path: Path) -> Manifest | None:
+def _is_checkpoint(path: Path, manifest: str = MANIFEST) -> bool:
     try:
-        return _read_manifest(path)
+        _read_manifest(path / manifest)
     except (OSError, RuntimeError):
-        return None
+        return False
+    return True
 
 
 def _final(temporary: Path) -> Path:
@@ -381,37 +358,28 @@ def _final(temporary: Path) -> Path:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def damage(problems: list[str]) -> RuntimeError:
+def damage(problem: str) -> RuntimeError:
     """Return the error for files that differ from what was saved."""
-    return RuntimeError("the checkpoint is damaged: " + "; ".join(problems))
+    return RuntimeError(f"the checkpoint is damaged: {problem}")
 
 
 def check_size(path: Path, record: FileRecord) -> None:
-    """Check that a file exists and has the size in the manifest.
-
-    Raises:
-        RuntimeError: it does not.
-    """
+    """Check that a file exists and has the size in the manifest."""
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise damage([f"{path} is missing"]) from None
+        raise damage(f"{path} is missing") from None
     if size != record.size:
-        raise damage([f"{path} has {size} bytes instead of {record.size}"])
+        raise damage(f"{path} has {size} bytes instead of {record.size}")
 
 
 def read_verified(path: Path, record: FileRecord) -> bytes:
-    """Read a file once, and compare it with the manifest.
-
-    Raises:
-        RuntimeError: it is missing or damaged.
-        OSError: it cannot be read; with the path.
-    """
+    """Read a file once, and compare it with the manifest."""
     check_size(path, record)
     with with_path(path):
         content = path.read_bytes()
     if sha256(content) != record.checksum:
-        raise damage([f"{path} has another checksum than when it was written"])
+        raise damage(f"{path} has another checksum than when it was written")
     return content
 
 
@@ -471,11 +439,7 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Read and verify a manifest.
-
-    Raises:
-        RuntimeError: it is missing or damaged, or of another version; with the path.
-    """
+    """Read and verify a manifest."""
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     with with_path(path):
@@ -510,12 +474,8 @@ _T = TypeVar("_T")
 
 
 def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable[[Path], tuple[Path, Manifest]]) -> _T:
-    """Call ``read`` with the checkpoint that ``find`` finds, and again if another job has removed it meanwhile.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint, and was none at the call.
-        RuntimeError, OSError: errors of ``find`` and ``read``; a removed file is a RuntimeError.
-    """
+    """Call ``read`` with the checkpoint that ``find`` finds, and again if another job has removed it meanwhile. A
+    removed file is a RuntimeError; a FileNotFoundError means that there was no checkpoint at the call."""
     directory, manifest = find(path)
     for _ in range(_TRIES):
         try:

@@ -34,7 +34,7 @@ from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.rank_file import RankFile, opened
+from fsdp.checkpoint.rank_file import RankFile
 from fsdp.checkpoint.save_checkpoint import aligned, classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
@@ -376,11 +376,7 @@ class Contents:
     def __init__(
         self, directory: Path, manifest: Manifest, records: Mapping[str, FileRecord], reading: Reading
     ) -> None:
-        """Read the index.
-
-        Raises:
-            RuntimeError: it is missing or damaged.
-        """
+        """Read the index."""
         self.directory, self.records, self.reading = directory, dict(records), reading
         path = directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
@@ -388,14 +384,23 @@ class Contents:
             self.table = index.unpacked(content, manifest.ranks)
         self.tensors = [key for key, saved in self.table.items() if saved.dtype]
         self.others = [key for key, saved in self.table.items() if not saved.dtype]
-        self._stack = ExitStack()
+        self._open: dict[int, RankFile] = {}
 
     def __enter__(self) -> Contents:
-        self._file: Callable[[int], RankFile] = self._stack.enter_context(opened(self.directory, self.records))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+        for file in self._open.values():
+            file.close()
+
+    def _file(self, rank: int) -> RankFile:
+        """Open the file of a rank at the first call."""
+        if rank not in self._open:
+            name = files.rank_name(rank)
+            if name not in self.records:
+                raise files.damage(f"{self.directory} lists no {name}")
+            self._open[rank] = RankFile(self.directory / name, self.records[name])
+        return self._open[rank]
 
     def check_fits(self, needed: Needed) -> None:
         """Check names and shapes.
@@ -471,11 +476,7 @@ class Contents:
         return torch_dtype(self.table[key].dtype)
 
     def read(self, targets: Mapping[str, torch.Tensor], *, verify_only: bool = False) -> None:
-        """Read tensors into ``targets``, or with ``verify_only`` compare the checksums of their blocks.
-
-        Raises:
-            RuntimeError: a file is damaged, or does not hold every element.
-        """
+        """Read tensors into ``targets``, or with ``verify_only`` compare the checksums of their blocks."""
         parts = {key: parts_of(target) for key, target in targets.items()}
         by_rank: dict[int, dict[str, list[Part]]] = {}
         for key, several in parts.items():
@@ -491,17 +492,11 @@ class Contents:
         for key, several in parts.items():
             needed = sum(box.numel for box, _ in several)
             if found[key] != needed:
-                raise RuntimeError(
-                    f"the checkpoint is damaged: {self.directory} has {found[key]} of {needed} elements of {key!r} "
-                    "for this rank"
-                )
+                words = f"{self.directory} has {found[key]} of {needed} elements of {key!r} for this rank"
+                raise files.damage(words)
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has.
-
-        Raises:
-            RuntimeError: one can only be loaded with ``trusted``.
-        """
+        """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
         file = self._file(0)
         return {key: self._value(file, key) for key in keys if key in file.keys}
 

@@ -1,24 +1,16 @@
 """The file of one rank: tensors and values, written in one pass, and read by blocks straight to their destinations.
 
 A file is a safetensors file (:mod:`fsdp.checkpoint.safetensors`). A tensor of the checkpoint lies in it as one or more
-boxes. ``__metadata__`` has these strings:
-
-* ``fsdp.version``, and ``fsdp.block``, the bytes of a block;
-* ``fsdp.checksums``: the checksums of the blocks of the data, in order;
-* ``fsdp.boxes``: JSON ``{name: [key, offsets]}`` for each tensor that is a part of another, ``key``;
-* ``fsdp.dtypes``: JSON ``{name: dtype}`` for each tensor that is stored as bytes, because the format lacks its dtype;
-* ``fsdp.values``: JSON ``{key: value}``; see :mod:`fsdp.checkpoint.values`. The tensors of a value are ``key#0``, ...
-
-The manifest has the SHA-256 of the header. The header has the checksums of the data, so both are verified.
+boxes. ``fsdp/checkpoint/README.md`` describes the metadata in the header. The manifest has the SHA-256 of the header,
+and the header has the checksums of the data, so both are verified.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +53,11 @@ def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance 
     Each block is checked and written from the tensors' own memory. Blocks that hold several tensors are copied together
     first.
     """
-    inner = [Piece(f"{key}#{n}", tuple(t.shape), Box.whole(t.shape), t) for key in packed for n, t in _of(packed, key)]
+    inner = [
+        Piece(f"{key}#{number}", tuple(tensor.shape), Box.whole(tensor.shape), tensor)
+        for key, (_, tensors) in packed.items()
+        for number, tensor in enumerate(tensors)
+    ]
     # every element begins at a multiple of its size, because sizes that are no multiple of the widest come last
     ordered = sorted([*pieces, *inner], key=lambda piece: -_alignment(piece))
     entries, boxes, dtypes = _laid_out(ordered)
@@ -87,10 +83,6 @@ def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance 
         files.disk.write(stream, content, 0)
         files.disk.sync(stream)
     return FileRecord(position, sha256(content))
-
-
-def _of(packed: Values, key: str) -> Iterator[tuple[int, torch.Tensor]]:
-    return enumerate(packed[key][1])
 
 
 def _alignment(piece: Piece) -> int:
@@ -218,12 +210,7 @@ class RankFile:
     """A rank's file that is being read. Each block is verified before a read returns."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
-        """Open the file, and verify the header.
-
-        Raises:
-            RuntimeError: it is missing or damaged, or no file of this package.
-            OSError: it cannot be read; with the path.
-        """
+        """Open the file, and verify the header."""
         self.path = path
         files.check_size(path, record)
         with files.with_path(path):
@@ -239,9 +226,9 @@ class RankFile:
             self._start = safetensors.header_size(self._bytes(0, LENGTH), record.size)
             content = self._bytes(0, self._start)
         except ValueError as error:
-            raise files.damage([f"{self.path} has another header than when it was written: {error}"]) from error
+            raise files.damage(f"{self.path} has another header than when it was written: {error}") from error
         if sha256(content) != record.checksum:
-            raise files.damage([f"{self.path} has another header than when it was written"])
+            raise files.damage(f"{self.path} has another header than when it was written")
         with files.of_ours(self.path):
             entries, metadata = safetensors.parse_header(content, record.size)
             boxes, dtypes = json.loads(metadata["fsdp.boxes"]), json.loads(metadata["fsdp.dtypes"])
@@ -281,11 +268,7 @@ class RankFile:
         return self._values.keys()
 
     def value(self, key: str, *, trusted: bool) -> Any:
-        """Read a value.
-
-        Raises:
-            RuntimeError: it is damaged, or holds objects, and is not ``trusted``.
-        """
+        """Read a value; see :func:`fsdp.checkpoint.values.unpack`."""
         with files.of_ours(self.path):
             return values.unpack(self._values[key], lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
 
@@ -306,9 +289,6 @@ class RankFile:
 
         Returns:
             the number of elements read, by key.
-
-        Raises:
-            RuntimeError: a block is damaged.
         """
         copies, found = [], Counter[str]()
         for key, parts in targets.items():
@@ -343,7 +323,7 @@ class RankFile:
             block = memory_of(scratch)[: end - begin]
         self._fill(block, self._start + begin)
         if block_checksum(block) != self._checksums[number * DIGITS : (number + 1) * DIGITS]:
-            raise files.damage([f"{self.path} has another checksum than when it was written"])
+            raise files.damage(f"{self.path} has another checksum than when it was written")
         others = [copy for copy in copies if copy is not direct]
         if others:
             source = scratch[: end - begin] if direct is None else torch.frombuffer(block, dtype=torch.uint8)
@@ -360,22 +340,5 @@ class RankFile:
             while memory:
                 nbytes = files.disk.read(self._number, memory, offset)
                 if nbytes == 0:
-                    raise files.damage([f"{self.path} ends before its {offset} bytes"])
+                    raise files.damage(f"{self.path} ends before its {offset} bytes")
                 memory, offset = memory[nbytes:], offset + nbytes
-
-
-@contextlib.contextmanager
-def opened(directory: Path, records: Mapping[str, FileRecord]) -> Iterator[Callable[[int], RankFile]]:
-    """Inside, a function that opens the file of a rank once."""
-    with contextlib.ExitStack() as stack:
-        known: dict[int, RankFile] = {}
-
-        def file_of(rank: int) -> RankFile:
-            if rank not in known:
-                name = files.rank_name(rank)
-                if name not in records:
-                    raise files.damage([f"{directory} lists no {name}"])
-                known[rank] = stack.enter_context(RankFile(directory / name, records[name]))
-            return known[rank]
-
-        yield file_of
