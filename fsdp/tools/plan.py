@@ -312,7 +312,7 @@ class _Tree:
 
     Attributes:
         wrapped: the units, depth first.
-        order: the events of a forward: (index of a unit, True if it begins, else it ends).
+        order: the indices of the units, in the order in which a forward begins them.
     """
 
     def __init__(
@@ -320,26 +320,21 @@ class _Tree:
     ) -> None:
         self.name, self.on_cpu = type(model).__name__, on_cpu
         self._use_orig_params = use_orig_params
-        self._params = set(model.parameters())
         options: dict[str, Any] = {"mixed_precision": precision, "sharding_strategy": None}
         auto_wrap(model, policy, set(), set(), _Wrapped, options)
         self._root = _Wrapped(model, **options)
         self.wrapped: list[_Wrapped] = []
-        self.order: list[tuple[int, bool]] = []
+        self.order: list[int] = []
         self._visit(self._root, "", frozenset())
         self._settle(self.order)
 
-    def _settle(self, order: list[tuple[int, bool]]) -> None:
-        """Set ``order``. Of several runs of a unit the first counts. A group runs from the first of its modules to the
-        last, and is around the units between them."""
-        groups = [unit for unit in self.wrapped if unit.is_group]
-        last = {
-            (unit.index, False): max(i for i, event in enumerate(order) if event[0] == unit.index) for unit in groups
-        }
-        self.order = list(dict.fromkeys(event for i, event in enumerate(order) if last.get(event, i) == i))
-        for unit in groups:
-            begin, end = self.order.index((unit.index, True)), self.order.index((unit.index, False))
-            for index in {index for index, begins in self.order[begin:end] if begins} - {unit.index}:
+    def _settle(self, begun: list[int]) -> None:
+        """Set ``order``, in which the first run of a unit counts. A group is around the units that begin between its
+        first and its last module."""
+        self.order = list(dict.fromkeys(begun))
+        for unit in (unit for unit in self.wrapped if unit.is_group):
+            last = len(begun) - 1 - begun[::-1].index(unit.index)
+            for index in {*begun[begun.index(unit.index) : last]} - {unit.index}:
                 self.wrapped[index].around |= {unit.index}
 
     def _visit(self, wrapper: _Wrapped, name: str, around: frozenset[int]) -> None:
@@ -350,7 +345,7 @@ class _Tree:
         else:
             unit.name, unit.index, unit.around = name, len(self.wrapped), around
             self.wrapped.append(unit)
-        self.order.append((unit.index, True))
+        self.order.append(unit.index)
         # a shared parameter's gradient arrives once, at the first place, which a backward reaches last
         trained = {item.sites[0].module for item in unit.owned if item.param.requires_grad}
         for path, module in _modules(wrapper.inner[0], name):
@@ -361,11 +356,10 @@ class _Tree:
             behind = True
             if module.of[0].is_group or module not in self.wrapped:
                 self._visit(module, path, around | {unit.index})
-        self.order.append((unit.index, False))
 
     def try_forward(self, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Run the model; record the order of the units and the bytes that autograd saves in each."""
-        order: list[tuple[int, bool]] = []
+        begun: list[int] = []
         running: list[_Wrapped] = []
         kept: dict[int, torch.Tensor] = {}  # by storage; held, so that the number is not reused
 
@@ -376,10 +370,10 @@ class _Tree:
                 running[-1].saved += storage.nbytes()
 
         def tell(unit: _Wrapped, begins: bool, arguments: Any) -> None:
-            order.append((unit.index, begins))
             if not begins:
                 running.pop()
                 return
+            begun.append(unit.index)
             running.append(unit)
             for value in tree_leaves(arguments):  # kept by a checkpoint inside the unit, past autograd
                 if isinstance(value, torch.Tensor):
@@ -406,7 +400,7 @@ class _Tree:
                 f"{self.name} does not run with this batch, on the meta device: {type(error).__name__}: {error}. Pass "
                 "the arguments of its forward as inputs=(...), or no batch: activations are not counted then"
             ) from error
-        self._settle(order)
+        self._settle(begun)
 
     def units(
         self, groups_of: Callable[[ShardingStrategy | None], Groups], resharded: bool | None

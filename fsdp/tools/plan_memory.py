@@ -109,12 +109,12 @@ class PlannedUnit:
         return direct + ring
 
 
-def peaks(units: Sequence[PlannedUnit], order: Sequence[tuple[int, bool]], on_cpu: bool) -> tuple[int, int]:
+def peaks(units: Sequence[PlannedUnit], order: Sequence[int], on_cpu: bool) -> tuple[int, int]:
     """Return the largest working set, and the largest sum of working set, gradients and activations.
 
     [Note: The peak of a step] has the formula.
     """
-    run = [units[index] for index, begins in order if begins]
+    run = [units[index] for index in order]
     limited = [unit for unit in units if not unit.stays]
     spare = sorted((unit.full_nbytes for unit in limited), reverse=True)[:2]
     reduces = sorted((u.reduce_nbytes + u.received_nbytes(on_cpu) for u in units if not u.open_early), reverse=True)
