@@ -140,11 +140,7 @@ class Form(ABC):
         return form(getattr(config, "rank0_only", False), config.offload_to_cpu)
 
     def within(self, unit: Unit, *, cut: bool) -> Form:
-        """Return the form for ``unit``: whole tensors for a form of parts if the unit is not ``cut``.
-
-        Raises:
-            RuntimeError: flat vectors, and the unit has a device mesh; or no mesh includes tensor parallelism.
-        """
+        """Return the form for ``unit``: whole tensors for a form of parts if the unit is not ``cut``."""
         if self.is_cut and not cut:
             return Full(self.rank0_only, self.offload_to_cpu)
         mesh = unit.groups.mesh
@@ -412,11 +408,7 @@ def read(value: torch.Tensor, held: Held, groups: Groups, *, flat: bool = False)
 
 
 def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
-    """Find this rank's elements in ``value``, which tensor parallelism cuts along mesh dimension ``of_tp``.
-
-    Raises:
-        AssertionError: another dimension cuts the value, and not into rows over the ranks of the parameter.
-    """
+    """Find this rank's elements in ``value``, which tensor parallelism cuts along mesh dimension ``of_tp``."""
     mesh, rest, own = value.device_mesh, [dim for dim in cut_dims(value) if dim != of_tp], group_of(groups)
     rows = [dim for dim in rest if value.placements[dim] == ShardOf(0)]
     if len(rest) > 1 or rows != rest or any(group_ranks(mesh.get_group(dim)) != group_ranks(own) for dim in rest):

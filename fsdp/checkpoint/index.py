@@ -98,11 +98,7 @@ def of_tensor(
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """Join the tables of several ranks, in the order of ranks.
-
-    Raises:
-        ValueError: they have different tensors under one key.
-    """
+    """Join the tables of several ranks, in the order of ranks."""
     result: Table = dict(tables[0])
     for table in tables[1:]:
         for key, saved in table.items():
@@ -120,11 +116,7 @@ def joined(tables: Sequence[Table]) -> Table:
 
 
 def check_complete(table: Table, keys: Iterable[str] = ()) -> None:
-    """Check that the ranks together hold ``keys``, and every element once.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Check that the ranks together hold ``keys``, and every element once."""
     if missing := [key for key in keys if key not in table]:
         raise ValueError(
             f"no rank holds elements of {missing[0]!r} ({len(missing)} in all): let all ranks save together"

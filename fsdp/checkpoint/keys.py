@@ -17,11 +17,7 @@ _NUMBER = re.compile(r"%i(-?\d+)")
 
 
 def state_key(param: str, state: Any) -> str:
-    """Return the key of a parameter's state.
-
-    Raises:
-        TypeError: the state's name is neither a string nor an integer.
-    """
+    """Return the key of a parameter's state."""
     if type(state) is int:
         return f"{STATE}{param}.%i{state}"
     if not isinstance(state, str):

@@ -228,9 +228,6 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
 
     ``load_state_dict`` adds the options that older versions of a class did not save. With the groups of another class
     options are missing afterwards: the first step would fail, or train with the learning rate of that class.
-
-    Raises:
-        RuntimeError: an optimizer of another class has saved it.
     """
     defaults = getattr(optimizer, "defaults", {})
     options = [name for name in defaults if all(name in group for group in optimizer.param_groups)]
@@ -261,11 +258,7 @@ def _check_classes(
     saved: list[list[str]],
     needed: Needed,
 ) -> None:
-    """Check that no optimizer gets the state of another of torch's classes, which may have options of the same names.
-
-    Raises:
-        RuntimeError: one would.
-    """
+    """Refuse the state of another of torch's optimizer classes, which may have options of the same names."""
     by_name = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
     for optimizer, params in zip(optimizers, needed.trained or ()):
         own = classes_of(optimizer)
@@ -403,11 +396,7 @@ class Contents:
         return self._open[rank]
 
     def check_fits(self, needed: Needed) -> None:
-        """Check names and shapes.
-
-        Raises:
-            RuntimeError: they do not fit the model or the optimizers, with all of them; or there is no optimizer state.
-        """
+        """Check names and shapes."""
         saved = {key.removeprefix(MODEL): of for key, of in self.table.items() if key.startswith(MODEL)}
         strict = self.reading.strict
         if problems := "; ".join(_misfits(saved, needed.model, strict=strict)):

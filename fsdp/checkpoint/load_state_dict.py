@@ -177,11 +177,7 @@ class Loading:
     """
 
     def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, prepared: bool) -> None:
-        """Register the targets.
-
-        Raises:
-            RuntimeError: a unit is running.
-        """
+        """Register the targets."""
         self.opener, self.prepared, self.assign = opener, prepared, False
         self.incompatible: Any = None
         self.error_messages: list[str] | None = None
@@ -425,11 +421,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
 
 
 def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
-    """Return the groups over which a value of rank 0 is broadcast, in this order, to reach all ranks.
-
-    Raises:
-        RuntimeError: the units are sharded over different groups, or not over all ranks.
-    """
+    """Return the groups over which a value of rank 0 is broadcast, in this order, to reach all ranks."""
     if not units:
         return [default_group()]
     root, tp = replace(units[0].groups, tp=None), _tp_of(units)

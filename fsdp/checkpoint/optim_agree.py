@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp.checkpoint.optim_dtypes import dequantized, is_quantized
 from fsdp.checkpoint.optim_names import Holder, ModelParams
-from fsdp.checkpoint.optim_quantized import dequantized, is_quantized
 from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
 from fsdp.comm.groups import group_ranks
 

@@ -1,28 +1,160 @@
-"""``Optimizer.load_state_dict`` without wrong casts: states keep the dtypes of the state dict.
+"""Dtypes and classes of optimizer states on the way into state dicts and back.
 
-torch casts each state to the dtype of the parameter. That is wrong for scalars (NAdam's ``mu_product``, ASGD's ``eta``
-and ``mu`` are always float32), and for optimizers that keep float32 states for parameters of 16 bits: bits are lost
-without an error. A string is lost as well: torch takes it for a sequence of states and returns the text of a generator.
+[Note: Dtypes of loaded states]
+``Optimizer.load_state_dict`` casts each state to the dtype of the parameter. That is wrong for scalars (NAdam's
+``mu_product``, ASGD's ``eta`` and ``mu`` are always float32), and for optimizers that keep float32 states for
+parameters of 16 bits: bits are lost without an error. A string is lost as well: torch takes it for a sequence of
+states and returns the text of a generator. So states keep the dtypes of the state dict.
 
 The cast is right for element-wise states of torch's own optimizers, which must have the parameter's dtype in a step. If
 the dtype of the parameter has changed since the save, only the cast lets the optimizer step.
+
+[Note: Quantized states]
+8-bit optimizers have states in a subclass of ``torch.Tensor`` with a ``dequantize()`` and a ``copy_()`` of its own. A
+shard's blocks and scales fit that shard alone. So state dicts and checkpoints hold the dequantized values, which can
+be cut in any way and take memory during a save, and the parameter groups have a mark. An optimizer that loads marked
+groups makes empty states by a step with zero gradients, and the values are copied into those. So the states have the
+class that they had before the save.
+
+The copy quantizes once more. The codes are those that were saved if the class can represent the largest value of each
+block, and if the blocks are cut alike. Otherwise a value changes by at most the error of one quantization, as in a step
+of the optimizer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint.optim_quantized import with_classes
+from fsdp.flat.views import stepped_params
+from fsdp.runtime import hooks
 
+QUANTIZED = "fsdp_quantized"  # key of parameter groups in state dicts, if states had a quantized class
 _CAST_RIGHTLY = "step"  # only if ``capturable`` or ``fused``, which need it in float32 on the parameter's device
 
 _kept: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+# -- quantized states --------------------------------------------------------------------------------------------------
+
+
+def is_quantized(value: Any) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor of a quantized class."""
+    return isinstance(value, torch.Tensor) and type(value).dequantize is not torch.Tensor.dequantize
+
+
+def dequantized(value: Any) -> Any:
+    """Return the values of a state in a quantized class as a plain tensor of the same dtype; any further state
+    itself."""
+    return value.dequantize().to(value.dtype) if is_quantized(value) else value
+
+
+def with_values(state_dict: Any) -> Any:
+    """Return a state dict by parameter names with a mark and dequantized values, if states are of a quantized class, as
+    those of a plain model's optimizer are; otherwise ``state_dict`` itself."""
+    states = (state_dict or {}).get("state", {})
+    if not any(is_quantized(leaf) for leaf in tree_leaves(states)):
+        return state_dict
+    found = {**state_dict, "state": tree_map(dequantized, states)}
+    if "param_groups" in found:
+        found["param_groups"] = [dict(group) for group in found["param_groups"]]
+        mark(found["param_groups"])
+    return found
+
+
+def is_marked(state_dict: Mapping[str, Any]) -> bool:
+    """Return True if parameter groups have the mark."""
+    return any(QUANTIZED in group for group in state_dict.get("param_groups", ()))
+
+
+def mark(groups: Iterable[dict[str, Any]]) -> None:
+    """Note in parameter groups of a state dict that states had a quantized class."""
+    for group in groups:
+        group[QUANTIZED] = True
+
+
+@torch.no_grad()
+def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state_dict``, which ``optimizer`` is about to load, without the mark. If there was one, states of which
+    the optimizer makes a quantized class are of that class."""
+    if not is_marked(state_dict):
+        return state_dict
+    groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
+    keys = [key for group in groups for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    key_of = {param: key for key, param in zip(keys, params) if key in state_dict["state"]}
+    states = dict(state_dict["state"])
+    with _set_aside(optimizer), first_step(optimizer, without={*params} - key_of.keys()):
+        for param, key in key_of.items():
+            made = optimizer.state.get(param, {})
+            states[key] = {name: _like(made.get(name), value) for name, value in states[key].items()}
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _like(made: Any, value: Any) -> Any:
+    """Return ``value`` in the quantized class of ``made``, in the memory of ``made``; otherwise ``value`` itself."""
+    plain = isinstance(value, torch.Tensor) and not is_quantized(value)
+    return made.copy_(value) if is_quantized(made) and plain and made.shape == value.shape else value
+
+
+@contextlib.contextmanager
+def _set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Take the states and gradients away inside the context."""
+    params = stepped_params(optimizer)
+    states, grads = dict(optimizer.state), [param.grad for param in params]
+    try:
+        optimizer.state.clear()
+        for param in params:
+            param.grad = None
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(states)
+        for param, grad in zip(params, grads):
+            param.grad = grad
+
+
+@contextlib.contextmanager
+def first_step(optimizer: Optimizer, without: Collection[torch.Tensor]) -> Iterator[None]:
+    """Give an optimizer without state the state of a step with zero gradients and a rate of zero, in the context.
+
+    Args:
+        without: parameters that get no state.
+    """
+    params = stepped_params(optimizer)
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    # without a rate an optimizer may move parameters
+    values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
+    try:
+        try:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for param in params:
+                if param.requires_grad and param not in without:
+                    param.grad = torch.zeros_like(param)
+            with hooks.own_step(optimizer):
+                optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = rate
+            for param in params:
+                param.grad = None
+            for param, value in zip(params, values):
+                param.detach().copy_(value)
+        yield
+    finally:
+        optimizer.state.clear()
+
+
+# -- Optimizer.load_state_dict -----------------------------------------------------------------------------------------
 
 
 def keep_dtypes(optimizer: Any) -> None:

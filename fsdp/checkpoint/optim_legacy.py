@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint import optim_names
 from fsdp.checkpoint.forms import Form, Full, Rows
-from fsdp.checkpoint.optim_dtypes import keep_dtypes
+from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import Group
-from fsdp.checkpoint.optim_quantized import is_marked
 from fsdp.checkpoint.optim_state import optim_state_dict as save_optim_state
 from fsdp.checkpoint.state_dict import calling_wrapped
 

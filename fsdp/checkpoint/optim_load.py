@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, is_part, needs_exchange, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
-from fsdp.checkpoint.optim_dtypes import keep_dtypes
+from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_values
 from fsdp.checkpoint.optim_names import (
     Group,
     Holder,
@@ -32,7 +32,6 @@ from fsdp.checkpoint.optim_names import (
     same_value,
     state_order,
 )
-from fsdp.checkpoint.optim_quantized import dequantized, with_values
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -73,12 +72,7 @@ class Contents:
 
 
 def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
-    """Describe a dict to load.
-
-    Raises:
-        ValueError: there is no "state", or a key is similar to a parameter's name but is none; or the dict has to be
-            ``full``, and states are sharded.
-    """
+    """Describe a dict to load."""
     if optim_state_dict is None or "state" not in optim_state_dict:
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
     known = dict.fromkeys([*params.by_name, *params.others.values()])
@@ -151,9 +145,6 @@ class _Plan:
         Args:
             kept: the optimizer's present state, if parameters that are not in the dict keep theirs.
             reused: the present state whose memory is to be the new state's.
-
-        Raises:
-            ValueError: a state does not fit the parameter, or the states of a flat parameter's members differ.
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[_Arrival]] = {}

@@ -174,11 +174,7 @@ class ModelParams:
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Group] | None = None) -> None:
-        """Look up all parameters of ``model``, as optimizers with these parameter groups hold them.
-
-        Raises:
-            AssertionError: the units differ in ``use_orig_params``.
-        """
+        """Look up all parameters of ``model``, as optimizers with these parameter groups hold them."""
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
@@ -324,10 +320,6 @@ def lay_out(
         key_of: the key of each parameter in the result.
         strict: leave out parameters that no saved group contains, as torch does: ``Optimizer.load_state_dict`` refuses
             the result, unless the program adds them. Without it they and their groups keep their own settings.
-
-    Raises:
-        KeyError: a name belongs to no parameter with a key.
-        ValueError: parameters of one group were saved in groups with different settings.
     """
     group_of = {name: group for group in saved for name in group["params"]}
     keys = {name: key_of[param] for param in params.in_order if param in key_of for name in params.names(param)}
@@ -364,11 +356,7 @@ def lay_out(
 
 
 def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, Any] | None:
-    """Return the saved settings of the parameters ``names``; None if no saved group contains one of them.
-
-    Raises:
-        ValueError: they were saved in groups with different settings.
-    """
+    """Return the saved settings of the parameters ``names``; None if no saved group contains one of them."""
     first: tuple[str, Group] | None = None
     for name, group in {id(group): (name, group) for name in names if (group := group_of.get(name))}.values():
         if first is None:
@@ -396,11 +384,7 @@ def _without_params(group: Group) -> dict[str, Any]:
 
 
 def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Map each parameter to its name in the plain model; for a shared parameter the first.
-
-    Raises:
-        RuntimeError: a flat parameter stands for several parameters.
-    """
+    """Map each parameter to its name in the plain model; for a shared parameter the first."""
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=True):
         members = getattr(param, "_fqns", None)

@@ -19,8 +19,8 @@ from torch import nn
 
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
+from fsdp.checkpoint.optim_dtypes import dequantized, mark
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
-from fsdp.checkpoint.optim_quantized import dequantized, mark
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.comm.groups import default_group, group_ranks

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdp.checkpoint.optim_dtypes import dequantized
 from fsdp.checkpoint.optim_names import Holder, holders_of
-from fsdp.checkpoint.optim_quantized import dequantized
 from fsdp.comm.board import Board
 from fsdp.runtime.unit import Unit
 

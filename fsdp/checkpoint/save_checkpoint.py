@@ -64,7 +64,7 @@ def save(
             (``fully_shard`` makes such models). Each rank writes its shards. Values that are not sharded (buffers,
             ignored parameters, extra state) are written as on rank 0.
         optimizer: an optimizer of the model's parameters, or several of different ones. States come back bit for bit,
-            and those of 8-bit optimizers in their class, rounded once more (``fsdp/checkpoint/optim_quantized.py``).
+            and those of 8-bit optimizers in their class, rounded once more (``fsdp/checkpoint/optim_dtypes.py``).
             Entries of the state that belong to no parameter are written as on rank 0.
         extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
@@ -274,12 +274,7 @@ class Save:
         self._ranks.together("take what is to be saved", of_optimizer)
 
     def share(self, state: dict[str, Any]) -> None:
-        """Choose the tensors and values of ``state`` that this rank writes.
-
-        Raises:
-            NotImplementedError: a tensor is sparse, quantized, nested or of a subclass.
-            TypeError: another value holds an object of a class that is not loaded safely.
-        """
+        """Choose the tensors and values of ``state`` that this rank writes."""
         rank, members, self._keys = self._ranks.rank, self._ranks.members, tuple(state)
         owners: dict[tuple[int, ...], list[int]] = {}  # the replicas that save, by all replicas
         for key, value in state.items():
@@ -316,11 +311,7 @@ class Save:
             self.table[key] = index.of_tensor(value.dtype, shape, order, [box for box, _ in parts], self._ranks.rank)
 
     def pack(self, key: str, value: Any) -> None:
-        """Add a value that is no tensor.
-
-        Raises:
-            TypeError: it holds an object of a class that is not loaded safely.
-        """
+        """Add a value that is no tensor."""
         remedy = "; or save(..., trusted=True), and then load(..., trusted=True)" if key != EXTRA else ""
         trusted = self._trusted and key != EXTRA
         self._packed[key] = values.pack(value, _name_of(key), remedy, trusted=trusted)
@@ -433,11 +424,7 @@ def classes_of(optimizer: Optimizer) -> list[str]:
 
 
 def _check_dense(key: str, value: torch.Tensor) -> None:
-    """Check that a tensor of the checkpoint has rows of bytes to write.
-
-    Raises:
-        NotImplementedError: it has none.
-    """
+    """Check that a tensor of the checkpoint has rows of bytes to write."""
     subclass = hasattr(value, "__tensor_flatten__") and not is_distributed(value)
     if value.layout != torch.strided or value.is_quantized or value.is_nested or subclass:
         kind = type(value).__name__ if subclass else "tensor"

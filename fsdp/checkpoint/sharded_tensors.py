@@ -84,11 +84,7 @@ def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
 
 def rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
     """Find the mesh dimension with the ranks of ``group``: in the root mesh of ``mesh``, as torch's FSDP1 does, or in
-    ``mesh`` itself, where several dimensions were flattened into one.
-
-    Raises:
-        RuntimeError: no dimension has these ranks.
-    """
+    ``mesh`` itself, where several dimensions were flattened into one."""
     for one in (root_of(mesh), mesh):
         if (dim := dim_of(one, group)) is not None:
             return one, dim
@@ -103,11 +99,7 @@ def dim_of(mesh: DeviceMesh, group: Any) -> int | None:
 
 
 def check_no_mesh(unit: Unit) -> None:
-    """Check that the unit has no device mesh, which local state dicts do not support.
-
-    Raises:
-        RuntimeError: the unit has a device mesh.
-    """
+    """Check that the unit has no device mesh, which local state dicts do not support."""
     if unit.groups.mesh is not None:
         raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
 

@@ -44,11 +44,7 @@ class UnitTensors:
     """The tensors of one unit in state dicts: its parameters, or with ``flat`` the flat vector of each bucket."""
 
     def __init__(self, unit: Unit, opener: nn.Module, *, flat: bool) -> None:
-        """Prepare the unit for a walk that reaches it at ``opener``, the outermost of the unit's modules in the walk.
-
-        Raises:
-            RuntimeError: ``flat``, and ``opener`` does not contain the module that has the flat parameters.
-        """
+        """Prepare the unit for a walk that reaches it at ``opener``, the outermost of its modules in the walk."""
         self.unit = unit
         self._home = flat_home(unit, opener) if flat else None
         with torch.no_grad():
@@ -130,11 +126,7 @@ class UnitSaving(UnitTensors):
     """
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
-        """Register placeholders of the form that the unit's settings choose.
-
-        Raises:
-            RuntimeError: the unit is running.
-        """
+        """Register placeholders of the form that the unit's settings choose."""
         settings, has_parts = unit.state_settings, unit.groups.sharded and bool(unit.handles)
         form = Form.of(settings.state_dict_config)
         if form.is_cut and unit.handles and not has_parts:
@@ -232,11 +224,7 @@ class UnitSaving(UnitTensors):
         return dict(zip(held, leaving)) if self._receives else {}
 
     def _shown(self) -> dict[Key, Held]:
-        """Return the summoned parameters, with users' changes, on the ranks that have them.
-
-        Raises:
-            RuntimeError: this rank has none, and the form gives it a part.
-        """
+        """Return the summoned parameters, with users' changes, on the ranks that have them."""
         held = {
             (bucket, index): held_param(views.handle, index, local_of(param.detach()), shown=True)
             for bucket, views in enumerate(self.unit.views)
@@ -300,11 +288,7 @@ def flat_name(bucket: int) -> str:
 
 
 def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
-    """Return the module on which flat parameters are registered.
-
-    Raises:
-        RuntimeError: ``opener`` is a part of the unit without that module.
-    """
+    """Return the module on which flat parameters are registered."""
     home, *others = outermost_of(unit.module)
     if all(home is not module for module in opener.modules()) and inside_checkpoint(opener) not in others:
         raise RuntimeError(
@@ -315,11 +299,7 @@ def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
 
 
 def check_idle(units: Iterable[Unit], what: str, *allowed: Phase) -> None:
-    """Check that all units are idle or in an ``allowed`` phase; ``what`` is the call in errors.
-
-    Raises:
-        RuntimeError: a unit is in another phase.
-    """
+    """Check that all units are idle or in an ``allowed`` phase; ``what`` is the call in errors."""
     for unit in units:
         if unit.phase not in (Phase.IDLE, *allowed):
             raise RuntimeError(f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it outside")
@@ -340,11 +320,7 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling_wrapped(call: str, model: nn.Module) -> Iterator[None]:
-    """Do the same as :func:`calling`, for a call that needs units.
-
-    Raises:
-        ValueError: ``model`` has none.
-    """
+    """Do the same as :func:`calling`, for a call that needs units."""
     if not units_of(model):
         raise ValueError(
             f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; the "

@@ -120,11 +120,7 @@ class UnitLoading(UnitTensors):
     """
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
-        """Register targets in place of the parameters.
-
-        Raises:
-            RuntimeError: flat vectors are to be loaded, and the unit has a device mesh; see also ``UnitTensors``.
-        """
+        """Register targets in place of the parameters."""
         self._flat = Form.of(unit.state_settings.state_dict_config).is_flat and unit.groups.sharded
         if self._flat:
             check_no_mesh(unit)
@@ -142,11 +138,7 @@ class UnitLoading(UnitTensors):
         self._targets.clear()  # they refer to this object, which would keep the values until garbage is collected
 
     def _receive(self, key: Key, value: Any) -> None:
-        """Keep ``value`` for a parameter.
-
-        Raises:
-            AssertionError, ValueError: ``value`` lacks this rank's part; see ``Form.read``.
-        """
+        """Keep ``value`` for a parameter."""
         value = value.value if isinstance(value, Part) else torch.detach(value)
         read(value, self._held[key], self.unit.groups, flat=self._flat)
         self.values[key] = value

@@ -33,9 +33,9 @@ from fsdp.api import (
 )
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
+from fsdp.checkpoint.optim_dtypes import first_step, with_values
 from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
-from fsdp.checkpoint.optim_quantized import first_step, with_values
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling
@@ -204,12 +204,7 @@ def own_method(of: nn.Module | Optimizer, name: str) -> Any:
 
 
 def entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
-    """Return the module inside the outer wrappers (DDP, compiled modules).
-
-    Raises:
-        ValueError: torch's FSDP has wrapped a part of the model, and the state is more than the ``DTensor`` parameters
-            of ``fully_shard``.
-    """
+    """Return the module inside the outer wrappers (DDP, compiled modules)."""
     foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(units_of(model)))
     if foreign is not None:
         raise ValueError(
@@ -472,11 +467,7 @@ def trained_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[dic
 
 
 def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
-    """Check that the state of one of several ``optimizers`` can be joined with the others into one dict.
-
-    Raises:
-        ValueError: an entry could not be loaded back.
-    """
+    """Check that the state of one of several ``optimizers`` can be joined with the others into one dict."""
     trained = {key for group in raw["param_groups"] for key in group["params"]}
     others = [key for key in raw["state"] if key not in trained]
     if others and (optimizers > 1 or options.flatten_optimizer_state_dict):

@@ -300,11 +300,7 @@ def _settings_of(unit: Unit) -> StateDictSettings:
 
 
 def _settings_in(module: nn.Module) -> StateDictSettings | None:
-    """Return the settings of the instances in ``module``; None without instances.
-
-    Raises:
-        AssertionError: the instances differ.
-    """
+    """Return the settings of the instances in ``module``; None without instances."""
     settings: StateDictSettings | None = None
     for name, unit, _ in units_in(module):
         own = _settings_of(unit)
