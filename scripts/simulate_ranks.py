@@ -34,7 +34,6 @@ from fsdp.checkpoint import files, index
 from fsdp.checkpoint.forms import Form, Full, Held, Rows
 from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, param_and_state, state_key
 from fsdp.checkpoint.load_checkpoint import Contents, Needed, Reading, fetched
-from fsdp.checkpoint.optim_load import Fetch, Whole
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import Save
 from fsdp.checkpoint.transfers import export
@@ -177,15 +176,11 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
         state = state_of(rank, size, units)
         model = {key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)}
 
-        def plan(contents: Contents, fetch: Fetch) -> list[Any]:
-            likes = {
-                state_key(name, key): model[name]
-                for name, states in contents.optimizer_state(model)["state"].items()
-                for key, value in states.items()
-                if isinstance(value, Whole)
-            }
+        def plan(contents: Contents) -> list[Any]:
+            contents.optimizer_state(model)
+            likes = {key: model[param_and_state(key)[0]] for key in contents.states}
             for key, target in contents.shadow(likes).items():
-                fetch(*param_and_state(key), target, False)
+                contents.states[key].target = target
             return []
 
         with ranks.call("load"), ExitStack() as stack:

@@ -29,9 +29,9 @@ from torch.optim import Optimizer
 from fsdp.checkpoint import files, index
 from fsdp.checkpoint.files import FileRecord, Manifest
 from fsdp.checkpoint.forms import boxes_of, is_distributed, parts_of
-from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
+from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
-from fsdp.checkpoint.optim_load import Fetch, Whole
+from fsdp.checkpoint.optim_load import Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import RankFile
@@ -180,6 +180,10 @@ class Found(NamedTuple):
     extra: Any
 
 
+# Returns each optimizer and the dict to load into it, from the optimizer's state in a checkpoint.
+Plan = Callable[["Contents"], list[tuple[Optimizer, dict[str, Any]]]]
+
+
 def _load(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading
 ) -> Any:
@@ -192,12 +196,12 @@ def _load(
         values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
         return Needed(values, None if optimizer is None else trained_parts(model, several))
 
-    def plan(contents: Contents, fetch: Fetch) -> list[tuple[Optimizer, dict[str, Any]]]:
+    def plan(contents: Contents) -> list[tuple[Optimizer, dict[str, Any]]]:
         if optimizer is None:
             return []
         state = contents.optimizer_state(needed.params)
         _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed)
-        return optimizers_to_load(model, several, state, options=options, fetch=fetch, reuse=reading.in_place)
+        return optimizers_to_load(model, several, state, options=options)
 
     with ExitStack() as stack:
         needed = ranks.together("check what is to be loaded", check)
@@ -279,7 +283,7 @@ def fetched(
     ranks: Ranks,
     path: Path,
     needed: Needed,
-    plan: Callable[[Contents, Fetch], list[tuple[Optimizer, dict[str, Any]]]],
+    plan: Plan,
     reading: Reading,
     stack: ExitStack,
 ) -> Found:
@@ -325,7 +329,7 @@ def fetched(
 def _read_parts(
     contents: Contents,
     needed: Needed,
-    plan: Callable[[Contents, Fetch], list[tuple[Optimizer, dict[str, Any]]]],
+    plan: Plan,
     own: int,
 ) -> Found:
     likes = {MODEL + name: like for name, like in needed.model.items()}
@@ -337,10 +341,10 @@ def _read_parts(
     found: dict[str, Any] = {key: (live | new)[key] for key in in_model}
     found.update(contents.values(key for key in contents.others if key in likes))
 
-    def fetch(name: str, state: Any, target: torch.Tensor, exists: bool) -> None:
-        (live if exists else new)[state_key(name, state)] = target
-
-    optimizers = plan(contents, fetch)
+    optimizers = plan(contents)
+    for key, whole in contents.states.items():
+        if whole.target is not None:
+            (live if whole.exists else new)[key] = whole.target
     contents.read(live, verify_only=True)
     contents.read(new)
 
@@ -364,6 +368,7 @@ class Contents:
         table: the index.
         tensors, others: the keys of tensors, and of values that are no tensors.
         records: the files that may be opened, by name.
+        states: the tensors of ``optimizer_state`` that have dimensions.
     """
 
     def __init__(
@@ -377,6 +382,7 @@ class Contents:
             self.table = index.unpacked(content, manifest.ranks)
         self.tensors = [key for key, saved in self.table.items() if saved.dtype]
         self.others = [key for key, saved in self.table.items() if not saved.dtype]
+        self.states: dict[str, Whole] = {}
         self._open: dict[int, RankFile] = {}
 
     def __enter__(self) -> Contents:
@@ -504,18 +510,18 @@ class Contents:
             ) from error
 
     def optimizer_state(self, trained: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be fetched."""
+        """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be read later."""
 
         def wanted(key: str) -> bool:
             return key.startswith(STATE) and param_and_state(key)[0] in trained
 
-        found: dict[str, Any] = {}
-        for key in filter(wanted, self.tensors):
-            shape = self.table[key].shape
-            found[key] = Whole(self._dtype(key), shape) if shape else self.empty(key)
-        self.read({key: value for key, value in found.items() if isinstance(value, torch.Tensor)})
-        found.update(self.values([*filter(wanted, self.others), GROUPS, OTHERS]))
-        return _optimizer_state(found)
+        keys = [*filter(wanted, self.tensors)]
+        scalars = {key: self.empty(key) for key in keys if not self._shape(key)}
+        in_place = self.reading.in_place
+        self.states = {k: Whole(self._dtype(k), self.table[k].shape, in_place) for k in keys if k not in scalars}
+        self.read(scalars)
+        values = self.values([*filter(wanted, self.others), GROUPS, OTHERS])
+        return _optimizer_state({key: (scalars | self.states)[key] for key in keys} | values)
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:

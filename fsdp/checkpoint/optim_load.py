@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -40,15 +40,23 @@ from fsdp.flat.names import bare
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
-# Called with the names of a parameter and a state, the target, and whether that is the optimizer's present state.
-Fetch = Callable[[str, Any, torch.Tensor, bool], None]
 
+@dataclass
+class Whole:
+    """A whole tensor with dimensions that is to be loaded. In a dict to load it stands for a tensor that the caller
+    reads later, into ``target``.
 
-class Whole(NamedTuple):
-    """Dtype and shape of a whole tensor with dimensions."""
+    Attributes:
+        in_place: the memory of the optimizer's present state may become the target.
+        target: memory for this rank's part of a tensor that the caller reads.
+        exists: the target is the optimizer's present state.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    in_place: bool = False
+    target: torch.Tensor | None = field(default=None, compare=False)
+    exists: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -105,8 +113,8 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
 
 
 def _described_value(value: Any) -> Any:
-    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and a value of any
-    further type itself."""
+    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and any further value
+    itself."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
@@ -119,14 +127,12 @@ def _described_value(value: Any) -> Any:
 
 
 class _Arrival(NamedTuple):
-    """One state of one original parameter: the place on the ranks, with this rank's memory, and whether that is the
-    optimizer's present state."""
+    """One state of one original parameter: the place on the ranks, with this rank's memory."""
 
     name: str
     state: str
     whole: Whole
     held: Held
-    exists: bool
 
 
 class _Plan:
@@ -137,20 +143,21 @@ class _Plan:
         self,
         params: ModelParams,
         contents: Contents,
-        kept: Mapping[Any, Mapping[Any, Any]],
-        reused: Mapping[Any, Mapping[Any, Any]],
+        present: Mapping[Any, Mapping[Any, Any]],
+        *,
+        strict: bool,
     ) -> None:
         """Plan the load of ``contents``.
 
         Args:
-            kept: the optimizer's present state, if parameters that are not in the dict keep theirs.
-            reused: the present state whose memory is to be the new state's.
+            present: the optimizer's state.
+            strict: parameters that are not in the dict do not keep it.
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, name, state)
         self._problems: list[str] = []
-        self._kept, self._reused, self.contents = kept, reused, contents
+        self._present, self._kept, self.contents = present, {} if strict else present, contents
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -169,8 +176,8 @@ class _Plan:
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
-            if param not in self.local and param in kept and not contents.known.issuperset(params.names(param)):
-                self.local[param] = dict(kept[param])
+            if param not in self.local and param in self._kept and not contents.known.issuperset(params.names(param)):
+                self.local[param] = dict(self._kept[param])
 
     def _plan(self, holder: Holder) -> None:
         present = [member for member in holder.members if self.contents.states.get(member.name)]
@@ -214,7 +221,8 @@ class _Plan:
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
         new = holder.empty(values[0].dtype, values[0].shape)
-        memory = new if len(present) < len(holder.members) else self._reusable(holder, state, new)
+        in_place = len(present) == len(holder.members) and all(value.in_place for value in values)
+        memory = self._reusable(holder, state, new) if in_place else new
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -224,14 +232,14 @@ class _Plan:
                 self._problems.append(
                     f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has {member.shape}"
                 )
-            held = holder.held(member, memory, value.shape)
-            arrival = _Arrival(member.name, state, value, held, memory is not new)
+            value.exists = memory is not new
+            arrival = _Arrival(member.name, state, value, holder.held(member, memory, value.shape))
             self.arrivals.setdefault(holder.unit, []).append(arrival)
         return memory
 
     def _reusable(self, holder: Holder, state: Any, new: torch.Tensor) -> torch.Tensor:
-        """Return the optimizer's present state if it may be overwritten and is like ``new``, else ``new``."""
-        present = self._reused.get(holder.param, {}).get(state)
+        """Return the optimizer's present state if it is like ``new``, else ``new``."""
+        present = self._present.get(holder.param, {}).get(state)
         if type(present) is not torch.Tensor or kind_of(present) != kind_of(new):
             return new
         return present if (present.stride(), present.device) == (new.stride(), new.device) else new
@@ -273,14 +281,16 @@ def _is_whole_by_nature(value: Whole, member: Member) -> bool:
 
 
 def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Unit) -> Source:
-    """Return this rank's part of the value that is to be loaded.
+    """Return this rank's part of the value that is to be loaded: nothing yet, for a value that the caller reads.
 
-    Raises:
-        AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
-        ValueError: the value lacks elements that this rank needs.
+    Raises: as :meth:`fsdp.checkpoint.forms.Form.read`.
     """
+    value = states[arrival.name][arrival.state]
+    if isinstance(value, Whole):
+        value.target = arrival.held.part
+        return Source(None, ())
     try:
-        return read(states[arrival.name][arrival.state], arrival.held, unit.groups)
+        return read(value, arrival.held, unit.groups)
     except (AssertionError, ValueError) as error:
         raise type(error)(f"state {arrival.state!r} of {arrival.name!r}: {error}") from error
 
@@ -315,8 +325,6 @@ def optim_state_dict_to_load(
     from_rank0: bool = False,
     group: Any = None,
     strict: bool = True,
-    fetch: Fetch | None = None,
-    reuse: bool = False,
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
     modified.
@@ -331,9 +339,6 @@ def optim_state_dict_to_load(
             state is kept.
         from_rank0: ``given`` is called only on rank 0 of ``group``; errors are raised on all ranks.
         strict: leave out parameters that no group of the dict contains. Without it they stay as ``optim`` has them.
-        fetch: the dict has a ``Whole`` for each tensor with dimensions. This is called with the memory of each state,
-            which has to be filled before ``optim`` steps.
-        reuse: use the memory of the states of ``optim``.
 
     Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
     different ones.
@@ -344,7 +349,7 @@ def optim_state_dict_to_load(
     saved = None if from_rank0 else with_values(given())
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(needs_exchange(value) for state in of_params for value in state.values())
-    kept = {} if strict or optim is None else optim.state
+    present = {} if optim is None else optim.state
     exchanged: dict[Unit, list[str]] = {}
 
     def describe() -> Contents:
@@ -363,10 +368,10 @@ def optim_state_dict_to_load(
         groups = contents.groups
         if groups is not None:
             groups = lay_out(own, groups, params, keys, strict=strict)
-        plan = _Plan(params, contents, kept, optim.state if reuse and optim is not None else {})
+        plan = _Plan(params, contents, present, strict=strict)
         states = {} if saved is None else saved["state"]
         sources: dict[Unit, list[Source]] = {}
-        for unit, arrivals in plan.arrivals.items() if not from_rank0 and fetch is None else ():
+        for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
             sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
             exchanged[unit] = [
                 f"state {one.state!r} of {one.name!r} ({one.whole.dtype}, {source.placement})"
@@ -381,10 +386,7 @@ def optim_state_dict_to_load(
     channels = Channels()
     for unit, arrivals in plan.arrivals.items():
         held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
-        if fetch is not None:
-            for arrival in arrivals:
-                fetch(arrival.name, arrival.state, arrival.held.part, arrival.exists)
-        elif from_rank0:
+        if from_rank0:
             values = [states[one.name][one.state].detach() if states else None for one in arrivals]
             fill_from_first(zip(held, values), unit, channels, label, group=group)
         else:
@@ -392,9 +394,8 @@ def optim_state_dict_to_load(
     channels.flush()
     for param, name, state, whole in plan.as_they_are:
         value: Any = states[name][state] if states else None
-        if fetch is not None:
-            value = _target(param, whole)
-            fetch(name, state, value, False)
+        if isinstance(value, Whole):
+            value = whole.target = _target(param, whole)
         elif from_rank0:
             value = _of_first(value, whole, group, params.device)
         elif not is_sharded(value):
@@ -407,7 +408,8 @@ def optim_state_dict_to_load(
     loadable: dict[str, Any] = {
         "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
     }
-    loadable["state"].update((key, value) for key, value in kept.items() if not isinstance(key, torch.Tensor))
+    if not strict:
+        loadable["state"].update((key, value) for key, value in present.items() if not isinstance(key, torch.Tensor))
     loadable["state"].update((name, copy.deepcopy(value)) for name, value in plan.contents.others.items())
     if groups is not None:
         loadable["param_groups"] = groups

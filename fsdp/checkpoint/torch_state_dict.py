@@ -34,7 +34,7 @@ from fsdp.api import (
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
 from fsdp.checkpoint.optim_dtypes import first_step, with_values
-from fsdp.checkpoint.optim_load import Fetch, optim_state_dict_to_load
+from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
@@ -343,24 +343,12 @@ def optimizers_to_load(
     optim_state_dict: dict[str, Any],
     *,
     options: Any,
-    fetch: Fetch | None = None,
-    reuse: bool = False,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it.
-
-    Args: ``fetch`` and ``reuse`` as for :func:`fsdp.checkpoint.optim_load.optim_state_dict_to_load`.
-
-    Raises: as ``set_optimizer_state_dict``.
-    """
+    """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it."""
     options = StateDictOptions.of(options)
     model = entered(model, options)
     several = _several(optimizers)
     params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
-    plain = PlainNames(model).plain
-
-    def fetched(name: str, state: Any, target: torch.Tensor, exists: bool) -> None:
-        assert fetch is not None
-        fetch(plain(name), state, target, exists)
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
         part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
@@ -372,8 +360,6 @@ def optimizers_to_load(
             optim=optimizer,
             from_rank0=from_rank0,
             strict=strict,
-            fetch=None if fetch is None else fetched,
-            reuse=reuse,
         )
 
     return [(optimizer, loadable(optimizer)) for optimizer in several]
