@@ -39,7 +39,7 @@ from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_params, shard_info
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
 from fsdp.optim.phases import offload, offloaded, onload
-from fsdp.runtime.backward import mark_side_output
+from fsdp.runtime.call import mark_side_output
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 
 if TYPE_CHECKING:

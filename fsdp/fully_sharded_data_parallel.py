@@ -52,9 +52,7 @@ from fsdp.module_groups import has_groups
 from fsdp.names.ddp import DDPNames, refuse_unknown_arguments, refused_attribute
 from fsdp.names.fsdp1 import FSDP1Names, _get_module_fsdp_state_if_fully_sharded_module  # noqa: F401, for tools
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
-from fsdp.runtime import forward
 from fsdp.runtime.autograd_grad import watch_autograd_grad
-from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
     Membership,
     build_unit,
@@ -63,6 +61,7 @@ from fsdp.runtime.build import (
     shard_info,
     warn_without_forward,
 )
+from fsdp.runtime.call import ForwardCall
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.comm_hook import register_comm_hook
@@ -70,7 +69,6 @@ from fsdp.runtime.context import RootContext
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.moving import apply_to_unit
-from fsdp.runtime.nested import to_device
 from fsdp.runtime.options import WrapOptions
 from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import units_of
@@ -321,24 +319,20 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
     @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        unit = self._fsdp_unit
-        context, running, args, kwargs = self._enter_forward(args, kwargs)
+        call, args, kwargs = self._enter_forward(args, kwargs)
         try:
-            with running:
+            with call:
                 output = function(*args, **kwargs)
-            return forward.leave(unit, context, running.call, output, self._fsdp_place)
+            return call.leave(output, self._fsdp_place)
         except BaseException:
-            forward.abort(unit, context)
+            call.abort()
             raise
 
     @ranged("_pre_forward", "_fsdp_unit.name")
-    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, Running, Any, Any]:
-        unit = self._fsdp_unit
-        context = self._join_context()
-        if unit is context.root:
-            args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
-        running, (args, kwargs) = forward.enter(unit, context, (args, kwargs))
-        return context, running, args, kwargs
+    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[ForwardCall, Any, Any]:
+        call = ForwardCall(self._fsdp_unit, self._join_context())
+        args, kwargs = call.enter((args, kwargs))
+        return call, args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to each module with the full parameters, and write them back to the shards.

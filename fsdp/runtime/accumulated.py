@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp.comm.collectives import agree
-from fsdp.comm.issuing import GATHER, REDUCE
+from fsdp.comm.issuing import REDUCE
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Unit
 
@@ -37,10 +37,11 @@ def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit,
         for unit in units
         if unit.handles
     }
-    for over in (_shard_groups, _replica_groups):
+    for over in ((lambda groups: groups.shard if groups.shard_size > 1 else None), (lambda groups: groups.replica)):
         by_group: dict[int, tuple[object, list[Unit]]] = {}
         for unit in flags:
-            for group in over(unit):
+            group = over(unit.groups)
+            if group is not None:
                 by_group.setdefault(id(group), (group, []))[1].append(unit)
         for group, members in by_group.values():
             context.passes.announce(group)
@@ -49,11 +50,3 @@ def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit,
             flags.update(zip(members, together.split([len(flags[unit]) for unit in members])))
     buckets = {unit: [bucket for bucket, flag in enumerate(each.tolist()) if flag] for unit, each in flags.items()}
     return {unit: numbers for unit, numbers in buckets.items() if numbers}
-
-
-def _shard_groups(unit: Unit) -> list[object]:
-    return unit.groups_for(GATHER)
-
-
-def _replica_groups(unit: Unit) -> list[object]:
-    return unit.groups_for(REDUCE)[len(unit.groups_for(GATHER)) :]

@@ -1,6 +1,6 @@
 """The gradients of one unit's leaves during a backward: which are expected, and which have arrived.
 
-See [Note: When a unit's backward is over] in ``backward.py``.
+See [Note: When a unit's backward is over] in ``call.py``.
 """
 
 from __future__ import annotations

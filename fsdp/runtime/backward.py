@@ -1,247 +1,19 @@
-"""Backwards: the forward calls that a backward has entered, the progress since, and the gradients that arrive.
-
-[Note: When a unit's backward is over] Two events end it. They are not the same. When the *last leaf that this backward
-will reach* has delivered a gradient, the unit reduces. Autograd knows which leaves it will reach. The expected leaves
-are kept per graph task, because reentrant checkpointing runs tasks inside an outer one; the unit is done when no task
-expects anything. So an unused parameter does not block the unit, a module that is used twice reduces once, and ranks
-that reach the same units start their collectives at the same places of the graph.
-
-When the backward is *past every forward call of the unit* that it has entered, the unit reshards. That may be later: a
-frozen or detached weight that was used first in forward is read last in backward, after every leaf has delivered.
-Within one graph task, thread and device autograd runs nodes in decreasing order of their sequence numbers, which grow
-as the graph is made. So when a node runs that is older than a call, the call is over, however the inputs entered it: as
-arguments, attributes, or through nested units. The engine reads the running node's number at outputs of units, at
-recomputations, and at tensors that are arguments of units, and closes the calls that are passed. Calls without such a
-hook are closed at the end of the backward.
-
-A backward enters a call through the call's outputs. A tensor that leaves the call otherwise (stored on a module, taken
-by a hook) and gets its gradient before them is a *side output*, which the program has to mark:
-:func:`mark_side_output`.
-"""
+"""Backwards: the gradients that arrive at the leaves of a unit, up to the reduction."""
 
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 
-from fsdp.flat.params import Mark
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
-from fsdp.runtime.context import RootContext, backward_of_summoned
+from fsdp.runtime.context import RootContext
 from fsdp.runtime.outside import OutsideUses
-from fsdp.runtime.ranges import profiled, ranged
+from fsdp.runtime.ranges import profiled
 from fsdp.runtime.unit import Unit
-
-_INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
-_NO_THREAD = -1
-
-
-class Place(NamedTuple):
-    """The position of a backward: the thread, the graph task, and the sequence number of the running node, or a number
-    larger than any where autograd does not say."""
-
-    thread: int
-    task: int
-    node: int
-
-    @staticmethod
-    def now() -> Place:
-        """Return the position of the backward that runs on this thread."""
-        node = hooks.current_node()
-        number = sys.maxsize if node is None else node._sequence_nr()  # None: in a graph that runs compiled
-        return Place(threading.get_ident(), hooks.current_backward(), number)
-
-    def is_past(self, start: int, entered: Place) -> bool:
-        """Whether the backward has passed a call that began at node ``start`` and was entered at ``entered``.
-
-        Task numbers grow, so a task with a larger number than the running one was nested in it and is over.
-        """
-        if self.thread != entered.thread or self.thread == _NO_THREAD:
-            return False
-        return self.task < entered.task or (self.task == entered.task and self.node < start)
-
-
-class ForwardCall:
-    """One forward of a unit with gradients enabled, as far as the backward needs it.
-
-    It lives as long as the graph that the forward built, and keeps the unit and the tree's context alive with it.
-
-    Attributes:
-        unit: the unit that was called.
-        context: of the tree that the unit was in.
-        full_precision: the graph uses the full-precision copy of the parameters.
-        start: the sequence number of the first graph node.
-        marks: by bucket, the values of the parameters in the forward; see ``ParamGuard.mark``.
-        in_summon: the call was made inside ``summon_full_params``; a backward of it is refused.
-        outer: the call of the unit around, inside which this one was made.
-        entered: where a backward entered the call; None before that, and when the backward is past the call.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_runs",
-        "context",
-        "entered",
-        "full_precision",
-        "in_summon",
-        "marks",
-        "outer",
-        "start",
-        "unit",
-    )
-
-    def __init__(
-        self, unit: Unit, context: RootContext, start: int, marks: list[Mark], *, full_precision: bool
-    ) -> None:
-        self.unit, self.context = unit, context
-        self.start, self.marks = start, marks
-        self.full_precision, self.in_summon = full_precision, unit.summoned is not None
-        self.outer = _here.innermost
-        self.entered: Place | None = None
-        self._runs = False
-
-    # -- hooks ---------------------------------------------------------------------------------------------------------
-
-    def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let a backward enter the call at the gradient of any of ``tensors``, the outputs.
-
-        Tensors that were made before the call (an argument that is passed through, an entry of a cache) do not need
-        the unit, and a leaf has a hook of its own. If all outputs seem older than the call, another thread may have
-        made them, whose sequence numbers are unrelated, and all are hooked.
-
-        A view that is changed in place loses its node, and the hook with it. The base keeps both.
-        """
-        made: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        seen = list(tensors)
-        for tensor in seen:
-            if tensor._base is not None:
-                seen.append(tensor._base)
-            node: Any = tensor.grad_fn
-            if node is not None:
-                (made if node._sequence_nr() >= self.start else others).append(tensor)
-        for tensor in made or others:
-            hooks.on_gradient(tensor, self.reached, _OUTPUT)
-
-    def hook_input(self, tensor: torch.Tensor) -> None:
-        """Read the backward's position at the gradient of ``tensor``, an argument. Parameters of a unit around may come
-        between that and the unit that runs next in backward."""
-        hooks_of: Any = tensor._backward_hooks
-        if hooks_of is not None and _OUTPUT in hooks_of:
-            return  # the call that returned it has a hook there
-        if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
-            hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)), _INPUT)
-
-    # -- a backward ----------------------------------------------------------------------------------------------------
-
-    @ranged("_pre_backward_hook", "unit.name")
-    def reached(self, grad: torch.Tensor | None = None) -> None:
-        """Enter the call: a backward has reached an output."""
-        try:
-            self._enter()
-        except BaseException as error:
-            _fail(self.unit, error, "start of backward")
-            raise
-
-    def _enter(self) -> None:
-        unit = self.unit
-        if self.in_summon:
-            raise backward_of_summoned(unit.name)
-        if torch.is_grad_enabled() and unit.gathers:  # in a hook: the backward has create_graph
-            if not hooks.goes_on():
-                return  # autograd.grad() asked for the gradient of an output, and does not need the unit
-            raise RuntimeError(
-                f"a backward with create_graph=True reached {unit.name}: gradients of gradients of sharded parameters "
-                "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
-            )
-        context = self._context_now()
-        context.enter_backward(unit)
-        unsharder = context.unsharder
-        unsharder.compute_in(unit, self.full_precision)
-        unit.progress.open_calls.add(self)
-        self._note_place()
-        expected = unit.arrivals.enter()
-        if unit.policy.unshard_in_backward or unit.is_gathered:  # recomputations inside use the leaves
-            unsharder.unshard(unit, refill=False)
-        for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``show_leaves``
-            if not guard.has_values_of(before):
-                guard.check_unchanged(before, {index for of, index in expected if of == bucket})
-        unsharder.prefetch(unit, begins=True)
-
-    def _note_place(self) -> None:
-        """Note where the backward enters the call, and close the calls that it has passed."""
-        place = Place.now()
-        if place.node < self.start:  # another thread computed the output; the numbers are unrelated
-            place = place._replace(thread=_NO_THREAD)
-        if self.entered is None:
-            self.entered = place
-        elif self.entered.thread != place.thread:  # it is unknown which of the two passes the call first
-            self.entered = place._replace(thread=_NO_THREAD)
-        elif place.task < self.entered.task:
-            self.entered = place
-        _here.entered[weakref.ref(self)] = None
-        close_passed(place, but=self)
-        outer = self.outer
-        if outer is not None and outer.entered is None and not outer._runs:
-            # The graph leads on to what the outer call computed before this one. Usually that call was entered through
-            # an output; here an output of the inner call was a side output of it.
-            outer.reached()
-
-    def close(self) -> None:
-        """Note that the backward has passed the call, and reshard the unit if no call is open any more."""
-        unit, unsharder = self.unit, self._context_now().unsharder
-        self.entered = None
-        unit.progress.open_calls.discard(self)
-        if not unit.is_running:
-            unsharder.end_backward(unit)
-        elif unit.progress.has_several_modules and not unit.progress.open_calls and unit.progress.depth == 0:
-            unsharder.keep_to_others(unit)  # the backward of another module may follow
-
-    def leave(self) -> None:
-        """Forget that a backward has entered the call."""
-        self.entered = None
-
-    def prefetch_next(self) -> None:
-        """Gather the units that follow in backward, which has passed the call."""
-        try:
-            self._context_now().unsharder.prefetch(self.unit)
-        except BaseException as error:
-            _fail(self.unit, error, "end of backward")
-            raise
-
-    def _context_now(self) -> RootContext:
-        return self.unit.position.context() or self.context
-
-
-@hooks.untraced
-def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> None:
-    """Close the calls that the backward has passed: the gradient of an argument of a call is there. The graph of an
-    argument may outlive the call's."""
-    call = call_ref()
-    inside = call is not None and call.entered is not None
-    place = Place.now()
-    if place != _here.place:  # else an output of another unit was reached at the same node
-        close_passed(place)
-    if call is not None and inside and call.entered is None:
-        call.prefetch_next()
-
-
-def _fail(unit: Unit, error: BaseException, event: str) -> None:
-    """Report ``error``, which a hook of ``unit`` raises: the backward ends here."""
-    hooks.report(error, unit.name, event)
-    context = unit.context
-    if context is not None:
-        context.fail()
-
-
-# -- gradients of leaves -----------------------------------------------------------------------------------------------
 
 
 def watch_leaves(unit: Unit) -> Arrivals:
@@ -276,7 +48,7 @@ def _leaf_reached(unit_ref: Callable[[], Unit | None]) -> None:
         _context_of(unit).enter_backward(unit)
         unit.arrivals.enter()
     except BaseException as error:
-        _fail(unit, error, "gradient of a parameter")
+        unit.fail(error, "gradient of a parameter")
         raise
 
 
@@ -298,7 +70,7 @@ def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
                     context.unsharder.end_backward(unit)
                     context.unsharder.prefetch(unit)
     except BaseException as error:
-        _fail(unit, error, "gradient of a parameter")
+        unit.fail(error, "gradient of a parameter")
         raise
 
 
@@ -313,86 +85,5 @@ def _outside_gradient_arrived(unit_ref: Callable[[], Unit | None], bucket: int, 
             context.enter_backward(unit)
             unit.gradients.add_outside(bucket, index, grad, context.reductions)
     except BaseException as error:
-        _fail(unit, error, "gradient of a parameter")
+        unit.fail(error, "gradient of a parameter")
         raise
-
-
-# -- the calls of a thread ---------------------------------------------------------------------------------------------
-
-
-class _Thread(threading.local):
-    """The forwards and backwards of one thread.
-
-    Attributes:
-        innermost: the call of the unit whose module runs now.
-        place: where calls were closed last.
-        entered: the calls whose backward has begun here, in that order, so that all ranks close them in one order.
-    """
-
-    def __init__(self) -> None:
-        self.innermost: ForwardCall | None = None
-        self.place: Place | None = None
-        self.entered: dict[weakref.ref[ForwardCall], None] = {}
-
-
-_here = _Thread()
-
-
-def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
-    """Close the calls, except ``but``, that the backward on this thread has passed; it is at ``place``."""
-    _here.place = place
-    for reference in list(_here.entered):
-        call = reference()
-        if call is not None and call.entered is not None:
-            if call is but or not place.is_past(call.start, call.entered):
-                continue
-            call.close()
-        _here.entered.pop(reference, None)  # it was closed now, or with the backward that it was part of
-
-
-class Running:
-    """A context around the module of a unit while it runs.
-
-    Calls made inside have ``call`` as the one around them; None stands for a forward without gradients. Profilers show
-    a range.
-    """
-
-    __slots__ = ("_before", "_range", "call")
-
-    def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
-        self.call = call
-        self._range: AbstractContextManager[Any] = profiled("forward", unit_name)
-
-    @hooks.breaks_graph
-    def __enter__(self) -> None:
-        self._range.__enter__()
-        self._before, _here.innermost = _here.innermost, self.call
-        if self.call is not None:
-            self.call._runs = True
-
-    @hooks.breaks_graph
-    def __exit__(self, *raised: Any) -> None:
-        _here.innermost = self._before
-        if self.call is not None:
-            self.call._runs = False
-        self._range.__exit__(*raised)
-
-
-def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark ``tensor`` as an output of the wrapped module whose forward runs, although the module does not return it.
-
-    A unit's parameters are gathered again when the gradient of an output is there. A tensor that the forward
-    computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well. Unless
-    the gradient of a returned tensor comes first, it has to be marked::
-
-        def forward(self, x):
-            y = self.attention(x)
-            self.features = fsdp.mark_side_output(y)  # part of the loss, while the output may not be
-            return self.head(y.detach())
-
-    Returns ``tensor`` itself. A no-op outside of a forward of a wrapped module, without gradients, or for a tensor
-    that requires none.
-    """
-    if _here.innermost is not None and tensor.requires_grad:
-        _here.innermost.hook_outputs([tensor])
-    return tensor

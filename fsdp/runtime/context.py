@@ -317,7 +317,7 @@ class RootContext:
     def _forget_backward(self, unit: Unit) -> None:
         unit.arrivals.forget()
         for call in unit.progress.open_calls:
-            call.leave()
+            call.forget_backward()
         unit.progress.open_calls.clear()
 
     def fail(self) -> None:

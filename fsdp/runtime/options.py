@@ -18,6 +18,7 @@ from fsdp.api import (
     MixedPrecision,
     ShardingStrategy,
     as_backward_prefetch,
+    as_count,
     as_cpu_offload,
     as_flag,
     as_flat_param_key,
@@ -27,7 +28,7 @@ from fsdp.api import (
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups, check_groups
 from fsdp.comm.nodes import choose_groups
 from fsdp.comm.user_warnings import warn_user
-from fsdp.runtime.policy import UnitPolicy, tree_policy
+from fsdp.runtime.policy import UnitPolicy
 
 
 @dataclass(frozen=True)
@@ -75,28 +76,21 @@ class WrapOptions:
             NotImplementedError: a combination that is not supported.
         """
         strategy = as_sharding_strategy(arguments["sharding_strategy"])
-        prefetch = as_backward_prefetch(arguments["backward_prefetch"])
         precision = as_mixed_precision(arguments["mixed_precision"])
         if arguments["param_init_fn"] is not None and not callable(arguments["param_init_fn"]):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(arguments['param_init_fn'])}")
         validated = arguments | {
             "sharding_strategy": strategy,
-            "backward_prefetch": prefetch,
+            "backward_prefetch": as_backward_prefetch(arguments["backward_prefetch"]),
             "mixed_precision": None if arguments["mixed_precision"] is None else precision,
             "cpu_offload": as_cpu_offload(arguments["cpu_offload"]),
             "flat_param_key": as_flat_param_key(arguments["flat_param_key"], arguments["use_orig_params"]),
             "forward_prefetch": as_flag(arguments["forward_prefetch"], "forward_prefetch"),
             "limit_all_gathers": as_flag(arguments["limit_all_gathers"], "limit_all_gathers"),
+            "broadcast_buffers": as_flag(arguments["broadcast_buffers"], "broadcast_buffers"),
+            "keep_gathered_nbytes": as_count(arguments["keep_gathered_nbytes"], "keep_gathered_nbytes", "bytes"),
         }
-        names = ("use_orig_params", "limit_all_gathers", "reduce_unused", "broadcast_buffers", "keep_gathered_nbytes")
-        policy = UnitPolicy.chosen(
-            tree_policy(**{name: validated[name] for name in names}),
-            strategy,
-            prefetch,
-            reshard_after_forward=validated["reshard_after_forward"],
-            distances=(validated["forward_prefetch_distance"], validated["backward_prefetch_distance"]),
-            forward_prefetch=validated["forward_prefetch"],
-        )
+        policy = UnitPolicy.of(validated)
         check_groups(strategy, validated["process_group"], validated["device_mesh"], auto_wrap_policy)
         validated["process_group"] = choose_groups(strategy, validated["process_group"], validated["device_mesh"])
         if strategy in HYBRID_SHARDING_STRATEGIES:

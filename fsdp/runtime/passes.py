@@ -34,27 +34,28 @@ class LaneUnits:
         self.neighbours: Sequence[Lane] = ()
         self.detailed = False
         self._device = device
-        self._names: list[str] = []
-        self._units: list[weakref.ref[Any]] = []
-        self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._units: list[weakref.ref[Unit]] = []
+        self._places: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
         self._trained = False  # whether a forward in training mode has begun
         self._compared = False  # whether the initial values were compared, or a pass has failed
 
-    def add(self, unit: Any) -> int:
+    def add(self, unit: Unit) -> int:
         """Add a unit; return the place."""
         self._places[unit] = place = len(self._units)
         self._units.append(weakref.ref(unit))
         return place
 
-    def event(self, kind: str, unit: Any, *, full_precision: bool) -> Event:
-        return Event.of(kind, self._places[unit], unit.name, full_precision=full_precision)
+    def events(self, kind: str, unit: Unit) -> tuple[Event, Event]:
+        """Return the events of ``unit`` in the usual and in full precision."""
+        usual, full = (Event.of(kind, self._places[unit], unit.name, full_precision=full) for full in (False, True))
+        return usual, full
 
     @property
     def end_number(self) -> int:
         """The number of the event that ends a pass."""
         return PER_UNIT * len(self._units)
 
-    def _present(self) -> list[Any]:
+    def _present(self) -> list[Unit]:
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
     def join(self) -> None:
@@ -102,7 +103,7 @@ class LaneUnits:
         if by_rank is not None and self.lane.group.rank() == 0:
             warn_of_initial_values(list(digests), dict(zip(self.lane.names, by_rank)))
 
-    def compare_handles(self, unit: Any) -> None:
+    def compare_handles(self, unit: Unit) -> None:
         """Compare the number of handles that the ranks gather, and the handles, by two gathers of numbers."""
         handles = [self._places[unit] * MAX_BUCKETS + bucket for bucket in range(len(unit.handles))]
 
@@ -131,7 +132,7 @@ class Passes:
         meetings: the number of meetings of all ranks after failures.
     """
 
-    def __init__(self, units: Iterable[Any], device: torch.device, *, negotiate: bool) -> None:
+    def __init__(self, units: Iterable[Unit], device: torch.device, *, negotiate: bool) -> None:
         """``units`` are in the order of the tree. With ``negotiate`` ranks may run different units, and all units have
         the same groups."""
         units = list(units)
@@ -153,22 +154,12 @@ class Passes:
             member.neighbours = [lane for lane in self._lanes if lane is not member.lane]
         self._negotiation = Negotiation(self._lanes, units) if negotiate and by_group else None
         # by kind and unit: each lane with the events in the usual and in full precision
-        self._events: dict[str, dict[int, list[tuple[LaneUnits, tuple[Event, Event]]]]] = {
-            kind: {
-                id(unit): [
-                    (
-                        member,
-                        (
-                            member.event(kind, unit, full_precision=False),
-                            member.event(kind, unit, full_precision=True),
-                        ),
-                    )
-                    for member in (by_group[id(group)] for group in unit.groups_for(kind))
-                ]
-                for unit in units
-            }
-            for kind in KINDS
-        }
+        self._events: dict[str, dict[int, list[tuple[LaneUnits, tuple[Event, Event]]]]] = {}
+        for kind in KINDS:
+            self._events[kind] = of_units = {}
+            for unit in units:
+                members = [by_group[id(group)] for group in unit.groups_for(kind)]
+                of_units[id(unit)] = [(member, member.events(kind, unit)) for member in members]
         self._set_under_way()
         self.meetings = 0
         self.suspended = ""

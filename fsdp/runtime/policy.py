@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp import environment
-from fsdp.api import BackwardPrefetch, ShardingStrategy, as_count, as_flag, as_resharding
+from fsdp.api import BackwardPrefetch, as_count, as_resharding
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
 from fsdp.runtime.comm_hook import CommHook
@@ -107,38 +107,29 @@ class UnitPolicy:
         return chosen != (None, None, None)
 
     @staticmethod
-    def chosen(
-        tree: TreePolicy,
-        strategy: ShardingStrategy,
-        backward_prefetch: BackwardPrefetch | None,
-        *,
-        reshard_after_forward: Any,
-        distances: tuple[Any, Any],
-        forward_prefetch: bool,
-    ) -> UnitPolicy:
-        """Return the policy that the wrapper's arguments ask for; ``distances`` are those of the prefetches.
+    def of(arguments: Mapping[str, Any]) -> UnitPolicy:
+        """Return the policy that the wrapper's ``arguments`` ask for.
 
         Raises:
             TypeError, ValueError: an argument is of the wrong kind, or two arguments contradict each other.
         """
-        ahead = as_count(distances[0], "forward_prefetch_distance", "units")
-        behind = as_count(distances[1], "backward_prefetch_distance", "units")
-        if backward_prefetch is None:
-            if behind > 1:
-                raise ValueError(
-                    f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {behind}"
-                )
-            behind = 0
-        if forward_prefetch and ahead == 0:
+        prefetch = arguments["backward_prefetch"]
+        ahead = as_count(arguments["forward_prefetch_distance"], "forward_prefetch_distance", "units")
+        behind = as_count(arguments["backward_prefetch_distance"], "backward_prefetch_distance", "units")
+        if prefetch is None and behind > 1:
+            raise ValueError(
+                f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {behind}"
+            )
+        if arguments["forward_prefetch"] and ahead == 0:
             raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
-        reshards, ranks = as_resharding(reshard_after_forward, strategy)
+        reshards, ranks = as_resharding(arguments["reshard_after_forward"], arguments["sharding_strategy"])
         return UnitPolicy(
-            tree,
+            TreePolicy(**{name: arguments[name] for name in _TREE_FIELDS if name in arguments}),
             reshard_after_forward=reshards,
             reshard_ranks=ranks,
             forward_prefetch=ahead,
-            backward_prefetch=behind,
-            prefetch_after_gradients=backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            backward_prefetch=0 if prefetch is None else behind,
+            prefetch_after_gradients=prefetch is BackwardPrefetch.BACKWARD_POST,
         )
 
     def replaced(self, **choices: Any) -> UnitPolicy:
@@ -180,25 +171,3 @@ class UnitPolicy:
         kept = f", {self.tree.keep_gathered_nbytes} bytes kept" if self.tree.keep_gathered_nbytes else ""
         broadcast = ", buffers broadcast" if self.tree.broadcast_buffers else ""
         return f"{prefetch}{limited}{kept}{broadcast}"
-
-
-def tree_policy(
-    *,
-    use_orig_params: bool,
-    limit_all_gathers: bool,
-    reduce_unused: bool,
-    broadcast_buffers: Any,
-    keep_gathered_nbytes: Any,
-) -> TreePolicy:
-    """Return the ``TreePolicy`` that the wrapper's arguments ask for.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind.
-    """
-    return TreePolicy(
-        use_orig_params=use_orig_params,
-        limit_all_gathers=limit_all_gathers,
-        reduce_unused=reduce_unused,
-        broadcast_buffers=as_flag(broadcast_buffers, "broadcast_buffers"),
-        keep_gathered_nbytes=as_count(keep_gathered_nbytes, "keep_gathered_nbytes", "bytes"),
-    )

@@ -119,7 +119,7 @@ class Progress:
 class Unit:
     """One wrapped module and the parameters that it owns.
 
-    ``Unsharder`` gathers and reshards it, ``forward.py`` and ``backward.py`` run it, ``RootContext`` reduces it.
+    ``Unsharder`` gathers and reshards it, ``ForwardCall`` runs it, ``RootContext`` reduces it.
 
     Attributes:
         module: the wrapped module.
@@ -263,6 +263,12 @@ class Unit:
         divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
         partly = "" if policy.requires_all_reduce else ", but not over replicas"
         return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
+
+    def fail(self, error: BaseException, event: str) -> None:
+        """Report ``error``, which a hook of the unit raises: the backward ends here."""
+        hooks.report(error, self.name, event)
+        if (context := self.context) is not None:
+            context.fail()
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
