@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.comm import threads
-from fsdp.comm.issuing import current_label, labelled
+from fsdp.comm.issuing import Event, current_label
+from fsdp.comm.lane import Lane
 from fsdp.comm.work import OutOfStep, Work
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
@@ -219,11 +220,15 @@ def test_labels_of_collectives_are_separate_per_thread() -> None:
     meet = threading.Barrier(2, timeout=30)
 
     def label() -> tuple[str | None, str | None]:
-        with labelled(f"gather of rank {dist.get_rank()}"):
+        inside: list[str | None] = []
+
+        def start() -> None:
             meet.wait()
-            inside = current_label()
+            inside.append(current_label())
             meet.wait()
-        return inside, current_label()
+
+        Lane.of(dist.group.WORLD).issue(Event(f"gather of rank {dist.get_rank()}"), start, on_host=True)
+        return inside[0], current_label()
 
     assert run_threads(2, label) == [("gather of rank 0", None), ("gather of rank 1", None)]
 

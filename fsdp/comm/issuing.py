@@ -7,13 +7,11 @@ recorder for instance, everything goes through these functions. That is asked on
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -24,9 +22,7 @@ from fsdp.comm import native, shared_memory, threads
 from fsdp.comm.groups import backend_of, control_device, group_timeout
 from fsdp.comm.native import Carrier, Transfer
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Work
-
-logger = logging.getLogger("fsdp")
+from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Watch, Work
 
 KINDS = GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
 MAX_BUCKETS = 64  # of a unit
@@ -45,16 +41,6 @@ _label = _Label()
 def current_label() -> str | None:
     """Return the label of the collective that this thread is starting ("gather unit 'blocks.3'"), else None."""
     return _label.text
-
-
-@contextlib.contextmanager
-def labelled(label: str) -> Iterator[None]:
-    """Set the label of the collectives that this thread starts inside."""
-    _label.text = label
-    try:
-        yield
-    finally:
-        _label.text = None
 
 
 class Event(NamedTuple):
@@ -116,8 +102,8 @@ class _Route(NamedTuple):
     options: Any
 
 
-class Issuer:
-    """Issues the collectives of one process group, without a check of their order; a lane adds that.
+class Issuer(Watch):
+    """Issues the collectives of one process group, without a check of their order; a lane adds that, and the waits.
 
     Attributes:
         device: the device on which the models compute.
@@ -139,9 +125,7 @@ class Issuer:
         self.broken: OutOfStep | None = None
         self.visible = False
         self._routes: dict[tuple[str, bool, bool, bool, Any], _Route] = {}  # see ``_new_route``
-        self._bypasses = (
-            False  # whether methods of the group are called in this pass, not torch.distributed's functions
-        )
+        self._bypasses = False  # whether this pass calls the group's methods instead of torch.distributed's functions
         self._in_pass = self._way_is_chosen = False  # see ``_is_visible``
         self._messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)  # the latest exchanges
         self._held: list[HostWork] = []  # exchanges in flight when a pass failed
@@ -351,17 +335,3 @@ class Issuer:
         """End the collectives in flight; the next one raises OutOfStep with these ``words``, until the ranks met."""
         self.broken = OutOfStep(words)
         self.carrier.abort()
-
-    # -- waiting; see :class:`fsdp.comm.work.Watch` --------------------------------------------------------------------
-
-    def slow(self) -> None:
-        """Skip the comparison: the ranks may be anywhere."""
-
-    def report_wait(self, seconds: float, label: str) -> None:
-        """Report a long wait."""
-        logger.warning("a rank has waited %.0f s in %s", seconds, label)
-
-    def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
-        """Return the error to raise where a collective failed or timed out."""
-        closed = "" if in_memory else self._note_closed(error)
-        return RuntimeError(f"{label}: the collective failed or timed out: {error}.{closed}")
