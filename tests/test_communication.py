@@ -35,10 +35,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import native, shared_memory, threads
+from fsdp.comm import native, threads
 from fsdp.comm.collectives import PARTS, Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.lane import Lane
+from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.streams import streams_for
 from fsdp.comm.work import OutOfStep
 from fsdp.flat.memory import PooledTensor
@@ -279,7 +280,7 @@ def test_buckets_are_gathered_together() -> None:
         if count is None:
             communicator.gather(parts[:PARTS], Event("gather", 7)).wait()
             check(parts[:PARTS])
-            channel = shared_memory.channel_of(group)
+            channel = Sharing.of(group).channel
             assert channel is not None and channel.collectives.number == 1
             parts = parts_of(dtypes)
             communicator.gather(parts, Event("gather", 7)).wait()

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.comm import shared_memory
 from fsdp.comm.lane import Lane
+from fsdp.comm.shared_memory import Sharing
 from tests.harness import pool
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import ZOO
@@ -268,7 +268,7 @@ def out_of_step() -> None:
 
 
 def out_of_step_in_shared_memory() -> None:
-    channel = shared_memory.connect(dist.group.WORLD)
+    channel = Sharing.of(dist.group.WORLD).connect()
     if channel is None:  # without shared memory
         out_of_step()
     elif dist.get_rank() == 0:

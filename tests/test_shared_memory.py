@@ -28,11 +28,12 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import shared_memory, threads
+from fsdp.comm.board import Board
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.lane import Lane
 from fsdp.comm.segment import HEADER, Mapping, Segment
-from fsdp.comm.shared_memory import Channel
+from fsdp.comm.shared_memory import Channel, Sharing
 from fsdp.comm.streams import streams_for
 from fsdp.comm.work import OutOfStep
 from fsdp.flat import flat_param
@@ -63,7 +64,7 @@ def enable_shared_memory() -> None:
 
 
 def channel_of(group: Any) -> Channel:
-    channel = shared_memory._channels[group]
+    channel = Sharing.of(group).channel
     assert channel is not None, "the ranks share no memory"
     return channel
 
@@ -268,7 +269,7 @@ def test_consensus_rounds_run_in_shared_memory() -> None:
     if rank == 0:
         asked = lane.ask("alone", 3)
     dist.barrier()
-    shared_memory.renew(group)
+    Sharing.of(group).renew()
     assert lane.ask("together", 4, largest=rank).result() == 1
     if rank == 0:
         assert asked.result() is None
@@ -305,7 +306,7 @@ def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
         assert time.monotonic() - started < 5
         words.append(str(error.value))
         dist.barrier()
-        shared_memory.renew(group)
+        Sharing.of(group).renew()
         shard, full = torch.full((3,), float(rank)), torch.empty(6)
         communicator.gather([Gather(full, shard)], Event("gather", 1)).wait()
         assert full.tolist() == [0.0] * 3 + [1.0] * 3
@@ -448,7 +449,7 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
             communicator.gather([Gather(full, torch.full((1,), float(number)))], Event(f"gather {again}", again)).wait()
             assert full.tolist() == [number, number]
         if number % 5 == 4:
-            shared_memory.renew(group)
+            Sharing.of(group).renew()
         assert Lane.of(group).ask("the same", number, largest=dist.get_rank()).result() == 1
         if number == 4:
             held_nbytes, files = held_nbytes_at_rest(), len(os.listdir("/proc/self/fd"))
@@ -487,10 +488,10 @@ def test_small_units_keep_their_memory_during_a_step() -> None:
 @on_ranks(2)
 def test_an_unread_post_is_not_overwritten() -> None:
     enable_shared_memory()
-    posts = shared_memory.connect(group := new_group()).collectives  # type: ignore[union-attr]
+    posts = Sharing.of(group := new_group()).connect().collectives  # type: ignore[union-attr]
     posts.number += shared_memory._SLOTS  # as if this rank had made that many posts
     late = pytest.raises(RuntimeError, match="gather: other ranks are too far behind")
-    with mock.patch.object(shared_memory.channel_of(group), "timeout", 0.05), late:
+    with mock.patch.object(channel_of(group), "timeout", 0.05), late:
         posts.next("gather")
     posts.number -= 1
     assert posts.next("gather") == posts.number + 1
@@ -529,7 +530,7 @@ def test_a_forked_process_cannot_use_the_segment() -> None:
     channel, before = channel_of(group), own_segment().held_nbytes
     child = os.fork()
     if child == 0:
-        alone = shared_memory.segment() is None and not channel.usable and not shared_memory._channels
+        alone = shared_memory.segment() is None and not channel.usable and Sharing.of(group).channel is None
         os._exit(0 if alone else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert channel.usable and own_segment().held_nbytes == before
@@ -753,18 +754,18 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
 @on_ranks(2)
 def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers() -> None:
     enable_shared_memory()
-    group, rank, tell = new_group(10), dist.get_rank(), shared_memory._exchange
+    group, rank, tell = new_group(10), dist.get_rank(), Board.exchange
     if rank == 1:
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        def interrupted(group: Any, slow: Any, key: str, value: Any) -> list[Any]:
-            values = tell(group, slow, key, value)
+        def interrupted(board: Board, key: str, value: Any, look: Any) -> dict[int, Any]:
+            values = tell(board, key, value, look)
             if key.startswith("opened"):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return values
 
-        with mock.patch.object(shared_memory, "_exchange", interrupted), pytest.raises(KeyboardInterrupt):
-            shared_memory.connect(group)
+        with mock.patch.object(Board, "exchange", interrupted), pytest.raises(KeyboardInterrupt):
+            Sharing.of(group).connect()
             time.sleep(1)  # the interrupt arrives late here
         signal.signal(signal.SIGINT, usual)
     full = torch.empty(4)
@@ -814,7 +815,7 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
                 os.environ["FSDP_COLLECTIVES"] = way
             model = make_model(new_group())
             apart = what == "the host"  # then no rank reads the statements of all peers: there may be thousands
-            told = mock.patch.object(shared_memory, "_exchange", side_effect=AssertionError) if apart else nullcontext()
+            told = mock.patch.object(shared_memory, "_own_row", side_effect=AssertionError) if apart else nullcontext()
             with told, refused(what) if rank == 1 else nullcontext():
                 if way is None:
                     step(model)
@@ -828,7 +829,7 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
     model = make_model(group)
     assert not any(unit.shares_memory for unit in shard_info(model)), "known before the first collective"
     for recorded in ([], [0, 1], [1], [], [0], [0, 1], []):
-        posts = channel_of(group).collectives.number if group in shared_memory._channels else 0
+        posts = channel_of(group).collectives.number if Sharing.of(group).channel is not None else 0
         with record_collectives() if rank in recorded else nullcontext() as log:
             step(model)
         moved = channel_of(group).collectives.number - posts

@@ -30,7 +30,7 @@ from fsdp.comm.issuing import current_label as current_label
 from fsdp.comm.lane import Lane
 from fsdp.comm.native import Gather as Gather
 from fsdp.comm.native import Transfer as Transfer
-from fsdp.comm.shared_memory import PARTS, Channel, connect, why_not
+from fsdp.comm.shared_memory import PARTS, Channel
 from fsdp.comm.streams import Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import OutOfStep as OutOfStep
@@ -409,9 +409,9 @@ def shared_channel(lane: Lane, device: torch.device) -> Channel | None:
     group = lane.group
     if not may_share(group, device):
         return None
-    channel = None if debug_detail() else connect(group, lane.slow)
+    channel = None if debug_detail() else lane.sharing.connect(lane.slow)
     if channel is None and COLLECTIVES.value == "shared":
-        why = "torch's debug level DETAIL checks its own calls alone" if debug_detail() else why_not(group)
+        why = "torch's debug level DETAIL checks its own calls alone" if debug_detail() else lane.sharing.why_not
         raise RuntimeError(
             f"FSDP_COLLECTIVES=shared asks for memory that the ranks of a group share, and these share none: {why}. "
             "With FSDP_COLLECTIVES=auto, on all ranks, they communicate in another way"

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import native, shared_memory, threads
+from fsdp.comm import native, threads
 from fsdp.comm.groups import backend_of, control_device, group_timeout
 from fsdp.comm.native import Carrier, Transfer
+from fsdp.comm.shared_memory import Channel, Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Watch, Work
 
@@ -109,6 +110,7 @@ class Issuer(Watch):
         device: the device on which the models compute.
         timeout: seconds that a collective may take.
         carrier: the group that carries the collectives.
+        sharing: the memory that the ranks share, if they do.
         issued: the number of collectives that this rank has issued on the carrier.
         epoch: the number of times that the collectives in flight were abandoned.
         broken: the error of every further collective, until the carrier is replaced.
@@ -120,6 +122,7 @@ class Issuer(Watch):
         self.device = device
         self.timeout = group_timeout(group).total_seconds()
         self.carrier = Carrier(group)
+        self.sharing = Sharing.of(group)
         self.issued = 0
         self.epoch = 0
         self.broken: OutOfStep | None = None
@@ -239,7 +242,7 @@ class Issuer(Watch):
         lengths differ.
         """
         event, on = Event(label), control_device(self.group, self.device)
-        channel = shared_memory.channel_of(self.group, self.slow) if on.type == "cpu" else None
+        channel = self.sharing.resume(self.slow) if on.type == "cpu" else None
         if channel is not None and not self._is_visible(channel):
             found: list[tuple[int, int]] = []  # the number and the value of each rank
             work = self.in_memory(event, [functools.partial(channel.ask, number, largest, label, found)])
@@ -257,12 +260,12 @@ class Issuer(Watch):
         op = dist.ReduceOp.MAX
         return Question(self.collective("all_reduce", event, votes, asynchronous=True, control=True, op=op), from_votes)
 
-    def memory(self) -> shared_memory.Channel | None:
+    def memory(self) -> Channel | None:
         """Return the memory that the ranks share, if the next collective goes through it."""
-        channel = shared_memory.known_channel(self.group)
+        channel = self.sharing.channel
         return None if channel is None or self._is_visible(channel) else channel
 
-    def _is_visible(self, channel: shared_memory.Channel) -> bool:
+    def _is_visible(self, channel: Channel) -> bool:
         """Return whether the next collective goes through ``torch.distributed``, although the ranks share memory.
 
         That is so if the functions were replaced on all ranks. It is asked at the first collective of a pass or call,

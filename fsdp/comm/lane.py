@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.comm import calls, shared_memory, threads
+from fsdp.comm import calls, threads
 from fsdp.comm.arrivals import Arrivals
 from fsdp.comm.board import Board
 from fsdp.comm.calls import Calls, Waited, hint
@@ -178,7 +178,7 @@ class Lane(Issuer):
         if self._calls is not None and not self._trees:
             self._calls.failed()  # the trees whose passes were counted are gone
         state, progress = self._state(), self._progress()
-        trusted = self.failure is None and not state.broken and not shared_memory.is_broken(self.group)
+        trusted = self.failure is None and not state.broken and not self.sharing.is_broken
         states = self.arrivals.meet(doing, progress, [trusted, progress, state], trusted=trusted)
         if states is not None:
             self._renew([State(*theirs) for _, _, theirs in states], self.arrivals.looking(doing, progress))
@@ -195,7 +195,7 @@ class Lane(Issuer):
 
     def _progress(self) -> list[int]:
         """Return counts that are equal on all ranks where no collective is left over."""
-        return [self.issued, *shared_memory.posted_in(self.group)]
+        return [self.issued, *self.sharing.posted()]
 
     # -- passes and the order of events --------------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class Lane(Issuer):
 
     def _renew(self, states: Sequence[State], look: Callable[[], None]) -> None:
         """Start anew: all ranks have met, and these are their ``states``."""
-        shared_memory.renew(self.group)
+        self.sharing.renew()
         alike = len({state._replace(meetings=0) for state in states}) == 1 and not states[0].broken
         if alike:
             self.finish_messages()

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
@@ -42,8 +42,6 @@ from fsdp.comm.native import Gather
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.threads import in_thread
 from fsdp.comm.work import HostWork, OutOfStep, TimedOut
-
-_T = TypeVar("_T")
 
 PARTS = 4  # vectors in one post: units rarely have more buckets
 _SLOT = 128  # bytes of a post: three words, the place of each part, and a label
@@ -441,75 +439,136 @@ class Channel:
         return read_no_more
 
 
-# -- connecting -------------------------------------------------------------------------------------------------
+# -- connecting ------------------------------------------------------------------------------------------------------
 
 _segments: list[Segment] = []  # of this process, once there is one
-_boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
-_connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = weakref.WeakKeyDictionary()
-_channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
-_problems: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_on_one_host: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
-
-
-def _forget_in_child() -> None:
-    """Forget the channels in a fork, which takes no part."""
-    for channel in _channels.values():
-        if channel is not None:
-            channel.usable = False
-    _segments.clear()
-    _channels.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _look_nowhere() -> None:
     """Compare the ranks nowhere during a long wait."""
 
 
-def connect(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
-    """Return the channel of ``group``; None unless all ranks share memory.
+class Sharing:
+    """The memory that the ranks of one group share: undecided at first, then a channel or none.
 
-    The first time all ranks have to call: they decide through the store. ``slow`` compares the ranks in a long wait.
-
-    Raises:
-        RuntimeError: a peer is late, or is in a different call.
+    Attributes:
+        why_not: why the ranks share none, once they have decided so.
     """
-    if group not in _channels:
-        if group not in _connecting:
-            _connecting[group] = in_thread(lambda: _connect(group, slow))  # not interrupted: the peers continue
-        try:
-            _channels[group] = _connecting[group].result()
-        except RuntimeError:
-            del _connecting[group]
-            raise
-        del _connecting[group]
-    return _channels[group]
+
+    def __init__(self, group: Any) -> None:
+        self.why_not = ""
+        self._group, self._board = weakref.ref(group), Board(group, "memory")
+        self._channel: Channel | None = None
+        self._is_decided = False
+        self._connecting: futures.Future[Channel | None] | None = None
+        self._on_one_host: bool | None = None  # once the ranks have compared their machines
+
+    @staticmethod
+    def of(group: Any) -> Sharing:
+        """Return the shared memory of ``group``."""
+        if group not in _sharings:
+            _sharings[group] = Sharing(group)
+        return _sharings[group]
+
+    @property
+    def channel(self) -> Channel | None:
+        """The channel, if the ranks share memory and this process takes part."""
+        return self._channel if self._channel is not None and self._channel.usable else None
+
+    def connect(self, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
+        """Return the channel; None unless all ranks share memory.
+
+        The first time all ranks have to call: they decide through the store. ``slow`` compares the ranks in a long
+        wait.
+
+        Raises:
+            RuntimeError: a peer is late, or is in a different call.
+        """
+        if not self._is_decided:
+            if self._connecting is None:
+                self._connecting = in_thread(lambda: self._connect(slow))  # not interrupted: the peers continue
+            try:
+                self._channel = self._connecting.result()
+            except RuntimeError:
+                self._connecting = None
+                raise
+            self._connecting, self._is_decided = None, True
+        return self.channel
+
+    def resume(self, slow: Callable[[], object]) -> Channel | None:
+        """Return the channel, after the end of a :meth:`connect` that was interrupted: the peers may have decided."""
+        return self.channel if self._connecting is None else self.connect(slow)
+
+    def _connect(self, slow: Callable[[], object]) -> Channel | None:
+        group: Any = self._group()
+        look = self._looking(slow)
+        if self._on_one_host is None:  # costs the same per rank in a group of any size
+            self._on_one_host = self._board.meet_alike("host", machine(), look)
+        if not self._on_one_host:
+            self.why_not = "its ranks are on different hosts, or in different containers"
+            return None
+        rows = list(self._board.exchange("segment", _own_row(), look).values())
+        problem, peers = _apart(rows, group), list[Peer]()
+        if not problem:
+            try:
+                peers = [_peer(*said[:4]) for said in rows]
+            except (OSError, ValueError) as error:
+                problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
+        attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # separates attempts in one store
+        problems = self._board.exchange(f"opened/{attempt}", problem, look).values()
+        if any(problems) or not peers:
+            self.why_not = next(filter(None, problems), problem)
+            return None
+        channel = Channel(group, _own_segment(), peers, [said[4] for said in rows])
+        weakref.finalize(group, channel.reads_no_more())
+        return channel
+
+    def _looking(self, slow: Callable[[], object]) -> Callable[[], None]:
+        """Return a function that inspects the peers during a long wait, and raises after the timeout of the group."""
+        started, timeout = time.monotonic(), group_timeout(self._group()).total_seconds()
+
+        def look() -> None:
+            slow()
+            if time.monotonic() - started > timeout:
+                raise TimedOut(timeout)
+
+        return look
+
+    def forget(self) -> None:
+        """Forget the channel in a fork, which takes no part."""
+        if self._channel is not None:
+            self._channel.usable = False
+        self._channel, self._is_decided = None, False
+
+    def posted(self) -> list[int]:
+        """Return counts of posts; equal on all ranks where no post is left over."""
+        if self._channel is None:
+            return []
+        collectives, questions = self._channel.collectives, self._channel.questions
+        return [collectives.number, questions.number, collectives.proposals[self._channel.rank]]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the channel is broken until ``renew``."""
+        return self._channel is not None and self._channel.broken is not None
+
+    def renew(self) -> None:
+        """Start anew; see :meth:`Channel.renew`."""
+        if self._channel is not None:
+            self._channel.renew()
 
 
-def _connect(group: Any, slow: Callable[[], object]) -> Channel | None:
-    if group not in _on_one_host:  # costs the same per rank in a group of any size
-        _on_one_host[group] = _ask(group, slow, lambda board, look: board.meet_alike("host", machine(), look))
-    if not _on_one_host[group]:
-        _problems[group] = "its ranks are on different hosts, or in different containers"
-        return None
-    row = _own_row()
-    rows = _exchange(group, slow, "segment", row)
-    problem, peers = _apart(rows, group), list[Peer]()
-    if not problem:
-        try:
-            peers = [_peer(*said[:4]) for said in rows]
-        except (OSError, ValueError) as error:
-            problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
-    attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # separates attempts in one store
-    problems = _exchange(group, slow, f"opened/{attempt}", problem)
-    if any(problems) or not peers:
-        _problems[group] = next(filter(None, problems), problem)
-        return None
-    channel = Channel(group, _own_segment(), peers, [said[4] for said in rows])
-    weakref.finalize(group, channel.reads_no_more())
-    return channel
+_sharings: weakref.WeakKeyDictionary[Any, Sharing] = weakref.WeakKeyDictionary()
+
+
+def _forget_in_child() -> None:
+    for sharing in _sharings.values():
+        sharing.forget()
+    _segments.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _own_row() -> list[Any]:
@@ -530,28 +589,6 @@ def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
         if len(row) == 1:
             return f"rank {names[rank]} has none: {row[0]}"
     return ""
-
-
-def why_not(group: Any) -> str:
-    """Return why the ranks of ``group`` share no memory, once they have decided so."""
-    return _problems.get(group, "")
-
-
-def _exchange(group: Any, slow: Callable[[], object], key: str, value: Any) -> list[Any]:
-    """Exchange ``value`` through the store; return the value of each rank."""
-    return list(_ask(group, slow, lambda board, look: board.exchange(key, value, look)).values())
-
-
-def _ask(group: Any, slow: Callable[[], object], how: Callable[[Board, Callable[[], None]], _T]) -> _T:
-    """Run ``how`` on the group's board, with a function that inspects the peers during a long wait."""
-    board, started = _boards.setdefault(group, Board(group, "memory")), time.monotonic()
-
-    def look() -> None:
-        slow()
-        if time.monotonic() - started > group_timeout(group).total_seconds():
-            raise TimedOut(group_timeout(group).total_seconds())
-
-    return how(board, look)
 
 
 def _own_segment() -> Segment:
@@ -598,41 +635,12 @@ def segment() -> Segment | None:
     return _segments[0] if _segments else None
 
 
-def channel_of(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
-    """Return the channel of ``group``, if the ranks have decided to use one."""
-    known = group in _channels or group in _connecting  # after an interrupt the peers may have decided
-    channel = connect(group, slow) if known else None
-    return channel if channel is not None and channel.usable else None
-
-
 def lent_at(address: int) -> Block | None:
     """Return the block of this process's segment at ``address``, if there is one."""
     return _segments[0].lent_at(address) if _segments else None
 
 
 def known_channel(group: Any) -> Channel | None:
-    """Return the channel of ``group``, if the ranks share memory and this process takes part."""
-    channel = None if group is None else _channels.get(group)
-    return channel if channel is not None and channel.usable else None
-
-
-def posted_in(group: Any) -> list[int]:
-    """Return counts of posts in ``group``; equal on all ranks where no post is left over."""
-    channel = _channels.get(group)
-    if channel is None:
-        return []
-    proposals = channel.collectives.proposals[channel.rank]
-    return [channel.collectives.number, channel.questions.number, proposals]
-
-
-def is_broken(group: Any) -> bool:
-    """Return whether the channel of ``group`` is broken until ``renew``."""
-    channel = _channels.get(group)
-    return channel is not None and channel.broken is not None
-
-
-def renew(group: Any) -> None:
-    """Start anew; see :meth:`Channel.renew`."""
-    channel = _channels.get(group)
-    if channel is not None:
-        channel.renew()
+    """Return the channel of ``group``, if its ranks have connected, and this process takes part."""
+    sharing = None if group is None else _sharings.get(group)
+    return None if sharing is None else sharing.channel

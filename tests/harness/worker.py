@@ -91,7 +91,7 @@ def _answer(job: bytes) -> Returned | Failed:
 def _collectives() -> tuple[int, ...]:
     """Return this rank's numbers of collectives in the default group: by the backend and in shared memory."""
     package, group = sys.modules.get("fsdp.comm.shared_memory"), dist.group.WORLD
-    channel = None if package is None else package.channel_of(group)
+    channel = None if package is None else package.known_channel(group)
     posted = () if channel is None else (channel.collectives.number, channel.questions.number)
     return group._get_sequence_number_for_group(), *posted
 
