@@ -25,7 +25,7 @@ from fsdp.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp.comm import consensus
+from fsdp.comm import consensus, native
 from fsdp.comm.calls import TREES, Calls
 from fsdp.comm.lane import Lane
 from tests.harness.agreeing import (
@@ -516,6 +516,28 @@ def test_new_model_after_divergence_trains_to_the_same_bits(transport: str) -> N
         if not torch.equal(three_steps(model), expected):
             found.append(odd)
     assert found == []
+
+
+@on_ranks(RANKS)
+@impatient
+def test_a_rank_that_connects_slowly_after_a_divergence_is_waited_for() -> None:
+    """Peers that already use the new connections do not mistake it for a rank that waits at a later meeting."""
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    group, connect = new_group(), native.make_group
+
+    def connect_slowly(*args: Any) -> Any:
+        made = connect(*args)
+        time.sleep(0 if dist.get_rank() == 0 else 1)
+        return made
+
+    with contextlib.suppress(RuntimeError):
+        model = new_model(group)
+        train(model)
+        STEPS["raise in backward" if dist.get_rank() == ODD else "train"](model)
+    del model
+    with mock.patch.object(native, "make_group", connect_slowly):
+        train(new_model(group, sync_module_states=True))
+    assert Lane.of(group).carrier.number == 1, Lane.of(group).carrier.number
 
 
 @impatient

@@ -79,9 +79,12 @@ class Arrivals:
                 raise RuntimeError(f"the environment variable {name} is {different}: set it alike on all ranks")
         return [theirs for _, theirs, _ in said.values()]
 
-    def looking(self, doing: str, progress: Sequence[int]) -> Callable[[], None]:
-        """Return a function for a rank to call while it waits for its peers."""
-        waited, number = Waited(), self.count
+    def looking(self, doing: str, progress: Sequence[int], number: int | None = None) -> Callable[[], None]:
+        """Return a function for a rank to call while it waits for its peers.
+
+        ``number``: of the meeting that the wait belongs to; None: the next one.
+        """
+        waited, number = Waited(), self.count if number is None else number
 
         def look() -> None:
             self.board.post("here", [number, doing, progress, True])

@@ -179,9 +179,11 @@ class Lane(Issuer):
             self._calls.failed()  # the trees whose passes were counted are gone
         state, progress = self._state(), self._progress()
         trusted = self.failure is None and not state.broken and not self.sharing.is_broken
+        number = self.arrivals.count
         states = self.arrivals.meet(doing, progress, [trusted, progress, state], trusted=trusted)
         if states is not None:
-            self._renew([State(*theirs) for _, _, theirs in states], self.arrivals.looking(doing, progress))
+            look = self.arrivals.looking(doing, progress, number)  # the rank still belongs to this meeting
+            self._renew([State(*theirs) for _, _, theirs in states], look)
         self._settled = self._progress()
 
     def prepare(self, doing: str) -> None:
