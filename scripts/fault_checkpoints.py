@@ -31,14 +31,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.checkpoint import files, load, load_plain, save
+from fsdp.checkpoint import load, load_plain, save
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.harness.disk import FaultyDisk, on_disk
 
 RANKS = 2
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT)
@@ -188,75 +191,21 @@ def damage(seed: int, root: Path) -> str:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-class Failing(files.Disk):
-    """A disk whose operation number `at` fails with the error `number`; with `on`, all later ones as well."""
-
-    def __init__(self, at: int, number: int, *, on: bool) -> None:
-        self.at, self.number, self.on, self.count = at, number, on, 0
-
-    def _step(self, path: Any = None) -> None:
-        self.count += 1
-        if self.count - 1 == self.at or (self.on and self.count > self.at >= 0):
-            raise OSError(self.number, os.strerror(self.number), path)
-
-    def make_directory(self, path: Path) -> None:
-        self._step(path)
-        super().make_directory(path)
-
-    def create(self, path: Path) -> BinaryIO:
-        self._step(path)
-        return super().create(path)
-
-    def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
-        if self.count == self.at:
-            super().write(stream, data[: len(data) // 2], offset)
-        self._step()
-        super().write(stream, data, offset)
-
-    def sync(self, stream: BinaryIO) -> None:
-        self._step()
-        super().sync(stream)
-
-    def sync_directory(self, path: Path) -> None:
-        self._step(path)
-        super().sync_directory(path)
-
-    def rename(self, old: Path, new: Path) -> None:
-        self._step(old)
-        super().rename(old, new)
-
-    def remove(self, path: Path) -> None:
-        self._step(path)
-        super().remove(path)
-
-    def remove_file(self, path: Path) -> None:
-        self._step()
-        super().remove_file(path)
-
-
-@contextlib.contextmanager
-def on_disk(disk: files.Disk) -> Any:
-    before, files.disk = files.disk, disk
-    try:
-        yield
-    finally:
-        files.disk = before
-
-
 def fail(seed: int, root: Path) -> str:
     chance = random.Random(seed)
     save(root, *trained(1.0, wrapped=False), extra=1.0, progress=False)
     keep = chance.choice((None, 1))
-    with on_disk(counting := Failing(-1, 0, on=False)):
+    with on_disk(counting := FaultyDisk()):
         save(root.with_name("counted"), *trained(2.0, wrapped=False), extra=2.0, keep=1, progress=False)
-    failing = Failing(chance.randrange(counting.count + 2), chance.choice(ERRORS), on=chance.random() < 0.3)
+    at, number = chance.randrange(counting.count + 2), chance.choice(ERRORS)
+    failing = FaultyDisk(at, OSError(number, os.strerror(number)), lasting=chance.random() < 0.3)
     told = True
     with on_disk(failing):
         try:
             save(root, *trained(2.0, wrapped=False), extra=2.0, keep=keep, progress=False)
         except OSError as error:
             told = False
-            if error.errno != failing.number or (error.filename is None and failing.count > failing.at):
+            if error.errno != number or (error.filename is None and failing.count > failing.at):
                 return f"wrong: told was {error}"
     found = value_in(root)
     if found is None:

@@ -28,12 +28,8 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    RaggedOptimStateDictConfig,
-    RaggedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -42,6 +38,7 @@ from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.disk import FaultyDisk, on_disk
+from tests.harness.optim_states import FORMS
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks, run_ranks
@@ -128,17 +125,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 # -- save and load -----------------------------------------------------------------------------------------------------
 
 Run = tuple[FullyShardedDataParallel, Optimizer]
-KINDS = {
-    "full": (StateDictType.FULL_STATE_DICT,),
-    "sharded": (StateDictType.SHARDED_STATE_DICT,),
-    "local": (StateDictType.LOCAL_STATE_DICT,),
-    "ragged": (StateDictType.SHARDED_STATE_DICT, RaggedStateDictConfig(), RaggedOptimStateDictConfig()),
-    "rank 0": (
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
-        FullOptimStateDictConfig(rank0_only=True),
-    ),
-}
+KINDS = {**FORMS, "local": (StateDictType.LOCAL_STATE_DICT,)}
 
 
 def carry(kind: str, source: Run, target: Run, folder: str) -> None:
@@ -270,17 +257,6 @@ def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path
 
 def fail(*args: Any) -> None:
     raise ZeroDivisionError
-
-
-@on_ranks(2)
-def test_buffers_of_a_root_without_parameters_have_the_original_dtype() -> None:
-    module = nn.Sequential(nn.Linear(5, 5))
-    module.register_buffer("scale", torch.full((1,), 2.0))
-    low = MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = wrap(module, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=low)
-    model(torch.ones(1, 5))
-    assert module.scale.dtype == torch.bfloat16
-    assert model.state_dict()["scale"].dtype == torch.float32
 
 
 # -- at any time -------------------------------------------------------------------------------------------------------

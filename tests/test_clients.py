@@ -6,10 +6,9 @@ the optimizer bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,12 +33,11 @@ from fsdp import (
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.compat import disable_dcp, enable_dcp
 from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
-from tests.harness.optim_states import adamw, ours, quiet, row_major, same_state, torchs, train
+from tests.harness.optim_states import adamw, dcp_enabled, ours, quiet, row_major, same_state, torchs, train
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
@@ -211,15 +209,6 @@ def composer_load(model: FSDP, optimizer: Any, folder: str) -> None:
         full_optim_state_dict=optim_state if rank() == 0 else None, model=model, optim=optimizer
     )
     optimizer.load_state_dict(loadable)
-
-
-@contextlib.contextmanager
-def dcp_enabled() -> Iterator[None]:
-    enable_dcp()
-    try:
-        yield
-    finally:
-        disable_dcp()
 
 
 COMPOSER = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=True)

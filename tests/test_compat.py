@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from tests.harness.optim_states import (
     adamw,
     assert_same,
     assert_same_states,
+    dcp_enabled,
     mixed_plain,
     ours,
     quiet,
@@ -51,15 +51,6 @@ from tests.harness.optim_states import (
 from tests.harness.pool import on_ranks, run_ranks
 
 NamedOptimizer = torchs_optim._NamedOptimizer
-
-
-@contextlib.contextmanager
-def enabled() -> Iterator[None]:
-    enable_dcp()
-    try:
-        yield
-    finally:
-        disable_dcp()
 
 
 def names_in_torch() -> dict[str, Any]:
@@ -92,7 +83,7 @@ def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> 
             if world_size == 3 and uop == (number % 2 == 0):  # by turns
                 continue
             case, options = f"use_orig_params={uop}, {chosen}", StateDictOptions(**chosen)
-            with enabled():
+            with dcp_enabled():
                 saved = get_state_dict(model, optimizer, options=options)
                 if number == 3:
                     assert_same(deep(get_model_state_dict(model, options=options)), deep(saved[0]), case)
@@ -112,7 +103,7 @@ def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> 
                 continue  # only rank 0 has state to load
             target = ours(uop, module=row_major(1))
             target_optimizer = adamw(target.parameters())
-            with enabled():
+            with dcp_enabled():
                 if uop == (number % 2 == 0):
                     given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
                     found = set_state_dict(target, target_optimizer, **given, options=options)
@@ -145,7 +136,7 @@ def test_options_of_torchs_functions() -> None:
     for uop in (False, True):
         model, theirs = ours(uop, module=half_frozen()), torchs(uop, module=half_frozen())
         optimizer, their_optimizer = train(adamw(model.parameters())), train(adamw(theirs.parameters()))
-        with enabled():
+        with dcp_enabled():
             for chosen in ({}, {"ignore_frozen_params": True}, {"keep_submodule_prefixes": False}):
                 for full in (False, True):
                     options, case = StateDictOptions(**chosen, full_state_dict=full), f"{uop}, {chosen}, {full}"
@@ -202,7 +193,7 @@ def test_unit_with_several_flat_parameters_has_the_plain_models_state() -> None:
         plain = mixed_plain()
         optimizer = train(adamw([param for param in model.parameters() if param.requires_grad]))
         plain_optimizer = train(adamw([param for param in plain.parameters() if param.requires_grad]))
-        with enabled():
+        with dcp_enabled():
             options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
             expected = quiet(get_state_dict, plain, plain_optimizer, options=options)
             saved = get_state_dict(model, optimizer, options=options)
@@ -223,7 +214,7 @@ def test_state_of_parents_several_optimizers_and_patched_models() -> None:
     plain = row_major()
     plain_optimizer = train(adamw(plain.parameters()))
     whole = StateDictOptions(full_state_dict=True)
-    with enabled():
+    with dcp_enabled():
         expected = quiet(get_state_dict, plain, plain_optimizer)
         parent = nn.ModuleDict({"inner": model})
         saved = get_state_dict(parent, optimizer, options=whole)
@@ -270,7 +261,7 @@ def test_state_of_torchs_named_optimizers() -> None:
         optimizer.init_state()
         train(optimizer._optimizer)
         saved = FSDP.optim_state_dict(model, optimizer)
-        with enabled():
+        with dcp_enabled():
             target = named(model)
             target.init_state()
             target.load_state_dict(saved)
@@ -308,7 +299,7 @@ class AppState(Stateful):
 
 
 def save_app(path: str, uop: bool, full: bool, asynchronous: bool) -> None:
-    with enabled():
+    with dcp_enabled():
         state = {"app": AppState(*trained(uop), StateDictOptions(full_state_dict=full))}
         if asynchronous:
             quiet(torch_dcp.async_save, state, checkpoint_id=path).result()
@@ -321,7 +312,7 @@ def load_app(path: str, full: bool) -> None:
         model = ours(uop, blocks=uop, module=row_major(1))
         optimizer = adamw(model.parameters())
         planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
-        with enabled():
+        with dcp_enabled():
             state = {"app": AppState(model, optimizer, StateDictOptions(full_state_dict=full))}
             quiet(torch_dcp.load, state, checkpoint_id=path, planner=None if full else planner)
         expected = ours(uop, blocks=uop, module=row_major())
@@ -373,7 +364,7 @@ def test_models_of_torch_keep_torchs_state(world_size: int) -> None:
         model = build(0)
         optimizer = train(adamw(model.parameters()))
         before = quiet(get_state_dict, model, optimizer)
-        with enabled():
+        with dcp_enabled():
             get_model_state_dict(trained(True)[0])
             saved = quiet(get_state_dict, model, optimizer)
             assert_same(deep(local(saved[0])), deep(local(before[0])), name)
@@ -398,7 +389,7 @@ def test_state_moves_to_torchs_fsdp1_and_back(world_size: int) -> None:
         their_optimizer = adamw(theirs.parameters())
         for full in (False, True):
             options = StateDictOptions(full_state_dict=full)
-            with enabled():
+            with dcp_enabled():
                 saved = get_state_dict(model, optimizer, options=options)
                 given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
                 quiet(set_state_dict, theirs, their_optimizer, **given, options=options)
@@ -415,7 +406,7 @@ def test_model_with_units_of_both_engines_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both = nn.ModuleDict({"theirs": TorchFSDP(Block(3, 4), device_id=torch.device("cpu")), "ours": ours(False)})
-    with enabled(), pytest.raises(ValueError, match=r"'theirs' is already wrapped by torch.*no state in common"):
+    with dcp_enabled(), pytest.raises(ValueError, match=r"'theirs' is already wrapped by torch.*no state in common"):
         get_model_state_dict(both)
     for call in (checkpoint.get_model_state_dict, lambda model: checkpoint.get_optimizer_state_dict(model, ())):
         with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint\.state_dict is for"):
@@ -489,7 +480,7 @@ def test_version_of_torch_without_the_patched_names_is_refused(monkeypatch: pyte
 
 
 def test_disabling_keeps_later_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
-    with enabled(), monkeypatch.context() as inner:
+    with dcp_enabled(), monkeypatch.context() as inner:
         inner.setattr(torch_state_dict, "_get_optim_state_dict", print)
         with pytest.raises(RuntimeError, match=r"\._get_optim_state_dict was replaced by something else"):
             disable_dcp()

@@ -250,7 +250,8 @@ def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
             a, b, c, d = (grads[name].to(dtype) for grads in held)
             expected[name] = mean(mean(a, b), mean(c, d)).float()
         for strategy in (HYBRID, ZERO2):
-            model = wrap(CASE, strategy, strategy is ZERO2, device_mesh=mesh, mixed_precision=precision)
+            options = {"mixed_precision": precision, "cpu_offload": CPUOffload(strategy is ZERO2)}
+            model = wrap(CASE, strategy, strategy is ZERO2, device_mesh=mesh, **options)
             backward(model)
             assert_bit_equal(full_gradients(model), expected, f"{strategy}, {dtype}")
 
@@ -329,34 +330,6 @@ def test_communication_and_parameter_hooks(shape: str) -> None:
         backward(hooked, scale=3.0)
         assert set(calls) == {2 if shape == "2x2" else 1}
         assert all(bool((grad == 2).all()) for grad in full_gradients(hooked).values() if grad is not None)
-
-
-def train_parameters(strategy: ShardingStrategy, **options: Any) -> dict[str, Any]:
-    """Return parameters after three clipped steps of two micro-batches with recomputation."""
-    case, schedule = ZOO["segment-reentrant"], Schedule(steps=3, micro=2)
-    model = wrap(case, strategy, dtype=torch.float64, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(schedule.steps):
-        for micro in range(schedule.micro):
-            batch = rank_batch(case, schedule, step, micro, dist.get_rank(), dist.get_world_size())
-            with contextlib.nullcontext() if micro else model.no_sync():
-                case.loss(model, batch.to(torch.float64)).backward()
-        model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model)
-
-
-@on_ranks(4)
-def test_training_with_all_features_equals_full_shard() -> None:
-    """Accumulation, clipping, recomputation, lower precision and CPU offload."""
-    low = MixedPrecision(torch.float32, torch.float64)
-    for precision, setups in ((None, [("2x2", HYBRID, True)]), (low, [("2x2", ZERO2, False), ("4x1", HYBRID, True)])):
-        expected = train_parameters(FULL_SHARD, mixed_precision=precision)
-        for shape, strategy, uop in setups:
-            options = {"device_mesh": mesh_of(shape), "use_orig_params": uop, "mixed_precision": precision}
-            found = train_parameters(strategy, cpu_offload=CPUOffload(offload_params=uop), **options)
-            assert_equivalent(found, expected, f"{shape}, {strategy}, {precision}")
 
 
 @on_ranks(4)

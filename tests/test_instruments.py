@@ -1,4 +1,4 @@
-"""Faults in collectives, hooks, streams, optimizers and files: the property that each endangers detects it.
+"""Faults in collectives, hooks, streams and optimizers: the property that each endangers detects it.
 
 A fault that is not detected would show that the test of that property cannot fail. Faults of ranks are in
 test_out_of_step.py.
@@ -12,7 +12,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,14 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import ShardingStrategy
-from fsdp.checkpoint import load, save
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.runtime import hooks
 from tests.harness import process_groups
 from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, new_group
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import delay_collectives
-from tests.harness.sharded import full_parameters
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD
 from tests.harness.stream_tracer import StreamTracer, Sync, trace_streams
 
@@ -227,55 +224,3 @@ def test_stream_tracer_detects_missing_waits() -> None:
     for pair in sorted(pairs):
         dropped = tuple(sync for sync in full_trace.syncs if (sync.by, sync.on) == pair)
         assert trace(dropped).races, f"{pair[0]} does not wait for {pair[1]}, without an error"
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def flip_a_bit(path: Path, older: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def cut_the_end(path: Path, older: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def empty(path: Path, older: Path) -> None:
-    path.write_bytes(b"")
-
-
-def remove(path: Path, older: Path) -> None:
-    path.unlink()
-
-
-def put_an_older_one_there(path: Path, older: Path) -> None:
-    path.write_bytes(older.read_bytes())
-
-
-DAMAGES = [flip_a_bit, cut_the_end, empty, remove, put_an_older_one_there]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@on_ranks(2)
-def test_load_detects_a_damaged_file_and_changes_nothing(tmp_path: Path, damage: Callable[[Path, Path], None]) -> None:
-    """The largest file of the latest checkpoint, which holds tensors, is damaged after the save."""
-    group = new_group()
-    torch.manual_seed(0)
-    model = build(Chain(UNEQUAL), group, use_orig_params=True)
-    older = save(tmp_path, model, process_group=group)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1.0)
-    latest = save(tmp_path, model, process_group=group)
-    largest = max(latest.iterdir(), key=lambda path: (path.stat().st_size, path.name))
-    before = {name: value.clone() for name, value in full_parameters(model).items()}
-    dist.barrier()
-    if dist.get_rank() == 0:
-        damage(largest, older / largest.name)
-    dist.barrier()
-    with pytest.raises(RuntimeError):
-        load(latest, model, process_group=group)
-    for name, value in full_parameters(model).items():
-        assert torch.equal(value, before[name]), name

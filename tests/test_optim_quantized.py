@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
 )
-from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, load, load_plain, save, set_optimizer_state_dict
+from fsdp.checkpoint import load, load_plain, save
 from fsdp.optim import WholeParamOptimizer
+from tests.harness.optim_states import FORMS, transfer
 from tests.harness.pool import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
@@ -115,32 +110,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
     return losses
 
 
-KINDS = {
-    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()),
-    "rank 0": (
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(rank0_only=True),
-        FullOptimStateDictConfig(rank0_only=True),
-    ),
-    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
-}
-
-
-def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: Path) -> None:
-    """Move state from one optimizer of the model to another."""
-    if form in KINDS:
-        with FSDP.state_dict_type(model, *KINDS[form]):
-            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, FSDP.optim_state_dict(model, optimizer)))
-    elif form == "dcp":
-        options = StateDictOptions(ragged=True)
-        dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=root / "dcp")
-        target = {"optim": get_optimizer_state_dict(model, fresh, options=options)}
-        dcp.load(target, checkpoint_id=root / "dcp")
-        set_optimizer_state_dict(model, fresh, target["optim"], options=options)
-    else:
-        load(save(root, model, optimizer), model, fresh, in_place=form == "in place")
-
-
 def quantized(optimizer: Optimizer) -> list[tuple[type, Any, Any]]:
     """Return class, codes and scales of each state with dimensions."""
     return [
@@ -151,7 +120,7 @@ def quantized(optimizer: Optimizer) -> list[tuple[type, Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("form", [*KINDS, "dcp", "save", "in place"])
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "dcp", "save", "in place"])
 @pytest.mark.parametrize("uop", [True, False])
 @on_ranks(2)
 def test_states_come_back_in_their_class_bit_for_bit(uop: bool, form: str, tmp_path: Path) -> None:
@@ -221,7 +190,7 @@ def test_dicts_of_plain_optimizers_load_in_both_directions() -> None:
     train(model, optimizer, 2)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     of_plain = Adam8(plain.parameters())
-    with FSDP.state_dict_type(model, *KINDS["full"]):
+    with FSDP.state_dict_type(model, *FORMS["full"]):
         saved = FSDP.optim_state_dict(model, optimizer)
     of_plain.load_state_dict(FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain, optim=of_plain))
     assert {type(state["m"]) for state in of_plain.state.values()} == {Int8}
@@ -248,7 +217,7 @@ def _load_on(path: Path) -> None:
     assert Int8 in {type(value) for state in optimizer.state.values() for value in state.values()}
     state = load_plain(path).optimizer
     assert state is not None
-    with FSDP.state_dict_type(model, *KINDS["full"]):
+    with FSDP.state_dict_type(model, *FORMS["full"]):
         found = FSDP.optim_state_dict(model, optimizer)
     for name, states in found["state"].items():
         for key in ("m", "v"):
@@ -291,7 +260,7 @@ def test_the_mark_is_there_if_another_rank_has_quantized_states() -> None:
     optimizer.step()
     if dist.get_rank() == 1:
         optimizer.state[param]["m"] = _Odd.of(optimizer.state[param]["m"])
-    with FSDP.state_dict_type(model, *KINDS["full"]):
+    with FSDP.state_dict_type(model, *FORMS["full"]):
         saved = FSDP.optim_state_dict(model, optimizer)
     assert saved["param_groups"][0]["fsdp_quantized"] is True
     assert type(saved["state"]["weight"]["m"]) is Tensor
@@ -347,7 +316,7 @@ def test_quantized_states_of_no_class_are_refused_with_a_remedy(tmp_path: Path) 
     words = r"'blocks' of '0.weight' is a dict of tensors.*save each rank's optimizer.state_dict\(\).*such as torchao's"
     with pytest.raises(NotImplementedError, match=words):
         save(tmp_path, model, optimizer)
-    with pytest.raises(NotImplementedError, match=words), FSDP.state_dict_type(model, *KINDS["full"]):
+    with pytest.raises(NotImplementedError, match=words), FSDP.state_dict_type(model, *FORMS["full"]):
         FSDP.optim_state_dict(model, optimizer)
 
 

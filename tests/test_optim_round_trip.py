@@ -19,17 +19,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
+from tests.harness.optim_states import transfer
 from tests.harness.pool import on_ranks
 
 FSDP = FullyShardedDataParallel
@@ -171,29 +169,6 @@ def content(optimizer: Optimizer) -> dict[Any, Any]:
             states = {name: bits(value) for name, value in optimizer.state.get(param, {}).items()}
             found[param] = states, {key: value for key, value in group.items() if key != "params"}
     return found
-
-
-def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: Path) -> None:
-    """Move state from one optimizer of the model to another."""
-    if form == "save":
-        load(save(root, model, optimizer, keep=1), model, fresh)
-    elif form == "ragged":
-        options = StateDictOptions(ragged=True)
-        set_optimizer_state_dict(
-            model, fresh, get_optimizer_state_dict(model, optimizer, options=options), options=options
-        )
-    else:
-        kind, configs = {
-            "full": (StateDictType.FULL_STATE_DICT, (FullStateDictConfig(), FullOptimStateDictConfig())),
-            "rank 0": (
-                StateDictType.FULL_STATE_DICT,
-                (FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)),
-            ),
-            "sharded": (StateDictType.SHARDED_STATE_DICT, (ShardedStateDictConfig(), ShardedOptimStateDictConfig())),
-        }[form]
-        with FSDP.state_dict_type(model, kind, *configs):
-            saved = FSDP.optim_state_dict(model, optimizer)
-            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
 
 
 @on_ranks(2)

@@ -27,24 +27,27 @@ class Killed(BaseException):
 
 
 class FaultyDisk(Disk):
-    """A disk that fails at operation number `at`, counted from 0: with `error` once, or without it for good, as at a
-    power loss.
+    """A disk that fails at operation number `at`, counted from 0: with `error` once, or from there on if it is
+    `lasting`. Without an error it fails for good, as at a power loss.
 
     A write fails halfway. Data that were not synced are half there; names in directories that were not synced are as
     before, or lost.
     """
 
-    def __init__(self, at: int = -1, error: OSError | None = None) -> None:
-        self.at, self.error, self.count = at, error, 0
+    def __init__(self, at: int = -1, error: OSError | None = None, *, lasting: bool = False) -> None:
+        self.at, self.error, self.lasting, self.count = at, error, lasting, 0
         self.unsynced: dict[BinaryIO, Path] = {}
         self.names: list[tuple[Path, Any]] = []  # the directory, and the function that makes the rename durable
 
-    def _step(self) -> None:
+    def _step(self, path: Path | None = None) -> None:
         number, self.count = self.count, self.count + 1
-        if number == self.at and self.error is not None:
-            raise self.error
-        if self.error is None and 0 <= self.at <= number:
+        if number < self.at or self.at < 0:
+            return
+        if self.error is None:
             raise Killed
+        if number == self.at or self.lasting:
+            self.error.filename = self.error.filename or path
+            raise self.error
 
     def lose_power(self, names: str) -> None:
         for stream, path in self.unsynced.items():
@@ -58,12 +61,12 @@ class FaultyDisk(Disk):
             undo()
 
     def make_directory(self, path: Path) -> None:
-        self._step()
+        self._step(path)
         super().make_directory(path)
         self.names.append((path.parent, lambda: shutil.rmtree(path)))
 
     def create(self, path: Path) -> BinaryIO:
-        self._step()
+        self._step(path)
         stream = super().create(path)
         self.unsynced[stream] = path
         self.names.append((path.parent, path.unlink))
@@ -81,12 +84,12 @@ class FaultyDisk(Disk):
         del self.unsynced[stream]
 
     def sync_directory(self, path: Path) -> None:
-        self._step()
+        self._step(path)
         super().sync_directory(path)
         self.names = [(directory, undo) for directory, undo in self.names if directory != path]
 
     def rename(self, old: Path, new: Path) -> None:
-        self._step()
+        self._step(old)
         replaced = new.read_bytes() if new.is_file() else None
         super().rename(old, new)
         self.names = [(new / d.relative_to(old) if d.is_relative_to(old) else d, undo) for d, undo in self.names]
@@ -102,7 +105,7 @@ class FaultyDisk(Disk):
                 self.unsynced[stream] = new / path.relative_to(old)
 
     def remove(self, path: Path) -> None:
-        self._step()
+        self._step(path)
         super().remove(path)
 
     def remove_file(self, path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
@@ -20,15 +23,57 @@ from torch.optim import AdamW, Optimizer
 
 from fsdp import (
     FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
+    RaggedOptimStateDictConfig,
+    RaggedStateDictConfig,
     ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    checkpoint,
 )
-from fsdp.checkpoint import StateDictOptions, get_state_dict
+from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
+from fsdp.compat import disable_dcp, enable_dcp
 from fsdp.wrap import ModuleWrapPolicy
 
 FSDP = FullyShardedDataParallel
+FORMS: dict[str, tuple[Any, ...]] = {  # arguments of `state_dict_type`
+    "full": (StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()),
+    "rank 0": (
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    ),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+    "ragged": (StateDictType.SHARDED_STATE_DICT, RaggedStateDictConfig(), RaggedOptimStateDictConfig()),
+}
+
+
+def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: Path) -> None:
+    """Move state from one optimizer of the model to another, in a state dict or through a checkpoint in `root`."""
+    if form in FORMS:
+        with FSDP.state_dict_type(model, *FORMS[form]):
+            saved = FSDP.optim_state_dict(model, optimizer)
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+    elif form == "dcp":
+        options = StateDictOptions(ragged=True)
+        dcp.save({"optim": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=root / "dcp")
+        target = {"optim": get_optimizer_state_dict(model, fresh, options=options)}
+        dcp.load(target, checkpoint_id=root / "dcp")
+        set_optimizer_state_dict(model, fresh, target["optim"], options=options)
+    else:
+        path = checkpoint.save(root, model, optimizer, keep=1)
+        checkpoint.load(path, model, fresh, in_place=form == "in place")
+
+
+@contextlib.contextmanager
+def dcp_enabled() -> Iterator[None]:
+    enable_dcp()
+    try:
+        yield
+    finally:
+        disable_dcp()
 
 
 class Block(nn.Module):
