@@ -144,7 +144,17 @@ def full_state(model: nn.Module) -> dict[str, Any]:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def compare_steps_with_the_plain_model(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "use_orig_params", "strategy"),
+    [*itertools.product([1, 2, 3, 4], [True, False], [FULL]), (2, True, NONE)],
+)
+@on_ranks("world_size")
+def test_steps_equal_the_plain_models_bit_for_bit(
+    world_size: int, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    """Ten steps of accumulation, clipping and schedulers, in float64. Matrices lie in one shard or across several, some
+    shards are empty, one matrix is frozen, one is tied and one unused.
+    """
     model = wrapped(use_orig_params, strategy)
     optimizer, twin = whole(model), PlainTwin(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in (optimizer, *twin.optimizers)]
@@ -165,20 +175,6 @@ def compare_steps_with_the_plain_model(use_orig_params: bool, strategy: Sharding
     assert rates == [each.param_groups[0]["lr"] for each in twin.optimizers] != [0.02, 3e-3]
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_steps_equal_the_plain_models_bit_for_bit(world_size: int, use_orig_params: bool) -> None:
-    """Ten steps of accumulation, clipping and schedulers, in float64. Matrices lie in one shard or across several, some
-    shards are empty, one matrix is frozen, one is tied and one unused.
-    """
-    run_ranks(world_size, compare_steps_with_the_plain_model, use_orig_params, FULL)
-
-
-def test_steps_equal_the_plain_models_without_sharding_and_with_replicas() -> None:
-    run_ranks(2, compare_steps_with_the_plain_model, True, NONE)
-    run_ranks(4, _steps_with_replicas)
-
-
 def train_beside(twin: PlainTwin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
     """Train `model` and the plain `twin` on the same gradients, and compare them after each step."""
     for step in range(steps):
@@ -190,11 +186,10 @@ def train_beside(twin: PlainTwin, model: nn.Module, optimizer: Optimizer, steps:
         optimizer.zero_grad()
 
 
-def _steps_with_replicas() -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    model = wrapped(True, HYBRID, device_mesh=mesh)
-    optimizer, twin = whole(model), PlainTwin(model)
-    train_beside(twin, model, optimizer, 3)
+@on_ranks(4)
+def test_steps_with_replicas_equal_the_plain_models() -> None:
+    model = wrapped(True, HYBRID, device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)))
+    train_beside(PlainTwin(model), model, whole(model), 3)
 
 
 def adafactor(params: Iterable[nn.Parameter]) -> Optimizer:
@@ -275,30 +270,27 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
 
 
 class RecordingMuon(torch.optim.Muon):
-    """A Muon optimizer that records the shapes of the stepped parameters."""
+    """A Muon optimizer that records the indices of the stepped parameters."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__(params, lr=0.02)
         self.stepped: list[int] = []
-        self.memory = 0
 
     def step(self, closure: Any = None) -> Any:
         params = self.param_groups[0]["params"]
-        here = [index for index, param in enumerate(params) if param.grad is not None]
-        self.stepped += here
-        self.memory = max(self.memory, sum(params[index].nbytes for index in here))
+        self.stepped += [index for index, param in enumerate(params) if param.grad is not None]
         return super().step(closure)
 
 
-def _placements(optimizer: WholeParamOptimizer) -> list[tuple[str, tuple[int, ...], int, list[int]]]:
-    """Return (name, shape, owner, elements in the shard of each rank) of each matrix that is stepped."""
-    found = []
+def _numel_outside_of_the_owners_shards(optimizer: WholeParamOptimizer) -> int:
+    """Return the number of elements of trained matrices that lie in the shards of ranks other than the owner."""
+    numel = 0
     for each in optimizer._selected:
         layout = each.shards.handle.layout
-        parts = [layout.piece(each.member.index, rank).numel for rank in range(layout.world_size)]
         if each.param.requires_grad:
-            found.append((each.member.name, each.member.shape, each.owner, parts))
-    return found
+            peers = set(range(layout.world_size)) - {each.owner}
+            numel += sum(layout.piece(each.member.index, rank).numel for rank in peers)
+    return numel
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -315,9 +307,7 @@ def test_a_step_moves_each_element_once_and_steps_each_matrix_once(world_size: i
     size = dist.get_world_size()
     matrices = [p for name, p in build().named_parameters() if is_matrix(name, tuple(p.shape)) and p.requires_grad]
     moved = [collective for collective in log.records if collective.label == "WholeParamOptimizer"]
-    elements = 3 * sum(
-        numel for _, _, owner, parts in _placements(optimizer) for rank, numel in enumerate(parts) if rank != owner
-    )
+    elements = 3 * _numel_outside_of_the_owners_shards(optimizer)
     sent: list[Any] = [None] * size
     dist.all_gather_object(sent, sum(collective.input_nbytes for collective in moved))
     padding = 16 * size * size * len(moved)  # each message ends at a multiple of 16 bytes
@@ -345,20 +335,9 @@ def test_owners_of_matrices_are_balanced(ranks: int) -> None:
 
 def _trained(use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon) -> tuple[Any, Any, PlainTwin]:
     model = wrapped(use_orig_params)
-    twin = PlainTwin(model, factory)
-    optimizer = whole(model, factory)
-    for step in range(3):
-        _train(model, optimizer, twin, step)
+    twin, optimizer = PlainTwin(model, factory), whole(model, factory)
+    train_beside(twin, model, optimizer, 3)
     return model, optimizer, twin
-
-
-def _train(model: Any, optimizer: Any, twin: PlainTwin, step: int) -> None:
-    loss_of(model, tokens(step)).backward()
-    twin.take_gradients()
-    optimizer.step()
-    twin.step()
-    twin.check(f"step {step}")
-    optimizer.zero_grad()
 
 
 def _plain_states(twin: PlainTwin) -> dict[str, dict[str, Any]]:
@@ -378,16 +357,13 @@ def test_optimizer_state_dicts_of_every_form(world_size: int, factory: Any, use_
     assert_bit_equal(flatten_state(full["state"]), expected)
     names = [name for name, param in twin.plain.named_parameters() if is_matrix(name, tuple(param.shape))]
     assert sorted(full["param_groups"][0]["params"]) == sorted(names)
-    kinds: list[Any] = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, "ragged"]
+    ragged = (fsdp.RaggedStateDictConfig(), fsdp.RaggedOptimStateDictConfig())
+    sharded = StateDictType.SHARDED_STATE_DICT
+    kinds: list[Any] = [(StateDictType.FULL_STATE_DICT,), (sharded,), (sharded, *ragged)]
     if not use_orig_params:
-        kinds.append(StateDictType.LOCAL_STATE_DICT)
+        kinds.append((StateDictType.LOCAL_STATE_DICT,))
     for kind in kinds:
-        configs: list[Any] = [
-            StateDictType.SHARDED_STATE_DICT,
-            fsdp.RaggedStateDictConfig(),
-            fsdp.RaggedOptimStateDictConfig(),
-        ]
-        with FullyShardedDataParallel.state_dict_type(model, *(configs if kind == "ragged" else [kind])):
+        with FullyShardedDataParallel.state_dict_type(model, *kind):
             state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
             other = whole(model, factory)
             loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, other, state)
@@ -395,13 +371,12 @@ def test_optimizer_state_dicts_of_every_form(world_size: int, factory: Any, use_
         again = FullyShardedDataParallel.full_optim_state_dict(model, other, rank0_only=False)
         assert_bit_equal(flatten_state(again["state"]), expected, str(kind))
         for inner, before in zip(other.inner_optimizers, optimizer.inner_optimizers):
-            assert [{**group, "params": 0} for group in inner.param_groups] == [
-                {**group, "params": 0} for group in before.param_groups
-            ]
+            found, expected_groups = ([{**g, "params": 0} for g in each.param_groups] for each in (inner, before))
+            assert found == expected_groups
         owned = [each for each in other._selected if each.is_mine or not each.shards.sharded]
         of_whole = {id(param) for param in other.inner_optimizers[0].state}
         assert of_whole <= {id(each.param) for each in owned}
-    _train(model, other, twin, 5)
+    train_beside(twin, model, other, 1)
 
 
 @on_ranks(2)
@@ -427,7 +402,7 @@ def test_state_is_exchanged_with_a_plain_optimizer() -> None:
     back["param_groups"] += full["param_groups"][1:]
     other = whole(model)
     other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, other, back))
-    _train(model, other, twin, 5)
+    train_beside(twin, model, other, 1)
 
 
 def _save(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
@@ -474,7 +449,7 @@ def test_a_failed_load_changes_no_state() -> None:
         )
     again = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     assert_bit_equal(flatten_state(again["state"]), before)
-    _train(model, optimizer, twin, 5)
+    train_beside(twin, model, optimizer, 1)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -484,11 +459,8 @@ def test_a_failed_load_changes_no_state() -> None:
 def test_wrong_arguments_raise_and_change_no_state() -> None:
     model = wrapped(True)
 
-    def nothing(name: str, shape: tuple[int, ...]) -> bool:
-        return False
-
     with pytest.raises(ValueError, match="select\\(\\) is true for none of the 18 parameters"):
-        WholeParamOptimizer(model, muon, select=nothing)
+        WholeParamOptimizer(model, muon, select=lambda name, shape: False)
     with pytest.raises(ValueError, match=r"leaves out .*'embed.weight', .*there is no rest="):
         WholeParamOptimizer(model, muon, select=is_matrix)
     with pytest.raises(TypeError, match=r"factory must return a torch.optim.Optimizer, got list"):

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -60,10 +61,6 @@ class Subject:
             value if self.plain else local_part(self.model, param, f"layers.0.{name}", value).clone()
             for param, (name, value) in named
         ]
-
-    @property
-    def whole(self) -> bool:
-        return self.plain or self.linear.weight.shape == (7, 5)
 
     def summoned(self, **options: bool) -> Any:
         return contextlib.nullcontext() if self.plain else summon(self.model, **options)
@@ -160,11 +157,8 @@ def _apply(subject: Subject) -> None:
     subject.model.apply(fill)
 
 
-def _to_double(subject: Subject) -> None:
-    subject.model.to(torch.float64)
-
-
-ACTIONS = {
+Act = Callable[[Subject], None]
+ACTIONS: dict[str, Act] = {
     "data = new": _assign_data,
     "data.copy_": _copy_data,
     "copy_": _copy,
@@ -181,13 +175,8 @@ ACTIONS = {
     "deepcopy of a module": _copy_the_module,
     "load_state_dict": _load,
     "apply": _apply,
-    "to": _to_double,
+    "to": lambda subject: subject.model.to(torch.float64),
 }
-Act = Callable[[Subject], None]
-
-
-def at_construction(subject: Subject, act: Act) -> None:
-    act(subject)
 
 
 def _between(subject: Subject, act: Act) -> None:
@@ -219,15 +208,9 @@ def _accumulating(subject: Subject, act: Act) -> None:
         loss_of(subject.model, 1).backward()
 
 
-def _summoned(subject: Subject, act: Act) -> None:
+def _summoned(subject: Subject, act: Act, **options: bool) -> None:
     loss_of(subject.model, 0).backward()
-    with subject.summoned():
-        act(subject)
-
-
-def _summoned_with_grads(subject: Subject, act: Act) -> None:
-    loss_of(subject.model, 0).backward()
-    with subject.summoned(with_grads=True):
+    with subject.summoned(**options):
         act(subject)
 
 
@@ -256,14 +239,14 @@ def _evaluating(subject: Subject, act: Act) -> None:
     subject.model.train()
 
 
-MOMENTS = {
-    "built": at_construction,
+MOMENTS: dict[str, Callable[[Subject, Act], None]] = {
+    "built": lambda subject, act: act(subject),
     "between": _between,
     "in forward": _inside_forward,
     "after backward": _after_backward,
     "in no_sync": _accumulating,
     "summoned": _summoned,
-    "summoned with grads": _summoned_with_grads,
+    "summoned with grads": partial(_summoned, with_grads=True),
     "in a state dict hook": _in_a_state_dict_hook,
     "after a failure": _after_a_failure,
     "evaluating": _evaluating,
@@ -286,24 +269,24 @@ def outcome(subject: Subject, moment: str, action: str) -> tuple[str, dict[str, 
     return "", {name: value.clone() for name, value in subject.model.state_dict().items()}
 
 
-# Cells in which a plain model continues and a sharded one refuses: (action, moment, use_orig_params), each a pattern.
+# Cells in which a plain model continues and a sharded one refuses: (action, moment, words), each a pattern.
 REFUSED = [
-    ("copy_|replaced|apply", "between", "", "was changed in place, or replaced, between a forward and its backward"),
-    ("data = new", "in forward", "", "was given other data inside of a forward"),
-    ("data.copy_", "in forward", "", "is written, where it is a gathered copy"),
-    ("data.copy_", "in no_sync", "", "was changed through .data while it stays gathered"),
-    ("copy_", "in forward", "", "was changed in place inside of a forward"),
-    ("replaced", "in forward", "", "'linear.weight' of unit 'layers.0' was replaced inside of a forward"),
-    ("frozen", "in forward", "", "was frozen inside of a forward"),
-    ("deepcopy", "in forward|summoned.*", "", "can be copied only while it does not run"),
-    ("deepcopy", "in a state dict hook", "", "cannot be copied in its hooks"),
-    ("deepcopy of a module", ".*", "", "copy.deepcopy of the Linear alone would be without its parameters"),
-    ("load_state_dict", "in forward", "", "in the middle of the forward of the root unit"),
-    ("apply", "in forward", "", "expected to be in states"),
+    ("copy_|replaced|apply", "between", "was changed in place, or replaced, between a forward and its backward"),
+    ("data = new", "in forward", "was given other data inside of a forward"),
+    ("data.copy_", "in forward", "is written, where it is a gathered copy"),
+    ("data.copy_", "in no_sync", "was changed through .data while it stays gathered"),
+    ("copy_", "in forward", "was changed in place inside of a forward"),
+    ("replaced", "in forward", "'linear.weight' of unit 'layers.0' was replaced inside of a forward"),
+    ("frozen", "in forward", "was frozen inside of a forward"),
+    ("deepcopy", "in forward|summoned.*", "can be copied only while it does not run"),
+    ("deepcopy", "in a state dict hook", "cannot be copied in its hooks"),
+    ("deepcopy of a module", ".*", "copy.deepcopy of the Linear alone would be without its parameters"),
+    ("load_state_dict", "in forward", "in the middle of the forward of the root unit"),
+    ("apply", "in forward", "expected to be in states"),
     # torch compares a gradient with the present parameter, which differs in shape
-    ("grad = new", "in no_sync|summoned", "", "attempting to assign a gradient of size"),
-    ("to", "between", "", "was moved or cast between a forward and its backward"),
-    ("load_state_dict", "between", "", "was changed in place, or replaced, between a forward and its backward"),
+    ("grad = new", "in no_sync|summoned", "attempting to assign a gradient of size"),
+    ("to", "between", "was moved or cast between a forward and its backward"),
+    ("load_state_dict", "between", "was changed in place, or replaced, between a forward and its backward"),
 ]
 
 # Cells in which a write is found in debug mode only.
@@ -311,36 +294,29 @@ FOUND_IN_DEBUG_MODE = [("data.copy_", "in forward"), ("data.copy_", "in no_sync"
 
 # Cells without a target of the write, or in which a written value lasts no longer than the moment.
 NOTHING_THERE = [
-    ("to", "summoned.*", ""),  # the shards keep their dtype
-    (r"grad( = None|\.zero_|\.mul_| = new)", "summoned", "False"),  # with flat parameters no gradients are shown
+    ("to", "summoned.*", (False, True)),  # the shards keep their dtype
+    (r"grad( = None|\.zero_|\.mul_| = new)", "summoned", (False,)),  # with flat parameters no gradients are shown
 ]
 
 
-def explain_difference(
-    plain: tuple[str, dict[str, Tensor]], ours: tuple[str, dict[str, Tensor]], cell: tuple[str, str, bool]
-) -> str:
+def explain_difference(subject: Subject, moment: str, action: str) -> str:
     """Return the difference between a cell and the expectation; empty if there is none."""
-    action, moment, use_orig_params = cell
-    refused = [
-        words
-        for a, m, mode, words in REFUSED
-        if re.fullmatch(a, action) and re.fullmatch(m, moment) and mode in ("", str(use_orig_params))
-    ]
-    error, state = ours
-    if any(
-        re.fullmatch(a, action) and re.fullmatch(m, moment) and mode in ("", str(use_orig_params))
-        for a, m, mode in NOTHING_THERE
-    ):
+
+    def matches(actions: str, moments: str) -> bool:
+        return bool(re.fullmatch(actions, action) and re.fullmatch(moments, moment))
+
+    error, expected = outcome(Subject(True, (FULL, True)), moment, action)
+    found, state = outcome(subject, moment, action)
+    if any(matches(a, m) and subject.mode[1] in modes for a, m, modes in NOTHING_THERE):
         return ""
+    if found:
+        refused = any(matches(a, m) and re.search(words, found) for a, m, words in REFUSED)
+        return "" if error or refused else found
     if error:
-        if plain[0] or any(re.search(words, error) for words in refused):
-            return ""
-        return error
-    if plain[0]:
-        return f"no error, and plain has {plain[0]}"
-    if list(state) != list(plain[1]):
+        return f"no error, and plain has {error}"
+    if list(state) != list(expected):
         return f"names {list(state)}"
-    wrong = [name for name, value in plain[1].items() if not torch.equal(value, state[name])]
+    wrong = [name for name, value in expected.items() if not torch.equal(value, state[name])]
     return f"other values of {wrong}" if wrong else ""
 
 
@@ -354,8 +330,7 @@ def explain_difference(
 @on_ranks(2)
 def test_selected_writes_in_further_modes(moment: str, actions: list[str], modes: list[Mode]) -> None:
     for action, mode in itertools.product(actions, modes):
-        plain = outcome(Subject(True, (FULL, True)), moment, action)
-        found = explain_difference(plain, outcome(Subject(False, mode), moment, action), (action, moment, mode[1]))
+        found = explain_difference(Subject(False, mode), moment, action)
         assert not found, f"{action}, {moment}, {mode}: {found}"
 
 
@@ -371,9 +346,8 @@ def test_every_write_at_every_moment() -> None:
         mode: Mode = other if number % 8 >= 4 else (FULL, not other[1])
         if moment == "summoned with grads" and not mode[1]:
             continue
-        plain = outcome(Subject(True, (FULL, True)), moment, action)
         with mock.patch.dict(os.environ, FSDP_DEBUG=str(int((action, moment) in FOUND_IN_DEBUG_MODE))):
-            found = explain_difference(plain, outcome(Subject(False, mode), moment, action), (action, moment, mode[1]))
+            found = explain_difference(Subject(False, mode), moment, action)
         if found:
             wrong.append(f"{action}, {moment}, {mode[0].name}, use_orig_params={mode[1]}: {found}")
     assert not wrong, "\n".join(wrong)

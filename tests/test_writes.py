@@ -30,8 +30,8 @@ from fsdp import (
 )
 from fsdp.api import TrainingState
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.runtime.unit import units_in
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.passes import describe
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -41,7 +41,6 @@ from tests.harness.writes import (
     GRAD_OP,
     MODES,
     NONE,
-    Mode,
     batch,
     build,
     layer_of,
@@ -65,10 +64,6 @@ def assert_alike(model: nn.Module, plain: nn.Module, what: str) -> None:
     assert_bit_equal(model.state_dict(), plain.state_dict(), what)
     assert torch.equal(step(model, 1), step(plain, 1)), what
     assert_bit_equal(model.state_dict(), plain.state_dict(), f"{what}, one step on")
-
-
-def describe(mode: Mode) -> str:
-    return f"{mode[0].name}, use_orig_params={mode[1]}"
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -125,20 +120,12 @@ def test_gradients_of_parameters_frozen_after_no_sync_are_reduced() -> None:
         assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, describe(mode))
 
 
-def _replace_in_forward(linear: nn.Linear) -> None:
-    linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
-
-
-def _give_data(linear: nn.Linear) -> None:
-    linear.weight.data = linear.weight.data * 0.5
-
-
-def _change_in_place(linear: nn.Linear) -> None:
-    linear.weight.mul_(0.5)
-
-
-def _freeze(linear: nn.Linear) -> None:
-    linear.weight.requires_grad_(False)
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "changed in place": lambda linear: linear.weight.mul_(0.5),
+    "given other data": lambda linear: setattr(linear.weight, "data", linear.weight.data * 0.5),
+    "replaced": lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach() * 0.5)),
+    "frozen": lambda linear: linear.weight.requires_grad_(False),
+}
 
 
 class WritingModules(nn.Module):
@@ -167,15 +154,9 @@ def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
     kept.
     """
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
-        for change, words in (
-            (_change_in_place, "changed in place"),
-            (_give_data, "given other data"),
-            (_replace_in_forward, "replaced"),
-            (_freeze, "frozen"),
-        ):
+        for words, change in CHANGES.items():
             plain, model = pair(mode)
             layer = layer_of(model, 0)
-            what = f"{words}, {describe(mode)}"
 
             def inside(layer: Any = layer, change: Any = change) -> None:
                 with torch.no_grad():
@@ -183,26 +164,22 @@ def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
 
             layer.inside = inside
             for grad in (True, False):
-                if mode[0] is NONE and change is _change_in_place:  # NO_SHARD has no second copy
+                if mode[0] is NONE and words == "changed in place":  # NO_SHARD has no second copy
                     with torch.no_grad():
                         model(batch())
                         plain.layers[0].linear.weight.mul_(0.5)
                     continue
-                unit = r"unit 'layers\.0'"
-                pattern = (
-                    rf"parameter 'linear.weight' of {unit} was {words} inside.*register_buffer.*summon_full_params"
-                )
+                pattern = rf"'linear.weight' of unit 'layers.0' was {words} inside.*register_buffer.*summon_full_params"
                 with pytest.raises(RuntimeError, match=pattern), torch.set_grad_enabled(grad):
                     model(batch())
             layer.inside = lambda: None
-            if change is _replace_in_forward and mode == (NONE, True):
-                continue
-            assert_alike(model, plain, what)
+            if words != "replaced" or mode != (NONE, True):
+                assert_alike(model, plain, f"{words}, {describe(mode)}")
         # a write to summoned parameters is written back
         plain, model = pair(mode)
         layer = layer_of(model, 0)
         with summon(model), torch.no_grad():
-            layer.inside = lambda layer=layer: _change_in_place(layer.linear)
+            layer.inside = lambda layer=layer: layer.linear.weight.mul_(0.5)
             model(batch())
             layer.inside = lambda: None
             plain.layers[0].linear.weight.mul_(0.5)
@@ -347,9 +324,8 @@ def test_parameters_replaced_while_summoned_are_kept() -> None:
             if isinstance(module, nn.Linear):
                 module.weight = nn.Parameter(torch.zeros(2, 3))
 
-        with pytest.raises(
-            RuntimeError, match=r"Cannot writeback '(linear\.)?weight' of .*: its shape became \(2, 3\)"
-        ):
+        words = r"Cannot writeback '(linear\.)?weight' of .*: its shape became \(2, 3\)"
+        with pytest.raises(RuntimeError, match=words):
             model.apply(spoil)
         assert_alike(model, plain, what)
         with summon(model):
@@ -452,9 +428,8 @@ def test_a_state_dict_hooks_writes_to_copies_do_not_reach_the_model() -> None:
                 param.detach().mul_(2.0)
 
     handle = layer_of(model, 0).register_state_dict_pre_hook(double)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
-    ):
+    of_rank_0 = FullStateDictConfig(rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_rank_0):
         made = model.state_dict()
     handle.remove()
     assert_bit_equal(model.state_dict(), before)
@@ -476,10 +451,13 @@ def test_forwards_run_with_mocked_collectives() -> None:
             assert mocked[0].called and mocked[1].called
 
 
-def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
-    precision = MixedPrecision(param_dtype=dtype)
+@pytest.mark.parametrize(
+    ("strategy", "dtype"), [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]
+)
+@on_ranks(2)
+def test_writes_through_data_in_forward_are_found_in_debug_mode(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
     with mock.patch.dict(os.environ, FSDP_DEBUG="1"):
-        model = pair((strategy, True), mixed_precision=precision)[1]
+        model = pair((strategy, True), mixed_precision=MixedPrecision(param_dtype=dtype))[1]
         with summon(model), torch.no_grad():
             layer_of(model, 0).linear.weight[0] = float("nan")
         for grad in (False, True):
@@ -491,35 +469,3 @@ def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> 
         for grad in (False, True, False):
             with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=words):
                 model(batch())
-
-
-@on_ranks(2)
-def test_writes_through_data_in_forward_are_found_in_debug_mode() -> None:
-    for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
-        _data_written_in_forward(strategy, dtype)
-
-
-@on_ranks(2)
-def test_a_guard_detects_every_kind_of_write() -> None:
-    """After such a change a step takes the same path as a forward."""
-    for use_orig_params in (False, True):
-        model = wrap(nn.Linear(4, 3), FULL, use_orig_params, wrap_policy=None)
-        model(torch.ones(2, 4)).sum().backward()
-        ((_, unit, _),) = units_in(model)
-        (guard,) = unit.guards
-        param = next(model.parameters())
-        assert guard.is_unchanged
-        param.requires_grad_(False)
-        assert not guard.is_unchanged, "frozen"
-        param.requires_grad_(True)
-        assert guard.is_unchanged
-        own, param.data = param.data, param.data.clone()
-        assert not guard.is_unchanged, "given other data"
-        param.data = own
-        assert guard.is_unchanged
-        module = model.module
-        name, resting = next((name, each) for name, each in module._parameters.items() if each is not None)
-        module._parameters[name] = nn.Parameter(torch.ones(1))
-        assert not guard.is_unchanged, "replaced"
-        module._parameters[name] = resting
-        assert guard.is_unchanged

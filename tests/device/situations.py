@@ -5,6 +5,7 @@ python -m tests.device.situations [PART_OF_A_NAME ...]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ def case(function: pool.Case) -> pool.Case:
     return function
 
 
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "the result") -> None:
+    assert (actual.detach().cpu() - expected.detach()).abs().max() < 1e-9, f"{what} is wrong"
+
+
 # -- host memory that is written at once -------------------------------------------------------------------------------
 
 
@@ -66,81 +71,34 @@ def _spoil_after(
         got = result.detach().cpu()
         assert torch.isfinite(got).all(), "the device read what was written to the host afterwards"
         if got.shape == expected.shape:
-            assert (got - expected).abs().max() < 1e-9, "wrong result"
+            assert_close(got, expected)
     for p, v in zip(pair.model.parameters(), before):
         p.data.copy_(v)
     pair.train(1)
     return pair.check()
 
 
-@case
-def spoil_forward_grad(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after a forward."""
-    return _spoil_after(device, lambda pair, x: pair.model(x))
+def _summoned(pair: Pair, x: torch.Tensor) -> torch.Tensor:
+    with FSDP.summon_full_params(pair.model, writeback=False):
+        return next(pair.model.parameters()).sum()
 
 
-@case
-def spoil_forward_nograd(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after a forward without gradients."""
-
-    def read(pair, x):
-        with torch.no_grad():
-            return pair.model(x)
-
-    return _spoil_after(device, read)
+def _stepped_back(pair: Pair, x: torch.Tensor) -> torch.Tensor:
+    pair.model(x).sum().backward()
+    return sum(p.grad.sum() for p in pair.model.parameters() if p.grad is not None)
 
 
-@case
-def spoil_summon(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after ``summon_full_params``."""
-
-    def read(pair, x):
-        with FSDP.summon_full_params(pair.model, writeback=False):
-            return next(pair.model.parameters()).sum()
-
-    return _spoil_after(device, read)
-
-
-@case
-def spoil_full_params(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after ``full_params``."""
-
-    def read(pair, x):
-        return sum(p.sum() for _, p in fsdp.full_params(pair.model)) if hasattr(fsdp, "full_params") else None
-
-    return _spoil_after(device, read)
-
-
-@case
-def spoil_unshard(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after an unshard by hand."""
-
-    def read(pair, x):
-        pair.model._unshard(async_op=True).wait()
-
-    return _spoil_after(device, read)
-
-
-@case
-def spoil_state_dict(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after ``state_dict``."""
-
-    def read(pair, x):
-        state = pair.model.state_dict()
-        return sum(v.sum() for v in state.values())
-
-    return _spoil_after(device, read)
-
-
-@case
-def spoil_backward(device: torch.device) -> str | None:
-    """Overwrite offloaded shards after a backward."""
-
-    def read(pair, x):
-        pair.model(x).sum().backward()
-        return sum(p.grad.sum() for p in pair.model.parameters() if p.grad is not None)
-
-    return _spoil_after(device, read)
+READS: dict[str, Callable[[Pair, torch.Tensor], torch.Tensor | None]] = {
+    "forward_grad": lambda pair, x: pair.model(x),
+    "forward_nograd": torch.no_grad()(lambda pair, x: pair.model(x)),
+    "summon": _summoned,
+    "full_params": lambda pair, x: sum(p.sum() for _, p in fsdp.full_params(pair.model)),
+    "unshard": lambda pair, x: pair.model._unshard(async_op=True).wait(),
+    "state_dict": lambda pair, x: sum(v.sum() for v in pair.model.state_dict().values()),
+    "backward": _stepped_back,
+}
+for _name, _read in READS.items():
+    CASES[f"spoil_{_name}"] = functools.partial(_spoil_after, read=_read)
 
 
 @case
@@ -155,7 +113,7 @@ def spoil_input(device: torch.device) -> str | None:
     result = pair.model(x)
     x.fill_(torch.nan)
     lag.C.set_lateness(0, {})
-    assert (result.detach().cpu() - expected).abs().max() < 1e-9, "an input was overwritten before it was read"
+    assert_close(result, expected, "an input was overwritten before it was read, and the output")
 
 
 @case
@@ -198,11 +156,31 @@ def ema_of_offloaded(device: torch.device) -> str | None:
                 a.lerp_(b, 0.5)
             for a, b in zip(plain_ema.parameters(), pair.plain.parameters()):
                 a.lerp_(b, 0.5)
-        assert (got.cpu() - expected).abs().max() < 1e-9, "the average's output is wrong"
+        assert_close(got, expected, "the average's output")
     return ema.check()
 
 
+def assert_no_errors(what: str = "") -> None:
+    """Wait until the device is at rest, and raise the first of its errors."""
+    lag.C.set_lateness(0, {})
+    lag.C.synchronize(-1)
+    errors = lag.C.take_errors()
+    assert not errors, f"{what}{errors[0]} (x{len(errors)})"
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def fail(pair: Pair, where: str, block: int = 2) -> None:
+    """Run a step that raises in the forward or backward of a block."""
+    bad = pair.blocks[block]
+    bad.fail = where
+    try:
+        pair.model(pair.batch().to(pair.device)).square().mean().backward()
+    except ValueError:
+        bad.fail = None
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
@@ -210,17 +188,8 @@ def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
     pair = Pair(device, **options)
     lag.C.set_lateness(40, {})
     pair.train(2)
-    bad = pair.blocks[2]
     for _ in range(2):
-        bad.fail = where
-        x = pair.batch()
-        try:
-            pair.model(x.to(device)).square().mean().backward()
-        except (ValueError, RuntimeError):
-            pass
-        else:
-            raise AssertionError("nothing was raised")
-        bad.fail = None
+        fail(pair, where)
         if what == "spoil":
             before = [p.detach().clone() for p in pair.model.parameters()]
             fill(pair.model, float("nan"))
@@ -243,18 +212,10 @@ def fail_and_delete(device: torch.device) -> str | None:
         pair.train(1)
         lag.C.synchronize(-1)
         lag.C.set_lateness(0, {1: 80.0, 2: 80.0})
-        bad = pair.blocks[3]
-        bad.fail = where
-        try:
-            pair.model(pair.batch().to(device)).square().mean().backward()
-        except (ValueError, RuntimeError):
-            pass
-        del pair, bad
+        fail(pair, where, block=3)
+        del pair
         gc.collect()
-        lag.C.set_lateness(0, {})
-        lag.C.synchronize(-1)
-        errors = lag.C.take_errors()
-        assert not errors, f"after a failed {where}: {errors[0]} (x{len(errors)})"
+        assert_no_errors(f"after a failed {where}: ")
 
 
 @case
@@ -263,20 +224,12 @@ def fail_backward_many(device: torch.device) -> str:
     pair = Pair(device, use_orig_params=True)
     pair.train(2)
     sizes = [param.numel() for param in pair.model.parameters()]
-    bad = pair.blocks[2]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for failure in range(30):
             lag.C.set_lateness((0, 3, 20)[failure % 3], {})
-            bad.fail = "backward"
-            try:
-                pair.model(pair.batch().to(device)).square().mean().backward()
-            except ValueError:
-                pass
-            else:
-                raise AssertionError("nothing was raised")
-            bad.fail = None
+            fail(pair, "backward")
             for _ in range(2):
                 assert [param.numel() for param in pair.model.parameters()] == sizes, "parameters are whole"
             if failure % 2:
@@ -340,10 +293,7 @@ def delete_after_backward(device: torch.device) -> str | None:
             del pair
             gc.collect()
             keep.train(1)
-        lag.C.set_lateness(0, {})
-        lag.C.synchronize(-1)
-        errors = lag.C.take_errors()
-        assert not errors, f"{errors[0]} (x{len(errors)})"
+        assert_no_errors()
     return keep.check()
 
 
@@ -364,11 +314,8 @@ def delete_after_forward(device: torch.device) -> str | None:
             gc.collect()
             keep.train(1)
             lag.C.set_lateness(0, {})
-            assert (y.cpu() - expected).abs().max() < 1e-9, (
-                f"the output of a deleted model is wrong ({options}, {grad})"
-            )
-    errors = lag.C.take_errors()
-    assert not errors, f"{errors[0]} (x{len(errors)})"
+            assert_close(y, expected, f"the output of a deleted model ({options}, {grad})")
+    assert_no_errors()
     return keep.check()
 
 
@@ -395,73 +342,57 @@ def _streams(device: torch.device, switch: str, **options: Any) -> str:
     """Train while the program switches streams, and waits for them as it should."""
     lag.C.set_lateness(30, {})
     one, two, three = (torch.Stream(device) for _ in range(3))
+    last = one
+
+    @contextlib.contextmanager
+    def after_last(stream: torch.Stream) -> Iterator[None]:
+        nonlocal last
+        stream.wait_stream(last)
+        last = stream
+        with on(stream):
+            yield
+
     with on(one):
         pair = Pair(device, **options)
-    if switch == "wrap":
-        two.wait_stream(one)
-        with on(two):
-            pair.train(6)
-        torch.accelerator.current_stream(device).wait_stream(two)
-    elif switch == "each":
-        last = one
-        for i in range(6):
-            stream = (two, three, one)[i % 3]
-            stream.wait_stream(last)
-            with on(stream):
+    for i in range(6):
+        if switch == "wrap":
+            with after_last(two):
                 pair.step()
-            last = stream
-        torch.accelerator.current_stream(device).wait_stream(last)
-    elif switch == "backward":  # forward on one stream, backward called on another
-        last = one
-        for _ in range(6):
+        elif switch == "each":
+            with after_last((two, three, one)[i % 3]):
+                pair.step()
+        elif switch == "backward":  # forward on one stream, backward called on another
             x = pair.batch()
-            two.wait_stream(last)
-            with on(two):
+            with after_last(two):
                 pair.zero_grad()  # behind the step that has read them
                 loss = pair.model(x.to(device)).square().mean()
-            three.wait_stream(two)
-            with on(three):
+            with after_last(three):
                 loss.backward()
                 pair.mine.step()
             pair.plain(x).square().mean().backward()
             pair.theirs.step()
-            last = three
-        torch.accelerator.current_stream(device).wait_stream(last)
-    elif switch == "step":  # the optimizer on another stream than the backward
-        last = one
-        for _ in range(6):
-            two.wait_stream(last)
-            with on(two):
+        elif switch == "step":  # the optimizer on another stream than the backward
+            with after_last(two):
                 pair.zero_grad()
                 pair.backward()
-            three.wait_stream(two)
-            with on(three):
+            with after_last(three):
                 pair.update()
-            last = three
-        torch.accelerator.current_stream(device).wait_stream(last)
-    elif switch == "eval":  # evaluations on another stream in between
-        torch.accelerator.current_stream(device).wait_stream(one)
-        for _ in range(4):
-            pair.step()
-            two.wait_stream(torch.accelerator.current_stream(device))
-            with on(two), torch.no_grad():
-                x = pair.batch()
+        elif switch == "eval":  # evaluations on another stream in between
+            with after_last(three):
+                pair.step()
+            x = pair.batch()
+            with after_last(two), torch.no_grad():
                 y = pair.model(x.to(device))
-                expected = pair.plain(x)
-            torch.accelerator.current_stream(device).wait_stream(two)
-            assert (y.cpu() - expected).abs().max() < 1e-9, "the evaluation is wrong"
-    elif switch == "nosync":
-        last = one
-        for _ in range(5):
+            with after_last(three):
+                assert_close(y, pair.plain(x), "the evaluation")
+        elif switch == "nosync":
             pair.zero_grad()
             for j, stream in enumerate((two, three, two)):
-                stream.wait_stream(last)
-                with on(stream):
+                with after_last(stream):
                     pair.backward(synchronise=j == 2)
-                last = stream
             with on(last):
                 pair.update()
-        torch.accelerator.current_stream(device).wait_stream(last)
+    torch.accelerator.current_stream(device).wait_stream(last)
     return pair.check()
 
 
@@ -503,7 +434,7 @@ def unshard_on_side_stream(device: torch.device) -> str | None:
     x = pair.batch()
     y = pair.model(x.to(device))
     lag.C.set_lateness(0, {})
-    assert (y.detach().cpu() - pair.plain(x).detach()).abs().max() < 1e-9
+    assert_close(y, pair.plain(x))
     pair.train(2)
     return pair.check()
 
@@ -562,11 +493,10 @@ def summon_forward(device: torch.device) -> str | None:
         x = pair.batch()
         with FSDP.summon_full_params(pair.model, writeback=False):
             y = pair.model(x.to(device))
-        assert (y.detach().cpu() - pair.plain(x).detach()).abs().max() < 1e-9
+        assert_close(y, pair.plain(x))
     with FSDP.summon_full_params(pair.model, with_grads=True):
-        grads = {k.replace("_fsdp_wrapped_module.", ""): p.grad.cpu() for k, p in pair.model.named_parameters()}
-    for k, p in pair.plain.named_parameters():
-        assert (grads[k] - p.grad).abs().max() < 1e-9, k
+        for (name, param), plain in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+            assert_close(param.grad, plain.grad, name)
     with FSDP.summon_full_params(pair.model, writeback=False, offload_to_cpu=True, rank0_only=True):
         pass
     return pair.check()
@@ -661,24 +591,18 @@ def comm_hooks(device: torch.device) -> str | None:
         grad.div_(dist.get_world_size())
         dist.reduce_scatter_tensor(shard, grad)
 
-    pair = Pair(device)
-    pair.model.register_comm_hook(None, mine)
-    lag.C.set_lateness(40, {})
-    pair.train(5)
-    pair.check()
-    pair = Pair(device)
-    pair.model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
-    lag.C.set_lateness(40, {})
-    pair.train(5)
-    pair.check()
-    pair = Pair(device)
-    pair.model.register_comm_hook(
-        default_hooks.LowPrecisionState(dist.group.WORLD, parameter_type=torch.float64),
-        default_hooks.bf16_compress_hook,
-    )
-    lag.C.set_lateness(40, {})
-    pair.train(3)
-    return pair.check(1e-2)
+    world, hooks = dist.group.WORLD, default_hooks
+    for state, hook, bound in (
+        (None, mine, 1e-9),
+        (hooks.DefaultState(world), hooks.reduce_scatter_hook, 1e-9),
+        (hooks.LowPrecisionState(world, parameter_type=torch.float64), hooks.bf16_compress_hook, 1e-2),
+    ):
+        pair = Pair(device)
+        pair.model.register_comm_hook(state, hook)
+        lag.C.set_lateness(40, {})
+        pair.train(5)
+        remark = pair.check(bound)
+    return remark
 
 
 @case
@@ -714,11 +638,7 @@ def autocast(device: torch.device) -> str | None:
     """Train under autocast, with a forward in the same context repeated."""
     pair = Pair(device)
     plain = copy.deepcopy(pair.plain).float().to(device)
-    model = FSDP(
-        copy.deepcopy(pair.plain).float(),
-        auto_wrap_policy=pair.model and __import__("fsdp.wrap").wrap.ModuleWrapPolicy({Block}),
-        device_id=device,
-    )
+    model = FSDP(copy.deepcopy(pair.plain).float(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device)
     lag.C.set_lateness(40, {})
     one, two = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(5):
@@ -731,9 +651,8 @@ def autocast(device: torch.device) -> str | None:
             (loss + again).backward()
             o.step()
     with FSDP.summon_full_params(model, writeback=False):
-        worst = max(
-            (a.detach() - b.detach()).abs().max().item() for a, b in zip(model.parameters(), plain.parameters())
-        )
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        worst = max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
     assert worst < 2e-3, f"differ by {worst}"
     return f"differ by {worst:.0e}"
 
@@ -743,29 +662,26 @@ def dropout_checkpoint(device: torch.device) -> str | None:
     """Recompute a forward with the same dropout."""
 
     class Part(nn.Module):
-        def __init__(self, c):
+        def __init__(self, checkpointed: bool) -> None:
             super().__init__()
-            self.a, self.d, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), c
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+            self.checkpointed = checkpointed
 
-        def inner(self, x):
-            return self.b(self.d(self.a(x).relu()))
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False) if self.c else self.inner(x)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
 
     results = []
-    for c in (False, True):
+    for checkpointed in (False, True):
         torch.manual_seed(4)
-        model = FSDP(
-            nn.Sequential(Part(c), Part(c)).double(), auto_wrap_policy=ModuleWrapPolicy({Part}), device_id=device
-        )
+        parts = nn.Sequential(Part(checkpointed), Part(checkpointed)).double()
+        model = FSDP(parts, auto_wrap_policy=ModuleWrapPolicy({Part}), device_id=device)
         lag.C.set_lateness(40, {})
         torch.manual_seed(9)
         for _ in range(2):
             model(torch.ones(4, WIDTH, dtype=torch.float64, device=device)).square().mean().backward()
         results.append([p.grad.cpu() for p in model.parameters()])
-    worst = max((a - b).abs().max().item() for a, b in zip(*results))
-    assert worst < 1e-9, f"gradients differ by {worst}"
+    for one, other in zip(*results, strict=True):
+        assert_close(one, other, "a gradient")
 
 
 @case
@@ -775,21 +691,18 @@ def switches(device: torch.device) -> str | None:
     lag.C.set_lateness(40, {})
     units = [m for m in FSDP.fsdp_modules(pair.model) if m is not pair.model]
     pair.train(2)
-    for name, args in (
-        ("set_reshard_after_forward", (False,)),
-        ("set_reshard_after_backward", (False,)),
-        ("set_reshard_after_backward", (True,)),
-        ("set_reshard_after_forward", (True,)),
-        ("set_reduce_scatter_max_input_buffers", (1,)),
-        ("set_reduce_scatter_max_input_buffers", (4,)),
+    for name, argument in (
+        ("set_reshard_after_forward", False),
+        ("set_reshard_after_backward", False),
+        ("set_reshard_after_backward", True),
+        ("set_reshard_after_forward", True),
+        ("set_reduce_scatter_max_input_buffers", 1),
+        ("set_reduce_scatter_max_input_buffers", 4),
     ):
-        if hasattr(pair.model, name):
-            getattr(pair.model, name)(*args)
+        getattr(pair.model, name)(argument)
         pair.train(2)
         pair.check()
-    pair.model.set_modules_to_forward_prefetch([units[1], units[2]]) if hasattr(
-        pair.model, "set_modules_to_forward_prefetch"
-    ) else None
+    pair.model.set_modules_to_forward_prefetch([units[1], units[2]])
     pair.train(2)
     pair.check()
     for last in (False, True):
@@ -803,7 +716,6 @@ def switches(device: torch.device) -> str | None:
     pair.model.set_gradient_divide_factor(3.0)
     pair.zero_grad()
     pair.backward()
-
     for p in pair.plain.parameters():
         p.grad.mul_(dist.get_world_size() / 3.0)
     pair.update()
@@ -915,26 +827,15 @@ def tensor_parallel(device: torch.device) -> str | None:
         for each in model:
             if isinstance(each, Block):
                 parallelize_module(each, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
-        model = FSDP(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_mesh=mesh["dp"],
-            use_orig_params=True,
-            device_id=device,
-        )
+        options = {"device_mesh": mesh["dp"], "use_orig_params": True, "device_id": device}
+        pair.model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
     finally:
         del os.environ["FSDP_FORCE_SHARDED"]
     lag.C.set_lateness(40, {})
-    mine, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(pair.plain.parameters(), lr=0.1)
-    for _ in range(4):
-        x = pair.batch()
-        mine.zero_grad(), theirs.zero_grad()
-        model(x.to(device)).square().mean().backward()
-        pair.plain(x).square().mean().backward()
-        mine.step(), theirs.step()
+    pair.mine, pair.theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.plain))
+    pair.train(4)
     x = pair.batch()
-    worst = (model(x.to(device)).detach().cpu() - pair.plain(x).detach()).abs().max().item()
-    assert worst < 1e-9, f"outputs differ by {worst:.1e}"
+    assert_close(pair.model(x.to(device)), pair.plain(x), "the output")
 
 
 @case
@@ -999,12 +900,8 @@ def _allocated_nbytes() -> int:
 @case
 def phases(device: torch.device) -> str | None:
     """Move all tensors off the device and back: no byte is left there meanwhile, and the training continues."""
-    for options in (
-        {},
-        {"sharding_strategy": S.SHARD_GRAD_OP},
-        {"sharding_strategy": S.NO_SHARD},
-        {"use_orig_params": True},
-    ):
+    strategies = [{"sharding_strategy": strategy} for strategy in (S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD)]
+    for options in (*strategies, {"use_orig_params": True}):
         around = _allocated_nbytes()  # of earlier cases
         pair = Pair(device, **options)
         for _ in range(2):
@@ -1063,7 +960,7 @@ def whole_params(device: torch.device) -> str | None:
 
 @case
 def host_waits(device: torch.device) -> str | None:
-    """Count the host synchronizations in a step."""
+    """Count the host synchronizations in a step: there is none, except with offloaded shards."""
     found = {}
     variants = {
         "full": {},
@@ -1091,21 +988,8 @@ def host_waits(device: torch.device) -> str | None:
             syncs = Counter(lag.C.take_syncs())
             if syncs:
                 found[f"{name}{'+clip' if clip else ''}"] = {k: v / 3 for k, v in syncs.items()}
+    assert found.keys() <= {"offload", "offload+clip"}, found
     return str(found)
-
-
-@case
-def costs(device: torch.device) -> str | None:
-    """Count the kernels, events and collectives of a step."""
-    pair = Pair(device, depth=8)
-    pair.train(4)
-    x = pair.batch().to(device)
-    lag.C.synchronize(-1)
-    lag.C.take_counts()
-    pair.mine.zero_grad()
-    pair.model(x).square().mean().backward()
-    counts = lag.C.take_counts()
-    return f"9 units: {counts}; streams {lag.C.stream_count(device.index)} priorities {lag.C.priorities(device.index)}"
 
 
 # -- a training on CPU beside the device -------------------------------------------------------------------------------
