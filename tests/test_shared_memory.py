@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -73,6 +73,10 @@ def own_segment() -> Segment:
     segment = shared_memory.segment()
     assert segment is not None
     return segment
+
+
+def communicator_of(group: Any) -> Communicator:
+    return Communicator(Groups.of(group, replicate=False), streams_for(CPU))
 
 
 def held_nbytes() -> int:
@@ -151,7 +155,7 @@ def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
     """
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator = communicator_of(group)
     under_way: list[tuple[Any, torch.Tensor, float]] = []
 
     def wait_for_oldest() -> None:
@@ -242,7 +246,7 @@ def test_consensus_rounds_run_in_shared_memory() -> None:
     """
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
-    full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    full, communicator = torch.empty(2), communicator_of(group)
     communicator.gather([Gather(full, torch.ones(1))], Event("gather", 1)).wait()
     lane = Lane.of(group)
     issued = lane.issued
@@ -295,7 +299,7 @@ def test_a_recorder_on_one_rank_does_not_block_the_remaining_ranks() -> None:
 def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator = communicator_of(group)
     words = []
     for what, size in (("another unit", 4), ("another size", 4 + rank)):
         shard, full = torch.ones(size), torch.empty(2 * size)
@@ -311,7 +315,6 @@ def test_diverged_ranks_raise_at_once_and_can_continue() -> None:
         communicator.gather([Gather(full, shard)], Event("gather", 1)).wait()
         assert full.tolist() == [0.0] * 3 + [1.0] * 3
     (unit, size) = words
-    rank = dist.get_rank()
     assert f"rank {rank} is at 'gather another unit {rank}'" in unit
     assert f"rank {1 - rank} is at 'gather another unit {1 - rank}'" in unit
     assert "(16 bytes)" in size and "(20 bytes)" in size
@@ -325,8 +328,8 @@ def raise_value_error(*_: object) -> None:
 @impatient
 def test_ranks_train_correctly_after_a_failure() -> None:
     """Let each rank fail in the forward of a different unit; afterwards the ranks train as if no error had occurred."""
-    found = []
     enable_shared_memory()
+    found = []
     for fails in (False, True):
         model = make_model(new_group())
         optimizer = adamw(model.parameters())
@@ -346,50 +349,43 @@ def test_ranks_train_correctly_after_a_failure() -> None:
     assert held_nbytes_at_rest() <= HEADERS
 
 
-def die_in_a_forward() -> tuple[str, float]:
-    enable_shared_memory()
+def die_in_a_forward() -> str:
     model = make_model(new_group(20))
     step(model)
     if dist.get_rank() == 1:
         unit: Any = model.module[1]
         unit.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-    started = time.monotonic()
-    try:
+    with pytest.raises(RuntimeError) as error:
         step(model)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - started
-    raise AssertionError("nobody missed the rank")
+    return str(error.value)
 
 
-def test_a_dead_rank_is_named_with_the_unit_that_waits_for_it() -> None:
-    words, died = run_fresh(2, die_in_a_forward)
-    assert died == Died(-signal.SIGKILL)
-    ended = "the process of rank 1 has ended: it failed, or left out this call, which takes all ranks"
-    assert "gather unit" in words[0] and ended in words[0], words[0]
-    assert words[1] < 5, words[1]
-
-
-def die_between_two_gathers() -> tuple[str, float]:
-    enable_shared_memory()
-    group, rank = new_group(20), dist.get_rank()
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+def die_between_two_gathers() -> str:
+    rank, communicator = dist.get_rank(), communicator_of(new_group(20))
     full, shard = torch.empty(6), torch.full((3,), float(rank))
-    first = communicator.gather([Gather(full, shard)], Event("gather the first", 1))
+    first = communicator.gather([Gather(full, shard)], Event("gather unit 'the first'", 1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     first.wait()  # the dead rank's post is complete
     assert full.tolist() == [0.0] * 3 + [1.0] * 3
-    started = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        communicator.gather([Gather(full, shard)], Event("gather the second", 1)).wait()
-    return str(error.value), time.monotonic() - started
+        communicator.gather([Gather(full, shard)], Event("gather unit 'the second'", 1)).wait()
+    return str(error.value)
 
 
-def test_a_dead_rank_is_detected_within_a_second_in_a_plain_wait() -> None:
-    words, died = run_fresh(2, die_between_two_gathers)
+def words_and_seconds(dies: Callable[[], str]) -> tuple[str, float]:
+    enable_shared_memory()
+    started = time.monotonic()
+    return dies(), time.monotonic() - started
+
+
+@pytest.mark.parametrize("dies", [die_in_a_forward, die_between_two_gathers])
+def test_a_dead_rank_is_named_at_once_with_the_unit_that_waits_for_it(dies: Callable[[], str]) -> None:
+    words, died = run_fresh(2, words_and_seconds, dies)
     assert died == Died(-signal.SIGKILL)
-    assert "gather the second" in words[0] and "the process of rank 1 has ended" in words[0], words[0]
-    assert words[1] < 5, words[1]
+    ended = "the process of rank 1 has ended: it failed, or left out this call, which takes all ranks"
+    assert "gather unit" in words[0] and ended in words[0], words[0]
+    assert words[1] < 8, words[1]
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -444,7 +440,7 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
     for number in range(20):  # a destroyed group leaves only its header, of two pages
         group = dist.new_group()
         full = torch.empty(2)
-        communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+        communicator = communicator_of(group)
         for again in range(number % 3 * 40):
             communicator.gather([Gather(full, torch.full((1,), float(number)))], Event(f"gather {again}", again)).wait()
             assert full.tolist() == [number, number]
@@ -459,7 +455,7 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
         del group
     assert held_nbytes_at_rest() <= held_nbytes + 15 * HEADER and len(os.listdir("/proc/self/fd")) <= files
     pieces = torch.full((2 * 10,), 3.0)
-    communicator = Communicator(Groups.of(new_group(), replicate=False), streams_for(CPU))
+    communicator = communicator_of(new_group())
     storage = segment.allocate(pieces.nbytes)
     address = storage.data_ptr()
     assert segment.lent_at(address) is not None
@@ -573,9 +569,14 @@ def test_a_forked_process_has_separate_gradients() -> None:
         for name, param in model.named_parameters():
             assert torch.equal(param.grad, before[name]), f"{name}, {what}"
         model(torch.ones(2, 300)).sum().backward()
-        assert all(
-            torch.equal(param.grad, torch.full_like(param, 4.0)) for param in model.parameters() if param.numel()
-        )
+        assert all(torch.equal(p.grad, torch.full_like(p, 4.0)) for p in model.parameters() if p.numel())
+
+
+def make_wide_units(count: int) -> tuple[list[nn.Sequential], FullyShardedDataParallel, int]:
+    """Return units, the model of them, and the bytes of a unit."""
+    units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(count)]
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return units, wrap(nn.Sequential(*units), wrap_policy=policy, process_group=new_group()), 301 * 300 * 4
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -585,10 +586,7 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     for its reduction and for slower ranks. With accumulators, which users hold, their size is added.
     """
     enable_shared_memory()
-    torch.manual_seed(0)
-    units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(8)]
-    model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
-    whole = 301 * 300 * 4
+    units, model, whole = make_wide_units(8)
     found: list[int] = []
     for unit in units:
         unit[0].register_full_backward_hook(lambda *_: found.append(held_nbytes()))
@@ -617,9 +615,7 @@ def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> Non
     is released.
     """
     enable_shared_memory()
-    units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(6)]
-    model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
-    whole = 301 * 300 * 4
+    _, model, whole = make_wide_units(6)
 
     def step() -> None:
         model(torch.ones(2, 300)).sum().backward()
@@ -649,7 +645,7 @@ def test_an_abandoned_post_is_released() -> None:
     enable_shared_memory()
     group = new_group()
     rank, (nbytes, part) = dist.get_rank(), (1 << 20, 1 << 19)
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator = communicator_of(group)
     communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
     before = held_nbytes_at_rest()
     gathered = own_segment().allocate(nbytes)
@@ -704,7 +700,7 @@ def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None
         return piece(self, *where)
 
     full = torch.empty(2 * 1000)
-    communicator, reference = Communicator(Groups.of(group, replicate=False), streams_for(CPU)), weakref.ref(model)
+    communicator, reference = communicator_of(group), weakref.ref(model)
     gc.disable()
     try:
         del model
@@ -769,7 +765,7 @@ def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers(
             time.sleep(1)  # the interrupt arrives late here
         signal.signal(signal.SIGINT, usual)
     full = torch.empty(4)
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator = communicator_of(group)
     communicator.gather([Gather(full, torch.full((2,), float(rank)))], Event("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
 
