@@ -25,11 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.harness.chains import Chain, Outer, Part, batch
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
@@ -38,53 +38,12 @@ from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL_SHARD, SHARD_GRAD_OP
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
-UNITS, WIDTH, STEPS = 5, 5, 3
-
-
-class Part(nn.Module):
-    """One unit of the chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Outer(nn.Module):
-    """A unit with inner units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Part())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.before(x))
-
-
-class Chain(nn.Module):
-    def __init__(self, *units: nn.Module, segment: str = "") -> None:
-        super().__init__()
-        self.stem, self.units, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(*units), nn.Linear(WIDTH, 3)
-        self.segment = segment
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.segment:
-            return self.head(checkpoint(self.units, x, use_reentrant=self.segment == "reentrant"))
-        return self.head(self.units(x))
+UNITS, STEPS = 5, 3
 
 
 def chain(segment: str = "") -> Chain:
-    """Return the chain; `segment` ("reentrant", "non-reentrant") checkpoints all units as one."""
     torch.manual_seed(0)
     return Chain(*(Part() for _ in range(UNITS)), segment=segment)
-
-
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(2, WIDTH, generator=generator).requires_grad_()
 
 
 @dataclass(frozen=True)

@@ -258,28 +258,6 @@ def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: s
 # -- DDP -----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def test_gradients_equal_those_of_ddp_with_find_unused_parameters() -> None:
-    """The gradients equal DDP's, and are None where DDP's are None.
-
-    In float64, with momentum: kernels round differently in flat vectors than in single tensors.
-    """
-    plain = nn.parallel.DistributedDataParallel(seeded(Chain).double(), find_unused_parameters=True)
-    model = build(seeded(Chain).double(), ShardingStrategy.NO_SHARD, True)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (plain, model)]
-    data = Data(dist.get_rank(), dist.get_world_size())
-    for step, by_rank in enumerate(ORDERS[:6]):
-        for m in (plain, model):
-            m(data.tensor(step, 3, WIDTH).double(), by_rank[data.rank]).tanh().mean().backward()
-        for (name, theirs), ours in zip(plain.module.named_parameters(), model.parameters(), strict=True):
-            assert (theirs.grad is None) == (ours.grad is None), f"step {step}: {name}"
-            if theirs.grad is not None:
-                assert_equivalent({name: ours.grad}, {name: theirs.grad}, f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 class Partly(nn.Module):
     """No rank uses `never`. Some ranks use `at_times` in some steps; the remaining ranks use a unit whose backward
     comes last.
@@ -375,24 +353,6 @@ def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
         assert counts[-1] == (2 * units + 1, units + 1), counts
 
 
-def disagree(how: str) -> str:
-    rank = dist.get_rank()
-    group = dist.new_group()
-    chain = seeded(Chain)
-    options: dict[str, Any] = {"process_group": group, "wrap_policy": ModuleWrapPolicy({Block})}
-    if how == "frozen" and rank == 1:
-        chain.get_submodule("blocks.1").requires_grad_(False)
-    model = wrap(chain, reduce_unused=how != "argument" or rank == 1, **options)
-    x = torch.ones(2, WIDTH)
-    with pytest.raises(RuntimeError) as caught:
-        with model.no_sync() if how == "no_sync" and rank == 1 else nullcontext():
-            out = model(x, [0, 1])
-        if how == "backward" and rank == 1:
-            model(x, [0])
-        out.sum().backward()
-    return str(caught.value)
-
-
 DISAGREEMENTS = {
     "frozen": (
         "Forward order differs",
@@ -404,16 +364,25 @@ DISAGREEMENTS = {
 }
 
 
+@pytest.mark.parametrize("how", DISAGREEMENTS)
 @on_ranks(2)
-def test_arguments_that_differ_between_ranks_raise_on_every_rank() -> None:
-    """The passes, frozen parameters and the argument must agree."""
-    errors = [disagree(how) for how in DISAGREEMENTS]
-    for words, error in zip(DISAGREEMENTS.values(), errors, strict=True):
-        assert all(word in error for word in words), error
+def test_passes_frozen_parameters_and_the_argument_must_agree_between_ranks(how: str) -> None:
+    rank, chain = dist.get_rank(), seeded(Chain)
+    options: dict[str, Any] = {"process_group": dist.new_group(), "wrap_policy": ModuleWrapPolicy({Block})}
+    if how == "frozen" and rank == 1:
+        chain.get_submodule("blocks.1").requires_grad_(False)
+    model = wrap(chain, reduce_unused=how != "argument" or rank == 1, **options)
+    x = torch.ones(2, WIDTH)
+    with pytest.raises(RuntimeError) as caught:
+        out = model(x, [0, 1])
+        if how == "backward" and rank == 1:
+            model(x, [0])
+        out.sum().backward()
+    assert all(word in str(caught.value) for word in DISAGREEMENTS[how]), str(caught.value)
 
 
-def fail_together() -> None:
-    """Every rank raises in one step, each in a different unit; the next step trains as if no error had occurred."""
+@on_ranks(2)
+def test_a_step_that_failed_on_all_ranks_in_different_units_is_forgotten() -> None:
     rank = dist.get_rank()
     model, other = (
         build(seeded(Chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
@@ -454,7 +423,8 @@ def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def refuse() -> None:
+@on_ranks(2)
+def test_trees_of_several_groups_and_of_both_kinds_are_refused() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     chain = seeded(Chain)
     chain.blocks[0] = build(chain.blocks[0], ShardingStrategy.FULL_SHARD, True, process_group=groups[0])  # type: ignore[operator]
@@ -466,9 +436,3 @@ def refuse() -> None:
     model = wrap(chain, use_orig_params=True, wrap_policy=None)
     with pytest.raises(ValueError, match=r"reduce_unused must be the same"):
         model(torch.ones(2, WIDTH), [0])
-
-
-def test_failures_and_refusals() -> None:
-    """A step that failed on all ranks is forgotten; trees of several groups and of both kinds are refused."""
-    run_ranks(2, fail_together)
-    run_ranks(2, refuse)

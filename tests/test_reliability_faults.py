@@ -8,91 +8,50 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.chains import Chain, Outer, Part, batch
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
 
-WIDTH = 5
 
-
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
-
-
-class Around(nn.Module):
-    """A unit with nested units, the last of which ends together with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Part())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.before(x))
-
-
-class Net(nn.Module):
-    def __init__(self, recompute: str) -> None:
-        super().__init__()
-        self.stem, self.units, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Around(), Part()), Part()
-        self.recompute = recompute
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.recompute:
-            return self.head(checkpoint(self.units, x, use_reentrant=self.recompute == "reentrant"))
-        return self.head(self.units(x))
-
-
-def net(recompute: str = "") -> Net:
+def net(recompute: str = "") -> Chain:
     torch.manual_seed(0)
-    return Net(recompute)
-
-
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator).requires_grad_()
+    return Chain(Part(), Outer(), Part(), segment=recompute)
 
 
 class MemoryFault:
-    """While installed, request number `countdown` for buffer memory raises an out-of-memory error."""
+    """Raises an out-of-memory error at request number `countdown` for buffer memory."""
 
     def __init__(self) -> None:
         self.countdown = 0
         self.requests = 0
-        self._allocate = MemoryPool.allocate
 
-    def __enter__(self) -> MemoryFault:
+    @contextmanager
+    def installed(self) -> Iterator[MemoryFault]:
+        real = MemoryPool.allocate
+
         def allocate(pool: MemoryPool, buffer: PooledTensor) -> None:
             self.requests += 1
             self.countdown -= 1
             if self.countdown == 0:
                 raise torch.OutOfMemoryError("there is no more")
-            self._allocate(pool, buffer)
+            real(pool, buffer)
 
-        self._patch = mock.patch.object(MemoryPool, "allocate", allocate)
-        self._patch.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._patch.stop()
+        with mock.patch.object(MemoryPool, "allocate", allocate):
+            yield self
 
 
 CHOICES: list[dict[str, Any]] = [
@@ -114,7 +73,7 @@ def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompu
     count = 0
     for number, options in enumerate(CHOICES):
         strategy, use_orig_params = KINDS[number if not recompute else -number]
-        policy = ModuleWrapPolicy({Part, Around})
+        policy = ModuleWrapPolicy({Part, Outer})
         model = wrap(net(recompute), strategy, use_orig_params, wrap_policy=policy, **options)
 
         def step(model: FullyShardedDataParallel) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -133,7 +92,7 @@ def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompu
             scale(factor)
             expected[factor] = step(model)
             model.zero_grad()
-        with MemoryFault() as memory:
+        with MemoryFault().installed() as memory:
             step(model)
             model.zero_grad()
             requests, memory.requests = memory.requests, 0
@@ -157,16 +116,12 @@ def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompu
     assert count > 15, count
 
 
-class Fault(Exception):
-    pass
-
-
 @on_ranks(2)
 def test_training_continues_after_the_optimizer_raised() -> None:
     """The optimizer raises before any change, or after all changes."""
 
     def fail(*args: Any) -> None:
-        raise Fault
+        raise ArithmeticError
 
     for use_orig_params in (False, True):
         found = []
@@ -178,7 +133,7 @@ def test_training_continues_after_the_optimizer_raised() -> None:
                 if faults:
                     register = optimizer.register_step_post_hook if number % 2 else optimizer.register_step_pre_hook
                     handle = register(fail)
-                    with pytest.raises(Fault):
+                    with pytest.raises(ArithmeticError):
                         optimizer.step()
                     handle.remove()
                 if not faults or number % 2 == 0:

@@ -4,105 +4,13 @@ from __future__ import annotations
 
 import operator
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.flat.memory import PooledTensor
 from fsdp.runtime import hooks
 from tests.harness.pool import run_ranks
-from tests.harness.stream_tracer import SimulatedStream, StreamRace, trace_streams
-
-
-def test_unordered_accesses_are_a_race() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        with streams.on_gather_stream():
-            x.add_(1)
-        assert len(tracer.races) == 1 and "allocation by aten.zeros" in tracer.races[0]
-        assert "aten.add_.Tensor on the gather stream" in tracer.races[0]
-
-
-def test_events_order_accesses() -> None:
-    with trace_streams() as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.add_(1)
-            added = streams.record()
-        with streams.on_reduce_stream():  # ordered through the gather stream
-            streams.wait(added)
-            x.mul_(2)
-            doubled = streams.record()
-        streams.wait(doubled)
-        x.clone()
-
-
-def test_an_event_covers_only_what_came_before_it() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        made = streams.record()
-        x.add_(1)
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-    with pytest.raises(StreamRace, match=r"aten\.add_\S* on the compute stream"):
-        tracer.check()
-
-
-def test_reads_do_not_conflict_with_reads_nor_views_with_anything() -> None:
-    with trace_streams() as tracer:
-        streams = tracer.streams
-        x, y = torch.zeros(4), torch.zeros(4)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-            y.add_(1)
-        x.clone()
-        y.view(2, 2).t()
-
-
-def test_memory_is_followed_from_storage_to_storage() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        buffers = [PooledTensor(torch.empty(4)) for _ in range(2)]
-        block = torch.UntypedStorage(16)
-        buffers[0].attach(block)
-        buffers[0].tensor.fill_(1)
-        buffers[1].attach(buffers[0].detach())
-        buffers[1].tensor.clone()
-        assert not tracer.races
-        with streams.on_gather_stream():
-            buffers[1].tensor.clone()
-        assert len(tracer.races) == 1 and "aten.fill_.Scalar on the compute stream" in tracer.races[0]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("frees", ["del", "resize", "exit"])
-def test_freed_memory_serves_the_stream_that_owned_it(frees: str, waits: bool) -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(100)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-            used = streams.record()
-        if frees == "resize":
-            x.untyped_storage().resize_(0)
-        else:
-            del x
-        if waits:
-            streams.wait(used)
-        if frees != "exit":
-            torch.zeros(100)
-    assert [race.partition(":")[0] for race in tracer.races] == ([] if waits else ["use after free"])
+from tests.harness.stream_tracer import SimulatedStream, trace_streams
 
 
 def test_simulated_streams_compare_as_torch_streams() -> None:

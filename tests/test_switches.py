@@ -37,6 +37,16 @@ class Comparison:
         for model in (self.model, self.plain):
             model(batch(step)).square().mean().backward()
 
+    def gathers_of_a_step(self, step: int) -> tuple[int, int]:
+        """Run a forward, a backward and a step, and return the numbers of gathers of both passes."""
+        with gathers() as forward:
+            loss = self.model(batch(step)).square().mean()
+        with gathers() as backward:
+            loss.backward()
+        self.plain(batch(step)).square().mean().backward()
+        self.step()
+        return len(forward), len(backward)
+
     def step(self) -> None:
         gradients = full_gradients(self.model)
         assert_bit_equal(gradients, {name: p.grad for name, p in self.plain.named_parameters()})
@@ -72,13 +82,7 @@ def test_reshard_after_forward_argument_sets_the_gathers_of_a_step() -> None:
     ):
         comparison = Comparison(**options)
         for step in range(3):
-            with gathers() as first:
-                loss = comparison.model(batch(step)).square().mean()
-            with gathers() as second:
-                loss.backward()
-            comparison.plain(batch(step)).square().mean().backward()
-            assert (len(first), len(second)) == (forward, backward), f"{options}: {first}, {second}"
-            comparison.step()
+            assert comparison.gathers_of_a_step(step) == (forward, backward), options
 
 
 @on_ranks(2)
@@ -89,13 +93,7 @@ def test_set_reshard_after_forward_changes_the_gathers_of_a_step() -> None:
         [(False, True, 5, 0), (True, True, 5, 5), (None, True, 5, 4), (True, False, 5, 5), (None, False, 5, 4)]
     ):
         model.set_reshard_after_forward(given, recurse)
-        with gathers() as first:
-            loss = model(batch(step)).square().mean()
-        with gathers() as second:
-            loss.backward()
-        comparison.plain(batch(step)).square().mean().backward()
-        assert (len(first), len(second)) == (forward, backward), f"{given}, {recurse}: {first}, {second}"
-        comparison.step()
+        assert comparison.gathers_of_a_step(step) == (forward, backward), f"{given}, {recurse}"
     loss = model(batch(9)).square().mean()  # between a forward and the backward: gathered units stay gathered
     model.set_reshard_after_forward(False)
     with gathers() as found:
@@ -137,7 +135,7 @@ def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> No
     comparison.step()
     comparison.model.set_reshard_after_backward(True)
     comparison.backward(21)
-    assert not any(unit.is_gathered for unit in (w._fsdp_unit for w in comparison.model.fsdp_modules(comparison.model)))
+    assert not any(unit.is_gathered for unit in units_of(comparison.model))
     comparison.step()
     comparison.model.set_reshard_after_backward(False)
     comparison.backward(22)
@@ -282,7 +280,7 @@ def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
         for step in range(3):
             with gathers() as forward:
                 loss = comparison.model(batch(step)).square().mean()
-            units = [wrapper._fsdp_unit for wrapper in comparison.model.fsdp_modules(comparison.model)]
+            units = units_of(comparison.model)
             there = sum(unit.full_nbytes for unit in units if unit.is_gathered) - units[0].full_nbytes
             with gathers() as backward:
                 loss.backward()
@@ -466,8 +464,6 @@ def test_switches_validate_arguments_and_call_order() -> None:
     with pytest.raises(ValueError, match=r"contradicts ShardingStrategy\.SHARD_GRAD_OP"):
         build(sharding_strategy=GRAD_OP, reshard_after_forward=True)
     model.layers[0].module.register_forward_hook(lambda *_: model.set_reshard_after_forward(False))
-    with pytest.raises(
-        RuntimeError, match="a choice of reshard_after_forward in the middle of the forward of the root"
-    ):
+    words = "a choice of reshard_after_forward in the middle of the forward of the root"
+    with pytest.raises(RuntimeError, match=words):
         model(batch(0))
-    assert dist.get_world_size() == 2

@@ -7,7 +7,8 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ from fsdp import (
 )
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import numbers
-from tests.harness.oracle import adamw, clean_name, sgd_of_halves
+from tests.harness.oracle import adamw, assert_bit_equal, clean_name, sgd_of_halves
 from tests.harness.pool import on_ranks
 
 WIDTH, HIDDEN, LENGTH = 6, 10, 4
@@ -155,16 +156,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def values_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(param) for name, param in net.named_parameters()}
+
+
 def trained(model: FSDP, replica: int, steps: int, micro: int = 1) -> list[torch.Tensor]:
     """Train and return the losses; the last gradients stay."""
     optimizer, losses = sgd_of_halves([p for p in model.parameters() if p.requires_grad]), []
     for step in range(steps):
         for part in range(micro):
-            if part < micro - 1:
-                with model.no_sync():
-                    losses.append(loss_of(model, micro * step + part, replica))
-                    losses[-1].backward()
-            else:
+            with model.no_sync() if part < micro - 1 else nullcontext():
                 losses.append(loss_of(model, micro * step + part, replica))
                 losses[-1].backward()
         optimizer.step()
@@ -179,14 +180,9 @@ def summoned(model: FSDP) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: Any, expected: Any, what: str) -> None:
-    assert len(found) == len(expected), what
-    pairs = (
-        [(name, found[name], expected[name]) for name in expected]
-        if isinstance(expected, dict)
-        else [(str(index), *pair) for index, pair in enumerate(zip(found, expected))]
-    )
-    for name, one, other in pairs:
-        assert torch.equal(one, other), f"{what}: {name}: {one} instead of {other}"
+    if isinstance(expected, list):
+        found, expected = ({str(index): value for index, value in enumerate(each)} for each in (found, expected))
+    assert_bit_equal(found, expected, what)
 
 
 @on_ranks(4)
@@ -204,7 +200,7 @@ def test_training_equals_the_tensor_parallel_model_bit_for_bit() -> None:
     for steps, micro, ways in ((5, 1, both), (3, 2, both), (2, 1, by_turns)):
         net = parallel(Net(), tp)
         losses = train_by_hand(net, dp, steps, micro)
-        expected = {name: whole(param) for name, param in net.named_parameters()}
+        expected = values_of(net)
         for uop, options in ways:
             what = f"use_orig_params={uop}, {options}, {micro} backwards a step"
             model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, **options)
@@ -240,9 +236,8 @@ def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
     net = parallel(Net(dtype=high), tp)
     losses = train_by_hand(net, dp, 2)
     for uop in (False, True):
-        model = wrapped(
-            parallel(Net(), tp), dp, use_orig_params=uop, mixed_precision=MixedPrecision(low, torch.float32)
-        )
+        mixed = MixedPrecision(low, torch.float32)
+        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, mixed_precision=mixed)
         looks, seen = leaves_are_dtensors(model, low)
         loss = loss_of(model, 0, replica)
         assert seen == looks and torch.equal(loss, expected)
@@ -257,9 +252,7 @@ def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
         seen.clear()
         assert_same(trained(model, replica, 2), losses, "in double precision")
         assert seen == looks * 2
-        assert_same(
-            summoned(model), {name: whole(param) for name, param in net.named_parameters()}, "in double precision"
-        )
+        assert_same(summoned(model), values_of(net), "in double precision")
 
 
 def check_ignored(dp: DeviceMesh, tp: DeviceMesh, norm: float) -> None:
@@ -310,7 +303,7 @@ def check_odd(dp: DeviceMesh, tp: DeviceMesh) -> None:
             dist.all_reduce(grad, group=dp.get_group())
             total += float((grad / 2).double().square().sum())
         assert float(model.clip_grad_norm_(1.0)) == pytest.approx(math.sqrt(total), rel=1e-6)
-        assert_same(summoned(model), {name: whole(param) for name, param in plain.named_parameters()}, "odd sizes")
+        assert_same(summoned(model), values_of(plain), "odd sizes")
 
 
 def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
@@ -344,7 +337,7 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
     net = parallel(Net(), tp)
     train_by_hand(net, dp, 1)
     grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
-    values = {name: whole(param) for name, param in net.named_parameters()}
+    values = values_of(net)
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for uop in (False, True):
@@ -413,29 +406,30 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def state_of(library: Any, model: Any, kind: str, **config: Any) -> dict[str, Any]:
+@contextmanager
+def kind_of(library: Any, model: Any, kind: str, **config: Any) -> Iterator[None]:
+    """Set the kind of state dicts of a model of ours or of torch's FSDP1."""
     kinds, configs = (StateDictType, api) if library is FSDP else (TorchKind, torch_api)
     made = getattr(configs, "FullStateDictConfig" if kind == "FULL_STATE_DICT" else "ShardedStateDictConfig")(**config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with library.state_dict_type(model, kinds[kind], made):
-            return dict(model.state_dict())
+            yield
+
+
+def state_of(library: Any, model: Any, kind: str, **config: Any) -> dict[str, Any]:
+    with kind_of(library, model, kind, **config):
+        return dict(model.state_dict())
 
 
 def load_state(library: Any, model: Any, kind: str, state: dict[str, Any]) -> None:
-    kinds = StateDictType if library is FSDP else TorchKind
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with library.state_dict_type(model, kinds[kind]):
-            assert model.load_state_dict(state) == ([], [])
+    with kind_of(library, model, kind):
+        assert model.load_state_dict(state) == ([], [])
 
 
 def optim_state(library: Any, model: Any, optimizer: Any, kind: str) -> dict[str, dict[str, Any]]:
-    kinds = StateDictType if library is FSDP else TorchKind
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with library.state_dict_type(model, kinds[kind]):
-            return library.optim_state_dict(model, optimizer)
+    with kind_of(library, model, kind):
+        return library.optim_state_dict(model, optimizer)
 
 
 def assert_like(found: Any, expected: Any, what: str) -> None:
@@ -486,44 +480,6 @@ def check_files(
     again = optim_state(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
     for name, key in of_all:
         assert_like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
-
-
-def check_first(model: FSDP, optimizer: Any, other: FSDP, fresh: Any, values: Any, of_all: Any) -> None:
-    """Load a state that only rank 0 has into all ranks."""
-    configs = api.FullStateDictConfig(rank0_only=True), api.FullOptimStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
-        given, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    assert set(states) == ({"state", "param_groups"} if dist.get_rank() == 0 else set())
-    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, *configs):
-        other.load_state_dict(given if dist.get_rank() == 0 else {})
-        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))
-    assert_same(summoned(other), values, "loaded from rank 0")
-    again = optim_state(FSDP, other, fresh, "FULL_STATE_DICT")["state"]
-    for name, key in of_all:
-        assert_like(again[name][key], of_all[name, key], f"loaded from rank 0, {key} of {name}")
-
-
-def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
-    plain = Odd(tp)
-    values = {name: whole(param) for name, param in plain.named_parameters()}
-    alike: Any = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    for uop, options in itertools.product((False, True), ({}, alike)):
-        model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop, **options) for _ in range(2))
-        assert_like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
-        files = path / f"{uop}, {len(options)}"
-        checkpoint.save(files, model, progress=False)
-        assert_same(checkpoint.load_plain(files, progress=False).model, values, "odd sizes, load_plain")
-        sharded = state_of(FSDP, model, "SHARDED_STATE_DICT")
-        assert_same({name: whole(value) for name, value in sharded.items()}, values, "odd sizes, sharded")
-        for of_files in (True, False):
-            with FSDP.summon_full_params(noise), torch.no_grad():
-                for param in noise.parameters():
-                    param.zero_()
-            if of_files:
-                checkpoint.load(files, noise, progress=False)
-            else:
-                load_state(FSDP, noise, "SHARDED_STATE_DICT", sharded)
-            assert_same(summoned(noise), values, "odd sizes, loaded")
 
 
 @on_ranks(4)
@@ -582,6 +538,4 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
             again = optim_state(FSDP, other, fresh, kinds[0])["state"]
             for name, key in of_all:
                 assert_like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
-        check_first(model, optimizer, other, fresh, values, of_all)
         check_files(tmp_path / str(uop), model, optimizer, values, of_all, dp, tp)
-    check_odd_state(tmp_path / "odd", dp, tp)

@@ -323,8 +323,14 @@ def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: st
 @on_ranks(4)
 def test_a_rank_without_elements_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
     root = str(tmp_path)
-    for shape, modes in (((2, 2), {False: FORMS, True: FORMS[::2]}), ((1, 2, 2), {True: FORMS[1::2]})):
+    replicated = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    for shape, more, modes in (
+        ((2, 2), {}, {False: FORMS, True: FORMS[::2]}),
+        ((2, 2), replicated, {False: FORMS[2:3], True: FORMS[:1]}),
+        ((1, 2, 2), {}, {True: FORMS[1::2]}),
+    ):
         world = Layout.of(*shape)
+        world = world._replace(options={**world.options, **more})
         local = Local(make_narrow(world))
         optimizer = sgd_of_halves(local.parameters())
         train(DistributedDataParallel(local, process_group=world.data), world, 2, optimizer)
@@ -332,7 +338,7 @@ def test_a_rank_without_elements_of_a_parameter_saves_and_loads(tmp_path: Path) 
         moments = [optimizer.state[param]["momentum_buffer"] for param in local.local_parts]
         momenta = {name: whole(value) for name, value in local.around(moments).items()}
         for uop, forms in modes.items():
-            check_forms(Path(root, f"{shape}{uop}"), world, uop, forms, values, momenta)
+            check_forms(Path(root, f"{shape}{more}{uop}"), world, uop, forms, values, momenta)
 
 
 @on_ranks(8)

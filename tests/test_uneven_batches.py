@@ -21,7 +21,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import PATIENT, impatient, new_group
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_parameters
+from tests.harness.sharded import full_gradients, full_parameters
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -108,7 +108,8 @@ class VaryingEpochs:
         return iter(batches(dist.get_rank(), next(self.counts)))
 
 
-def _accumulation() -> None:
+@on_ranks(2)
+def test_join_with_accumulation_and_clipping() -> None:
     """Two batches per step, with a clipped norm; one rank has no batch in one epoch, and both have none at the end."""
     rank, counts = dist.get_rank(), [[3, 4, 0], [4, 1, 0]]
     model, plain = build(), plain_net()
@@ -137,7 +138,8 @@ def _accumulation() -> None:
     assert_close(full_parameters(model), dict(plain.named_parameters()))
 
 
-def _no_batch_at_all() -> None:
+@on_ranks(2)
+def test_join_with_a_rank_without_any_batch() -> None:
     """The first stand-in batch comes from a peer; a stand-in with a non-finite gradient has no effect."""
     rank = dist.get_rank()
     model = build(use_orig_params=True)
@@ -147,23 +149,17 @@ def _no_batch_at_all() -> None:
         ours.append(batch["x"])
         factor = 1.0 if seen.active else float("nan")
         (loss_of(model, batch["x"]) * factor).backward()
-    assert [torch.equal(found, batches(1, 2)[0 if rank == 0 else step]) for step, found in enumerate(ours)] == [
-        True
-    ] * 2
+    expected = [batches(1, 2)[step * rank] for step in range(2)]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(ours, expected, strict=True))
     plain = plain_net()
     sum(loss_of(plain, batch) for batch in batches(1, 2)).backward()  # type: ignore[union-attr]
-    assert_close({n: fsdp.full_grad(p) for n, p in _named(model)}, {n: p.grad for n, p in plain.named_parameters()})  # type: ignore[misc]
+    assert_close(full_gradients(model), {name: param.grad for name, param in plain.named_parameters()})
     model(batches(0, 1)[0]).sum().backward()  # outside of the loop every batch counts again
     assert all(unit.gradients.weight == 1 for unit in fsdp.runtime.unit.units_of(model))
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, param in model.named_parameters():
-        yield name.replace("_fsdp_wrapped_module.", ""), param
-
-
-def _buffers() -> None:
-    """Buffers changed or replaced by the forward of a stand-in batch are restored."""
+@on_ranks(2)
+def test_buffers_changed_or_replaced_by_the_forward_of_a_stand_in_batch_are_restored() -> None:
     rank = dist.get_rank()
 
     class Counting(nn.Module):
@@ -187,13 +183,13 @@ def _buffers() -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted), (found, states)
 
 
-def _limits() -> None:
+@on_ranks(2)
+def test_join_ends_early_where_requested_and_validates_its_arguments() -> None:
     rank = dist.get_rank()
     model = build()
     uneven = batches(rank, 1 + rank)
-    with pytest.raises(
-        RuntimeError, match=f"{'this rank has' if rank == 0 else 'other ranks have'} run out of batches"
-    ):
+    words = f"{'this rank has' if rank == 0 else 'other ranks have'} run out of batches"
+    with pytest.raises(RuntimeError, match=words):
         for batch in fsdp.join(model, uneven, throw_on_early_termination=True):
             loss_of(model, batch).backward()
     even = fsdp.join(model, uneven[:1], enable=False)
@@ -240,13 +236,6 @@ def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_pa
         assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
         assert "fsdp.join(model, loader)" in error, error
     assert not any(tmp_path.iterdir())
-
-
-@on_ranks(2)
-def test_join_with_accumulation_clipping_buffers_and_ranks_without_a_batch() -> None:
-    jobs = [_accumulation, _no_batch_at_all, _buffers, _limits]
-    for job in jobs:
-        job()
 
 
 @on_ranks(4)

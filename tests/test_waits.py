@@ -186,16 +186,12 @@ def test_a_rank_later_than_the_timeout_raises_on_all_ranks_which_can_continue(wa
 
 # The calls in which a rank waits, and their names in the notice.
 LONG: dict[str, tuple[Callable[[Run], Any], str]] = {
-    "step": (Run.step, "the forward of the root unit"),
-    "clip": (Run.clip, "clip_grad_norm_(norm_type=2.0) of the root unit"),
-    "state_dict": (Run.state_dict, "state_dict() (FULL_STATE_DICT) of the root unit"),
+    **OTHERS,
     "load_state_dict": (Run.load_state_dict, "load_state_dict() of the root unit"),
     "optim_state_dict": (Run.optim_state_dict, "optim_state_dict() of the root unit"),
-    "summon": (Run.summon, "summon_full_params() of the root unit"),
     "save": (Run.save, "fsdp.checkpoint.save()"),
     "async_save": (Run.async_save, "fsdp.checkpoint.async_save()"),
     "load": (Run.load, "fsdp.checkpoint.load()"),
-    "new model": (Run.new_model, "the first pass or call of a model"),
 }
 
 

@@ -217,8 +217,6 @@ def test_policy_objects_are_callable() -> None:
         assert policy(module=norm, recurse=True, nonwrapped_numel=1)
         assert policy(linear, False, 1)
         assert not policy(module=norm, recurse=False, nonwrapped_numel=1)
-    assert ModuleWrapPolicy({nn.Linear})._module_classes == {nn.Linear}
-    assert repr(ModuleWrapPolicy({nn.Linear})).endswith(f"({{{nn.Linear!r}}})")
 
 
 # Effects of auto_wrap
@@ -284,13 +282,6 @@ def test_a_shared_module_is_replaced_at_every_reference(policy: Any) -> None:
     assert torch.equal(root(x), expected)
 
 
-def test_auto_wrap_keeps_the_order_of_children() -> None:
-    root = Transformer()
-    names = [name for name, _ in root.named_parameters()]
-    auto_wrap(root, always_wrap_policy, set(), set(), Wrapper, {})
-    assert [name.replace(INFIX, "") for name, _ in root.named_parameters()] == names
-
-
 @pytest.mark.parametrize("policy", [ModuleWrapPolicy({nn.Linear}), always_wrap_policy])
 def test_a_tree_with_wrappers_is_refused_and_unchanged(policy: Any) -> None:
     root = Transformer()
@@ -300,12 +291,6 @@ def test_a_tree_with_wrappers_is_refused_and_unchanged(policy: Any) -> None:
     assert wrapped_paths(root) == ["blocks.1.mlp.0"]
     with pytest.raises(ValueError, match="module to wrap itself"):
         auto_wrap(Wrapper(mlp()), policy, set(), set(), Wrapper, {})
-
-
-@pytest.mark.parametrize("policy", [{nn.Linear}, nn.ReLU, 3], ids=str)
-def test_an_invalid_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match="to be callable, a function or a policy object"):
-        auto_wrap(mlp(), policy, set(), set(), Wrapper, {})
 
 
 @pytest.mark.parametrize(
@@ -378,12 +363,6 @@ def test_auto_wrap_keeps_no_reference_to_parameters() -> None:
 def test_module_wrap_policy_accepts_classes_only(classes: Any) -> None:
     with pytest.raises(TypeError, match="iterable of module classes"):
         ModuleWrapPolicy(classes)
-
-
-@pytest.mark.parametrize("result", [None, 1, "yes"])
-def test_custom_policy_returns_a_bool_or_a_dict(result: Any) -> None:
-    with pytest.raises(ValueError, match="bool or a dict"):
-        auto_wrap(mlp(), CustomPolicy(lambda m: result), set(), set(), Wrapper, {})
 
 
 # Wrapping by hand

@@ -132,6 +132,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ignored modules not iterable": ({"ignored_modules": 3}, TypeError, "ignored_modules should be an iterable"),
     "policy result": ({"auto_wrap_policy": CustomPolicy(lambda module: 3)}, ValueError, "bool or a dict"),
     "param_init_fn not callable": ({"param_init_fn": 3}, ValueError, "to be callable"),
+    "a class for a policy": ({"auto_wrap_policy": nn.ReLU}, ValueError, "auto_wrap_policy to be callable"),
     "no policy": ({"auto_wrap_policy": {nn.Linear}}, ValueError, "auto_wrap_policy to be callable"),
     "strategy": ({"sharding_strategy": 1}, TypeError, "sharding_strategy must be a ShardingStrategy"),
     "prefetch": ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
