@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,11 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.small import StandIn
 from tests.harness.states import FULL, KINDS, LOCAL, SHARDED, Rich, Tied, full_state, kind_of, rich
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 MODES = [(strategy, mode) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for mode in (False, True)]
-
-
-class StandInGroup:
-    """The members of a process group that a constructor reads."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
@@ -119,7 +111,7 @@ def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str)
         assert type(found) is type(expected), (what, key)
         if isinstance(expected, ShardedTensor):
             ours_are, theirs_are = found.metadata(), expected.metadata()
-            assert (ours_are.shards_metadata, ours_are.size) == (theirs_are.shards_metadata, theirs_are.size), (
+            assert ours_are.shards_metadata == theirs_are.shards_metadata and ours_are.size == theirs_are.size, (
                 what,
                 key,
             )
@@ -150,27 +142,23 @@ def test_every_form_of_state_equals_torch_fsdps(world_size: int) -> None:
         holders = {"root": (ours, theirs), "unit": (ours.module.blocks[0], theirs.module.blocks[0])}
         holders["parent"] = (nn.Sequential(nn.ReLU(), ours), nn.Sequential(nn.ReLU(), theirs))
         for kind in ("full", "rank 0", "sharded", *(["local"] if not mode else [])):
-            name, config = {
-                "full": ("FULL", "FullStateDictConfig"),
-                "rank 0": ("FULL", "FullStateDictConfig"),
-                "sharded": ("SHARDED", "ShardedStateDictConfig"),
-                "local": ("LOCAL", "LocalStateDictConfig"),
-            }[kind]
-            options = {"rank0_only": True} if kind == "rank 0" else {}
             if kind == "rank 0" and strategy is NO_SHARD:
                 continue  # torch ignores the option
+            name = "Full" if kind == "rank 0" else kind.capitalize()
+            torch_type = torchs.StateDictType[f"{name.upper()}_STATE_DICT"]
+            config = partial(
+                getattr(torchs, f"{name}StateDictConfig"), **{"rank0_only": True} if kind == "rank 0" else {}
+            )
             for holder, (our_holder, their_holder) in holders.items():
                 what = f"{kind}, {strategy}, use_orig_params={mode}, {holder}"
-                torch_type = torchs.StateDictType[f"{name}_STATE_DICT"]
-                with FullyShardedDataParallel.state_dict_type(
-                    our_holder, torch_type, getattr(torchs, config)(**options)
+                states = []
+                for library, held in (
+                    (FullyShardedDataParallel, our_holder),
+                    (torchs.FullyShardedDataParallel, their_holder),
                 ):
-                    our_state = our_holder.state_dict()
-                with torchs.FullyShardedDataParallel.state_dict_type(
-                    their_holder, torch_type, getattr(torchs, config)(**options)
-                ):
-                    their_state = their_holder.state_dict()
-                assert_same_entries(our_state, their_state, what)
+                    with library.state_dict_type(held, torch_type, config()):
+                        states.append(held.state_dict())
+                assert_same_entries(*states, what)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -266,9 +254,8 @@ def test_a_ragged_checkpoint_loads_with_any_ranks_wrapping_and_strategy(tmp_path
     run_ranks(3, _save_ragged, str(tmp_path / "3"), False, FULL_SHARD)
     run_ranks(2, _save_ragged, str(tmp_path / "2"), True, NO_SHARD)
     run_ranks(2, _load_ragged, str(tmp_path / "3"), True, FULL_SHARD, None)
-    run_ranks(
-        3, _load_ragged, str(tmp_path / "2"), False, SHARD_GRAD_OP, ModuleWrapPolicy({nn.BatchNorm1d, nn.Sequential})
-    )
+    policy = ModuleWrapPolicy({nn.BatchNorm1d, nn.Sequential})
+    run_ranks(3, _load_ragged, str(tmp_path / "2"), False, SHARD_GRAD_OP, policy)
     run_ranks(1, _load_ragged, str(tmp_path / "3"), False, FULL_SHARD, None)
     run_ranks(1, _load_plain, str(tmp_path / "3"))
     run_ranks(2, _load_plain, str(tmp_path / "2"))
@@ -367,8 +354,7 @@ def test_an_empty_state_dict_on_one_rank_raises_with_the_remedy() -> None:
 @on_ranks(2)
 def test_shards_of_another_model_are_refused() -> None:
     """A local dict must have whole units."""
-    mode = True
-    model, coarse = rich(mode), wrap(Rich(1), FULL_SHARD, mode)
+    model, coarse = rich(True), wrap(Rich(1), FULL_SHARD, True)
     for kind, words in (
         ("local", "only the model it was made from"),
         ("ragged", "let torch.distributed.checkpoint load"),
@@ -433,34 +419,23 @@ def test_state_is_a_compact_copy_where_parameters_are_sharded(mode: bool) -> Non
     for param in model.parameters():
         param.data.add_(1)
     model.module.table.add_(1)
-    managed = [key for key in plain if key not in dict(model.named_buffers()) and not key.startswith("ignored")]
-    for key in (key for key in managed if "num_batches" not in key and "running" not in key and "steps" not in key):
-        if key == "table":
-            continue
-        assert torch.equal(states["full"][key], plain[key]), key
-        if isinstance(states["sharded"][key], ShardedTensor):
-            for shard in states["sharded"][key].local_shards():
-                start = shard.metadata.shard_offsets[0]
-                rows = plain[key][start : start + shard.metadata.shard_sizes[0]]
-                assert torch.equal(shard.tensor, rows), key
-                assert shard.tensor.untyped_storage().nbytes() == shard.tensor.nbytes
-        part = states["ragged"][key]
+    buffers = dict(Rich().named_buffers()).keys() | {"blocks.1.0.steps"}
+    managed = [key for key in plain if key not in buffers and not key.startswith("ignored")]
+    rows: list[Tensor] = []
+    for key in managed:
+        full, sharded, part = (states[kind][key] for kind in ("full", "sharded", "ragged"))
+        assert torch.equal(full, plain[key]) and full.untyped_storage().nbytes() == plain[key].nbytes, key
+        for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else ():
+            start = shard.metadata.shard_offsets[0]
+            assert torch.equal(shard.tensor, plain[key][start : start + shard.metadata.shard_sizes[0]]), key
+            assert shard.tensor.untyped_storage().nbytes() == shard.tensor.nbytes
+            rows += [shard.tensor] * (shard.tensor.numel() > 0)
         expected = RaggedTensor(torch.empty_like(part.local), part.shape, part.start, part.stride())
         copy_parts([(Box.whole(expected.shape), plain[key] + 1)], expected.parts)
         assert torch.equal(part.local, expected.local), f"{key} is live"
     assert torch.equal(states["full"]["table"], plain["table"] + 1)
-    storages = [value.untyped_storage() for key, value in states["full"].items() if key in managed]
-    assert len({storage.data_ptr() for storage in storages}) == len(storages)
-    rows = [
-        shard.tensor
-        for key in managed
-        if isinstance(states["sharded"][key], ShardedTensor)
-        for shard in states["sharded"][key].local_shards()
-        if shard.tensor.numel()
-    ]
-    assert len({row.data_ptr() for row in rows}) == len(rows)
-    for storage, key in zip(storages, managed, strict=True):
-        assert storage.nbytes() == plain[key].nbytes, key
+    for separate in (rows, [states["full"][key] for key in managed]):
+        assert len({tensor.data_ptr() for tensor in separate}) == len(separate)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor instead")  # a warning about ShardedTensor
         copied = copy.deepcopy(states["local"])
@@ -565,25 +540,29 @@ def test_state_hooks_of_modules_run_and_see_full_parameters(mode: bool) -> None:
     words = None if inner.refuses else "Nothing was loaded, because on another rank: ZeroDivisionError"
     with pytest.raises(ZeroDivisionError if inner.refuses else RuntimeError, match=words):
         model.load_state_dict(state)
+
     # an exception in between leaves no trace
-    before = [(name, param.shape, id(param)) for name, param in model.named_parameters()]
+    def parameters() -> list[tuple[str, torch.Size, int]]:
+        return [(name, param.shape, id(param)) for name, param in model.named_parameters()]
+
+    before = parameters()
     inner.refuses = True
     for use in (model.state_dict, lambda: model.load_state_dict(state)):
         with pytest.raises(ZeroDivisionError):
             use()
-        assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+        assert parameters() == before
     for use in (inner.state_dict, lambda: inner.load_state_dict({})):  # noticed when the module is next used
         with pytest.raises(ZeroDivisionError):
             use()
         model(torch.ones(2, 5)).sum().backward()
-        assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+        assert parameters() == before
     inner.refuses = False
     model(torch.ones(2, 5)).sum().backward()
     with kind_of(model, "sharded"):
         inner.refuses = True
         with pytest.raises(ZeroDivisionError):
             model.state_dict()
-    assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+    assert parameters() == before
 
 
 class Scaled(nn.Module):
@@ -605,32 +584,29 @@ class Scaled(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _attributes(strategy: ShardingStrategy, mode: bool) -> None:
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@on_ranks(2)
+def test_attributes_of_parameters_are_available_to_modules_that_save_them(
+    strategy: ShardingStrategy, mode: bool
+) -> None:
+    """A quantized layer needs the scales, which are an attribute of the parameter."""
     module = nn.Sequential(Scaled(), nn.Linear(3, 2))
     module[0].weight.late = 3
     plain = {key: value.clone() for key, value in module.state_dict().items()}
     assert {"0.weight.absmax", "0.weight.map"} < plain.keys()
     model = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Scaled}))
-    for kind in ("full", "sharded"):
-        with kind_of(model, kind):
-            assert {*model.state_dict()} == {*plain}, kind
-    with kind_of(model, "full"):
-        assert_bit_equal(dict(model.state_dict()), plain)
+    with kind_of(model, "sharded"):
+        assert {*model.state_dict()} == {*plain}
+    assert_bit_equal(full_state(model), plain)
+    assert_bit_equal(dict(model.module.state_dict()), plain)
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert model.module[0].weight.scales["map"].tolist() == [0, 1, 2]
+        assert_bit_equal(full_state(model), plain)
         assert_bit_equal(dict(model.module.state_dict()), plain)
-        with FullyShardedDataParallel.summon_full_params(model):
-            assert model.module[0].weight.scales["map"].tolist() == [0, 1, 2]
-            assert_bit_equal(dict(model.state_dict()), plain)
-            assert_bit_equal(dict(model.module.state_dict()), plain)
-        other = {key: value + 1 for key, value in plain.items()}
-        model.load_state_dict(other)
-        assert_bit_equal(dict(model.state_dict()), other)
-
-
-@pytest.mark.parametrize("mode", [False, True])
-def test_attributes_of_parameters_are_available_to_modules_that_save_them(mode: bool) -> None:
-    """A quantized layer needs the scales, which are an attribute of the parameter."""
-    for strategy in (FULL_SHARD, NO_SHARD):
-        run_ranks(2, _attributes, strategy, mode)
+    other = {key: value + 1 for key, value in plain.items()}
+    model.load_state_dict(other)
+    assert_bit_equal(full_state(model), other)
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -701,9 +677,7 @@ def test_nested_modules_return_their_part_of_the_state(mode: bool) -> None:
                 assert list(state) == ["x." + key for key in plain if key.startswith(prefix)]
                 assert [type(value) for value in state.values()] == [type(whole[key[2:]]) for key in state]
                 if kind == "full":
-                    assert_bit_equal(
-                        state, {"x." + key: value for key, value in plain.items() if key.startswith(prefix)}
-                    )
+                    assert_bit_equal(state, {key: plain[key[2:]] for key in state})
             assert model.module.load_state_dict(whole) == ([], [])
             noise = {key: value + 1 for key, value in plain.items() if key.startswith("blocks.")}
             if kind == "full":
@@ -750,11 +724,8 @@ def test_state_dict_options_apply_under_every_strategy_and_to_roots_without_para
     holder(torch.ones(2, 5)).sum().backward()
     assert model.module.mean.dtype == torch.float16
     unmanaged = {f"0.{key}" for key in nn.BatchNorm1d(5).state_dict()} | {"1.ignored.weight", "1.ignored.bias"}
-    for options in (
-        FullStateDictConfig(True, False),
-        FullStateDictConfig(True, True),
-        FullStateDictConfig(False, True),
-    ):
+    for offload, rank0_only in ((True, False), (True, True), (False, True)):
+        options = FullStateDictConfig(offload, rank0_only)
         with FullyShardedDataParallel.state_dict_type(holder, FULL, options):
             state = holder.state_dict()
         if options.rank0_only and dist.get_rank() > 0:
@@ -806,7 +777,7 @@ def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
 def nested() -> nn.Module:
     """Return an unwrapped parent, with a unit and nested units."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
-    model[0] = FullyShardedDataParallel(model[0], StandInGroup(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model[0] = FullyShardedDataParallel(model[0], StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     return model
 
 
@@ -857,15 +828,6 @@ def test_different_settings_of_instances_and_mismatched_configs_are_refused() ->
         with pytest.raises(AssertionError, match=r"'0\.1' has .*LOCAL_STATE_DICT"):
             ask()
     assert [kind for kind, _ in kinds(model)] == [FULL, FULL, LOCAL]
-
-
-def test_torchs_config_classes_are_accepted() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed import fsdp as torchs
-    FSDP, model = FullyShardedDataParallel, nested()
-    with FSDP.state_dict_type(model, torchs.StateDictType.FULL_STATE_DICT, torchs.FullStateDictConfig(True, True)):
-        assert kinds(model) == [(FULL, FullStateDictConfig(True, True))] * 3
 
 
 @on_ranks(2)

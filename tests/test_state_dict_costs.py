@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
 from fsdp.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict, snapshot, state_dict
 from fsdp.comm import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -39,8 +38,7 @@ def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
     units = ["gather the root unit", "gather unit 'blocks.0'", "gather unit 'blocks.1.0'"]
     by_kind = {"full": "all_gather", "rank 0": "all_to_all", "sharded": "all_to_all", "local": None, "ragged": None}
     for kind, op in by_kind.items():
-        settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-        with FullyShardedDataParallel.state_dict_type(model, *settings):
+        with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
             with record_collectives() as log:
                 state = model.state_dict()
             moved = [r for r in log.records if r.label in units]
@@ -99,32 +97,23 @@ class Wide(nn.Module):
 SQUARE = 256 * 256 * 4
 
 
-class PeakMode(TorchDispatchMode):
-    """A dispatch mode that records the most bytes held after any operation."""
+def settings_of(kind: str) -> tuple[Any, ...]:
+    return (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
 
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter, self.nbytes = meter, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.nbytes = max(self.nbytes, self.meter.live())
-        return result
+def make_wide() -> FullyShardedDataParallel:
+    return wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
 
 
 def _peak(kind: str) -> tuple[int, int]:
     """Return the peak of bytes while the state is collected, and the bytes held afterwards, beyond those before."""
-    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
-    settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-    meter = Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
-        with PeakMode(meter):  # imports at first use leave cycles of tracebacks
+    model, meter = make_wide(), Meter()
+    with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
+        with Peak(meter):  # imports at first use leave cycles of tracebacks
             model.state_dict()
         gc.collect()
-        if (segment := shared_memory.segment()) is not None:
-            segment.trim()  # so that memory left by a call shows
         before = meter.at_rest()
-        with PeakMode(meter) as highest:
+        with Peak(meter) as highest:
             state = model.state_dict()
         held = meter.at_rest() - before
     del state
@@ -147,8 +136,7 @@ def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
 
 @on_ranks(2)
 def test_state_dict_calls_release_the_shared_memory_of_their_gathers() -> None:
-    """Return, by call, the bytes of shared memory that stay allocated at rest."""
-    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
+    model = make_wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -174,17 +162,15 @@ def test_state_dict_calls_release_the_shared_memory_of_their_gathers() -> None:
 
 def _peak_of_loading(kind: str) -> int:
     """Return the peak of bytes during a load, beyond those before."""
-    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
-    settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-    meter = Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
+    model, meter = make_wide(), Meter()
+    with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
         state = model.state_dict()
-        with PeakMode(meter):
+        with Peak(meter):
             model.load_state_dict(state)
         dist.barrier()
         gc.collect()
         before = meter.at_rest()
-        with PeakMode(meter) as highest:
+        with Peak(meter) as highest:
             model.load_state_dict(state)
     return highest.nbytes - before
 
