@@ -10,7 +10,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import (
     StateDictOptions,
     async_save,
@@ -41,16 +41,17 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.states import Rich, Tied, full_state
 from tests.harness.strategies import FULL_SHARD, NO_SHARD
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7)
-        self.again = nn.Linear(5, 7)
-        self.again.weight = self.linear.weight
-        self.scale = nn.Parameter(torch.randn(1))
+class Saved(Rich):
+    """The model of the state dicts, with parameters of no element and of 16 bits, and extra state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.nothing = nn.Parameter(torch.empty(3, 0))
+        self.low = nn.Parameter(torch.randn(9, dtype=torch.float64).to(torch.bfloat16))
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"calls": 3}
@@ -59,32 +60,10 @@ class Block(nn.Module):
         self.loaded = state
 
 
-class Rich(nn.Module):
-    """Ties, buffers, few elements and none, transposed memory, frozen and ignored parameters, extra state."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        self.nothing = nn.Parameter(torch.empty(3, 0))
-        self.low = nn.Parameter(torch.randn(9, dtype=torch.float64).to(torch.bfloat16))
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.ignored = nn.Linear(3, 2)
-        self.register_buffer("table", torch.randn(3, 2))
-
-
-def rich(seed: int, strategy: ShardingStrategy, mode: bool, *, nested: bool = True) -> FullyShardedDataParallel:
-    module = Rich(seed)
-    policy = ModuleWrapPolicy({Block}) if nested else None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "NO_SHARD")
-        return wrap(module, strategy, mode, wrap_policy=policy, ignored_modules=[module.ignored])
-
-
-def full_state(model: nn.Module) -> dict[str, Any]:
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-        return model.state_dict()
+def make_saved(seed: int, strategy: ShardingStrategy, mode: bool, *, nested: bool = True) -> FullyShardedDataParallel:
+    module = Saved(seed)
+    policy = ModuleWrapPolicy({Tied}) if nested else None
+    return wrap(module, strategy, mode, wrap_policy=policy, ignored_modules=[module.ignored])
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -100,7 +79,7 @@ def save_everywhere(root: str) -> None:
     """Save a model in each of `WAYS`, with values that depend only on the number of the way."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, (strategy, mode) in enumerate(WAYS):
-        model = rich(number, strategy, mode)
+        model = make_saved(number, strategy, mode)
         generator = torch.Generator().manual_seed(rank)
         extra = {"rank": rank, "random": generator.get_state(), "python": random.Random(rank).getstate()}
         made = save(f"{root}/{world_size}-{number}", model, extra=extra if rank != 1 else None)
@@ -115,10 +94,10 @@ def load_everywhere(root: str) -> None:
         if (here == 2 and third) or (here == 4 and not third):
             continue
         strategy, mode = WAYS[number]
-        model = rich(100, strategy, not mode, nested=number % 2 == 1)
+        model = make_saved(100, strategy, not mode, nested=number % 2 == 1)
         extra = load(f"{root}/{world_size}-{number}", model)
-        assert_bit_equal(tensors(full_state(model)), tensors(Rich(number).state_dict()))
-        assert model.blocks[0].loaded == {"calls": 3}
+        assert_bit_equal(tensors(full_state(model)), tensors(Saved(number).state_dict()))
+        assert model.loaded == {"calls": 3}
         saved = dist.get_rank() % world_size
         assert (extra is None) == (saved == 1)
         if extra is not None:
@@ -135,8 +114,8 @@ def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
         run_ranks(world_size, load_everywhere, str(tmp_path))
     for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
         directory = tmp_path / f"{world_size}-{number}"
-        expected = Rich(number).state_dict()
-        plain = Rich(100)
+        expected = Saved(number).state_dict()
+        plain = Saved(100)
         load(directory, plain)
         assert_bit_equal(tensors(plain.state_dict()), tensors(expected))
         state, no_optimizer, extras = load_plain(directory / "checkpoint_00000001")
@@ -249,24 +228,21 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
         assert_bit_equal(module.state_dict(), saved.model)
 
 
-def resume_from_the_first_step(root: str) -> None:
+@on_ranks(2)
+def test_loading_an_optimizer_that_never_stepped_adds_no_state(tmp_path: Path) -> None:
+    """No step is counted or run, and no state is made."""
     for mode, kind in itertools.product((False, True), (torch.optim.Adam, torch.optim.Rprop)):
         models = [wrap(LORA, FULL_SHARD, mode, seed=1) for _ in range(2)]
         optimizers = [kind([p for p in model.parameters() if p.requires_grad], lr=0.01) for model in models]
         steps(models[1], optimizers[1], 2)
-        load(save(f"{root}/{mode}-{kind.__name__}", models[0], optimizers[0]), models[1], optimizers[1])
+        load(save(tmp_path / f"{mode}-{kind.__name__}", models[0], optimizers[0]), models[1], optimizers[1])
         for model, optimizer in zip(models, optimizers):
             steps(model, optimizer, 0)
         assert_bit_equal(whole(models[1], optimizers[1]), whole(models[0], optimizers[0]))
-
-
-def test_loading_an_optimizer_that_never_stepped_adds_no_state(tmp_path: Path) -> None:
-    """No step is counted or run, and no state is made."""
-    run_ranks(2, resume_from_the_first_step, str(tmp_path))
     module = nn.Linear(2, 2)
-    optimizer = torch.optim.LBFGS(module.parameters())  # this optimizer's steps need a closure
-    load(save(tmp_path / "plain", module, optimizer), module, optimizer)
-    assert not optimizer.state
+    lbfgs = torch.optim.LBFGS(module.parameters())  # this optimizer's steps need a closure
+    load(save(tmp_path / "plain", module, lbfgs), module, lbfgs)
+    assert not lbfgs.state
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
@@ -416,6 +392,10 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match=r"rank 0: .*latest"):
         save(f"{root}/latest/deeper", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["note"] = range(3)
+    with pytest.raises(TypeError, match=r"rank 0: optimizer\.param_groups\[0\]\['note'\] is a range"):
+        save(root, model, optimizer)
+    del optimizer.param_groups[0]["note"]
     with pytest.raises(RuntimeError, match=r"on all ranks: .* has no optimizer state, and nothing was loaded. Load"):
         load(root, model, optimizer)
     save(f"{root}-optimizer", model, optimizer)
@@ -432,31 +412,10 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(root)) == ["checkpoint_00000002", "latest"]
 
 
-class Interrupted(Disk):
-    """A disk that raises KeyboardInterrupt when directory or file number `at` is made."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def _step(self) -> None:
-        self.at -= 1
-        if self.at < 0:
-            self.at = 1 << 30
-            raise KeyboardInterrupt
-
-    def make_directory(self, path: Path) -> None:
-        self._step()
-        super().make_directory(path)
-
-    def create(self, path: Path) -> BinaryIO:
-        self._step()
-        return super().create(path)
-
-
 def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: int) -> None:
     """Interrupt some ranks: every rank raises, and the next save works and holds a single step."""
     rank = dist.get_rank()
-    with on_disk(Interrupted(at) if rank in ranks else Disk()):
+    with on_disk(FaultyDisk(at, KeyboardInterrupt()) if rank in ranks else Disk()):
         if rank in ranks:
             with pytest.raises((KeyboardInterrupt, RuntimeError) if rank and 0 in ranks else KeyboardInterrupt):
                 save(root, model, extra={"step": step})
@@ -523,7 +482,7 @@ def damages(path: Path) -> Iterator[str]:
 
 def refuses(root: Path, what: str, *paths: Path) -> None:
     """Check that a load in one process from `root` raises an error naming one of `paths`, and changes nothing."""
-    module = Rich(100)
+    module = Saved(100)
     before = {name: value.clone() for name, value in tensors(module.state_dict()).items()}
     for read in (lambda: load(root, module), lambda: load_plain(root)):
         with pytest.raises((RuntimeError, FileNotFoundError)) as caught:
@@ -540,13 +499,8 @@ def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
     run_ranks(2, save_two, str(tmp_path))
     older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
-    assert {path.name for path in paths} >= {
-        "latest",
-        "manifest.json",
-        "index.json",
-        "rank_0.safetensors",
-        "rank_1.safetensors",
-    }
+    ranks = {"rank_0.safetensors", "rank_1.safetensors"}
+    assert {path.name for path in paths} >= {"latest", "manifest.json", "index.json", *ranks}
     for path in paths:
         for what in damages(path):
             refuses(tmp_path, f"{path.name}: {what}", path)
@@ -561,9 +515,9 @@ def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
             one.write_bytes(first)
             other.write_bytes(second)
     run_ranks(2, refuses_on_all_ranks, str(tmp_path))
-    module = Rich(100)
+    module = Saved(100)
     load(tmp_path, module)
-    assert_bit_equal(tensors(module.state_dict()), tensors(Rich(2).state_dict()))
+    assert_bit_equal(tensors(module.state_dict()), tensors(Saved(2).state_dict()))
 
 
 class Unusual(nn.Module):
@@ -575,19 +529,18 @@ class Unusual(nn.Module):
         self.linear, self.number = nn.Linear(3, 2), nn.Parameter(torch.randn(()))
         self.again, self.complex = self.linear.weight, nn.Parameter(torch.randn(3, dtype=torch.complex64))
         values = torch.randn(3, 5, dtype=torch.complex64)
-        for number, buffer in enumerate(
-            (
-                values.real > 0,
-                values.conj(),
-                values.conj().imag,
-                values.real.t(),
-                torch.randn(8)[::2],
-                torch.randn(4).to(torch.float8_e4m3fn),
-                torch.randn(()).to(torch.float8_e5m2),
-                torch.randint(-9, 9, (5,), dtype=torch.int8)[1:3],
-                torch.empty(0, 3, dtype=torch.uint16),
-            )
-        ):
+        buffers = [
+            values.real > 0,
+            values.conj(),
+            values.conj().imag,
+            values.real.t(),
+            torch.randn(8)[::2],
+            torch.randn(4).to(torch.float8_e4m3fn),
+            torch.randn(()).to(torch.float8_e5m2),
+            torch.randint(-9, 9, (5,), dtype=torch.int8)[1:3],
+            torch.empty(0, 3, dtype=torch.uint16),
+        ]
+        for number, buffer in enumerate(buffers):
             self.register_buffer(f"buffer{number}", buffer)
         self.history = torch.randn(2)
 
@@ -600,9 +553,7 @@ class Unusual(nn.Module):
 
 def values_of(module: Unusual) -> dict[str, tuple[torch.dtype, list[int], Any]]:
     named = {**tensors(module.state_dict()), "history": module.history}
-    return {
-        name: (value.dtype, list(value.shape), value.to(torch.complex128).tolist()) for name, value in named.items()
-    }
+    return {name: (each.dtype, list(each.shape), each.to(torch.complex128).tolist()) for name, each in named.items()}
 
 
 def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -638,11 +589,11 @@ def test_tensors_saved_on_a_device_load_on_cpu(tmp_path: Path, monkeypatch: pyte
 
 def save_two(root: str) -> None:
     for seed in (1, 2):
-        save(root, rich(seed, FULL_SHARD, False), extra={"seed": seed, "rank": dist.get_rank()})
+        save(root, make_saved(seed, FULL_SHARD, False), extra={"seed": seed, "rank": dist.get_rank()})
 
 
 def refuses_on_all_ranks(root: str) -> None:
-    model = rich(100, FULL_SHARD, True)
+    model = make_saved(100, FULL_SHARD, True)
     before = tensors(full_state(model))
     path = Path(root) / "checkpoint_00000002" / "rank_1.safetensors"
     content = path.read_bytes()
@@ -665,14 +616,14 @@ def test_a_mismatch_raises_on_every_rank_before_anything_is_loaded(tmp_path: Pat
     save(root, model)
     other = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 4), nn.Linear(2, 2)), use_orig_params=True)
     before = full_state(other)
-    with pytest.raises(RuntimeError) as caught:
-        load(root, other)
-    for words in (
+    words = [
         "missing in the checkpoint: '2.weight', '2.bias'",
         "missing in the model: '0.bias'",
         "'1.weight' has shape (3, 7) in the checkpoint and (4, 7) in the model",
-    ):
-        assert words in str(caught.value)
+    ]
+    with pytest.raises(RuntimeError) as caught:
+        load(root, other)
+    assert all(each in str(caught.value) for each in words), str(caught.value)
     assert_bit_equal(full_state(other), before)
     other = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3), nn.Linear(2, 2)))
     before = full_state(other)
@@ -719,9 +670,8 @@ def load_from_fully_shard(root: str) -> list[dict[str, Tensor]]:
     for way in ("sync", "async"):
         model, optimizer = trained(2, way == "sync")
         load(f"{root}/{way}", model, optimizer)
-        told.append(
-            {key: value for key, value in whole(model, optimizer).items() if not key.startswith("param_groups.")}
-        )
+        every = whole(model, optimizer)
+        told.append({key: value for key, value in every.items() if not key.startswith("param_groups.")})
     return told
 
 

@@ -23,7 +23,7 @@ from fsdp.comm import consensus
 from fsdp.placement.boxes import Box, memory_order
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 
 LAYERS, EXTRA = 12, 200_000
 
@@ -115,7 +115,9 @@ def test_messages_opened_files_and_removals_per_rank_are_bounded(tmp_path: Path)
         assert sorted(os.listdir(root)) == ["checkpoint_00000003", "latest"]
 
 
-def replicas(root: str) -> None:
+@on_ranks(4)
+def test_each_replica_writes_a_part(tmp_path: Path) -> None:
+    root = str(tmp_path)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     both = groups[0][rank // 2], groups[1][rank % 2]
@@ -130,10 +132,6 @@ def replicas(root: str) -> None:
     if rank == 0:
         assert_bit_equal(load_plain(root).model, layers(1).state_dict())
     assert_bit_equal(model.state_dict(), layers(1).state_dict())
-
-
-def test_each_replica_writes_a_part(tmp_path: Path) -> None:
-    run_ranks(4, replicas, str(tmp_path))
 
 
 # -- without processes -------------------------------------------------------------------------------------------------
@@ -216,10 +214,7 @@ def test_the_size_of_the_index_is_independent_of_the_number_of_ranks() -> None:
 
 
 def test_ranks_with_different_tensors_raise() -> None:
-    one, other = (
-        table_of(state, rank, 2)
-        for rank, state in enumerate([sharded([(4, 4)], 0, 2, False), sharded([(4, 5)], 1, 2, False)])
-    )
+    one, other = (table_of(sharded([(4, 4 + rank)], rank, 2, False), rank, 2) for rank in range(2))
     with pytest.raises(ValueError, match=r"'0' is float32 of shape \(4, 4\) on rank 0 and .* \(4, 5\) on rank 1"):
         index.joined([one, other])
     with pytest.raises(ValueError, match=r"'0' has 16 elements, and the ranks together have 8 of them"):

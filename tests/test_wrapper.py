@@ -51,25 +51,21 @@ def _signature(function: Any) -> list[tuple[str, Any, str]]:
 
 
 SAME_AS_TORCHS = ["__init__", "summon_full_params", "fsdp_modules", "check_is_root", "apply", "no_sync"]
-SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "_unshard", "_assert_state"]
+SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "clip_grad_norm_", "_unshard", "_assert_state"]
+ADDED = [("error_if_nonfinite", False, "POSITIONAL_OR_KEYWORD")]
 
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
 def test_signatures_equal_torchs(name: str) -> None:
-    """Names, order, defaults and kinds are equal; additional arguments follow, by keyword only."""
+    """Names, order, defaults and kinds are equal; additional arguments follow, by keyword only except in
+    `clip_grad_norm_`.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
     assert ours[: len(theirs)] == theirs
-    assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
-
-
-def test_clip_grad_norm_has_one_additional_argument() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-
-    theirs = _signature(TorchFSDP.clip_grad_norm_)
-    more = [("error_if_nonfinite", False, "POSITIONAL_OR_KEYWORD")]
-    assert _signature(FullyShardedDataParallel.clip_grad_norm_) == theirs + more
+    more = ours[len(theirs) :]
+    assert more == ADDED if name == "clip_grad_norm_" else all(kind == "KEYWORD_ONLY" for _, _, kind in more)
 
 
 def test_every_public_member_of_torchs_class_exists() -> None:
@@ -239,9 +235,8 @@ def test_tensor_subclasses_with_gather_hooks_are_refused() -> None:
     """FSDP2's extension hooks would be ignored, and training would continue without them."""
     module = net()
     module.head.weight = nn.Parameter(module.head.weight.detach().as_subclass(ScaledTensor))
-    with pytest.raises(
-        NotImplementedError, match=r"'head.weight' of the Net unit is a ScaledTensor with fsdp_pre_all_g"
-    ):
+    words = r"'head.weight' of the Net unit is a ScaledTensor with fsdp_pre_all_g"
+    with pytest.raises(NotImplementedError, match=words):
         FullyShardedDataParallel(module, StandIn())
     FullyShardedDataParallel(module, StandIn(), ignored_states=[module.head.weight])
 
@@ -450,9 +445,8 @@ def test_scripted_modules_are_refused_unless_ignored() -> None:
     def scripted() -> nn.Sequential:
         return nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 3)))
 
-    with pytest.raises(
-        ValueError, match=r"'1\.weight' of the Sequential unit is in a compiled script .* ignored_modules"
-    ):
+    words = r"'1\.weight' of the Sequential unit is in a compiled script .* ignored_modules"
+    with pytest.raises(ValueError, match=words):
         FullyShardedDataParallel(scripted(), StandIn())
     module = scripted()
     model = FullyShardedDataParallel(module, StandIn(), ignored_modules=[module[1]])
@@ -651,9 +645,8 @@ def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch)
         ("16", torch.bfloat16, 8),
         ("64", torch.bfloat16, 32),
     ]:
-        if setting is None:
-            monkeypatch.delenv("FSDP_SHARD_ALIGNMENT", raising=False)
-        else:
+        monkeypatch.delenv("FSDP_SHARD_ALIGNMENT", raising=False)
+        if setting is not None:
             monkeypatch.setenv("FSDP_SHARD_ALIGNMENT", setting)
         values = []
         for rank in range(3):

@@ -34,7 +34,7 @@ class FaultyDisk(Disk):
     before, or lost.
     """
 
-    def __init__(self, at: int = -1, error: OSError | None = None, *, lasting: bool = False) -> None:
+    def __init__(self, at: int = -1, error: BaseException | None = None, *, lasting: bool = False) -> None:
         self.at, self.error, self.lasting, self.count = at, error, lasting, 0
         self.unsynced: dict[BinaryIO, Path] = {}
         self.names: list[tuple[Path, Any]] = []  # the directory, and the function that makes the rename durable
