@@ -114,7 +114,6 @@ COSTS: dict[str, float] = {
     "tests/test_host_cost.py": 6,
     "tests/test_lane.py": 6,
     "tests/test_state_dict_costs.py": 6,
-    "tests/test_streams_switches.py": 6,
     "tests/test_wrapper.py": 6,
 }
 SHORT = 5.0

@@ -7,7 +7,6 @@ overlap; and the host does not wait. The tracer is tested in `test_stream_tracer
 from __future__ import annotations
 
 import ast
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp.flat.memory as memory_module
 from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, full_params
@@ -37,256 +35,12 @@ from tests.harness.models import ZOO
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
+from tests.harness.traced import WIDTH, Block, BlockTower, Chain, Training
 
-WIDTH = 8
 HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 # -- traced programs ---------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """A frozen layer that is used first, and so read last in backward, beside trained ones."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, hidden).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 3), nn.Linear(3, hidden)
-        self.out = nn.Linear(hidden, WIDTH)
-        self.at_end: dict[str, Callable[[], None]] = {}  # "forward" or "backward" -> a function to call at the end
-
-    def forward(self, x: Tensor) -> Tensor:
-        if "backward" in self.at_end:
-            at_end = self.at_end["backward"]
-            x.register_hook(lambda _: at_end())
-        y = x + self.out(torch.tanh(self.base(x) + self.up(self.down(x))))
-        if "forward" in self.at_end:
-            self.at_end["forward"]()
-        return y
-
-
-class BlockTower(nn.Module):
-    """Blocks of several sizes that can be skipped, and that can be checkpointed."""
-
-    def __init__(self, sizes: tuple[int, ...] = (7, 13, 13, 29)) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList([Block(hidden) for hidden in sizes])
-        self.skipped: set[int] = set()
-        self.segments: str | None = None
-        self.returns_weight = False
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            if index in self.skipped:
-                continue
-            if self.segments is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.segments == "reentrant")
-        return (self.last(x), self.last.weight) if self.returns_weight else self.last(x)
-
-
-class Link(nn.Linear):
-    pass
-
-
-class Chain(nn.Sequential):
-    """Units of one size in a root without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(*(Link(WIDTH, WIDTH) for _ in range(5)))
-
-
-class Training:
-    """A wrapped model with an optimizer, and the parts of a training program."""
-
-    def __init__(self, tracer: StreamTracer, model: nn.Module, **options: Any) -> None:
-        torch.manual_seed(0)
-        self.model = FSDP(model, **{"auto_wrap_policy": ModuleWrapPolicy({Block, Link}), **options})
-        tracer.watch(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-
-    @property
-    def blocks(self) -> list[Block]:
-        return [block.module for block in self.model.module.blocks]
-
-    def loss(self) -> Tensor:
-        return self.model(torch.randn(4, WIDTH)).square().mean()
-
-    def step(self, *passes: bool, set_to_none: bool = True) -> None:
-        for synchronised in passes or (True,):
-            with nullcontext() if synchronised else self.model.no_sync():
-                self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none)
-
-    def steps(self) -> None:
-        for _ in range(3):
-            self.step()
-
-    def accumulation(self) -> None:
-        self.step(False, False, True)
-        self.step(True, False, True, set_to_none=False)
-        self.step(False, True, True)
-
-    def evaluation(self) -> None:
-        self.model.eval()
-        for mode in (torch.no_grad(), torch.inference_mode()):
-            with mode:
-                self.loss()
-                self.loss()
-            self.step()
-        self.model.train()
-
-    def several_forwards(self) -> None:
-        first, second = self.loss(), self.loss()
-        first.backward()
-        second.backward()
-        (self.loss() + self.loss()).backward()
-        self.step()
-
-    def input_gradients(self) -> None:
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        torch.autograd.grad(self.model(x).sum(), x)
-        self.step()
-
-    def checkpointing(self) -> None:
-        tower = self.model.module
-        for tower.segments in ("reentrant", "non-reentrant"):
-            self.step()
-            self.step(False, True)
-        tower.segments = None
-
-    def skipping(self) -> None:
-        """Skip units that were prefetched."""
-        tower = self.model.module
-        for tower.skipped in (set(), {0}, {0, 2}, {3}, {1, 2}, set()):
-            self.step(set_to_none=False)
-
-    def changing(self) -> None:
-        """Write to parameters whose prefetched unit was not used, while no further unit is gathered."""
-        tower = self.model.module
-        with torch.no_grad():
-            for tower.skipped in (set(), set(), {3}):
-                self.loss()
-            for param in self.model.parameters():
-                param.mul_(0.9)
-        tower.skipped = set()
-        self.step()
-
-    def failures(self) -> None:
-        for block in (self.blocks[0], self.blocks[3]):
-            block.at_end["forward"] = raise_error
-            with pytest.raises(ArithmeticError):
-                self.loss()
-            del block.at_end["forward"]
-            self.step()
-            block.at_end["backward"] = raise_error
-            loss = self.loss()
-            del block.at_end["backward"]
-            with pytest.raises(ArithmeticError):
-                loss.backward()
-            del loss
-            self.step()
-
-    def clipping(self) -> None:
-        for norm_type in (2.0, float("inf")):
-            self.loss().backward()
-            self.model.clip_grad_norm_(0.1, norm_type)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def hooks(self) -> None:
-        """Use a communication hook that raises in the second call, after reading the gradient."""
-        calls = itertools.count()
-
-        def hook(state: None, grad: Tensor, shard: Tensor) -> None:
-            shard.copy_(grad)
-            if next(calls) == 1:
-                raise_error()
-
-        self.model.register_comm_hook(None, hook)
-        loss = self.loss()
-        with pytest.raises(RuntimeError, match="failed on purpose"):
-            loss.backward()
-        del loss
-        self.steps()
-
-    def freezing(self) -> None:
-        params = [p for name, p in self.model.named_parameters() if "blocks.1" in name or "blocks.3" in name]
-        before = [param.requires_grad for param in params]
-        for param in params:
-            param.requires_grad_(False)
-        self.step()
-        for param, value in zip(params, before):
-            param.requires_grad_(value)
-        self.step()
-
-    def summoning(self) -> None:
-        for writeback in (False, True):
-            self.step()
-            with FSDP.summon_full_params(self.model, writeback=writeback):
-                for param in self.model.parameters():
-                    param.sum()
-            self.step()
-
-    def unsharding(self) -> None:
-        for wait in (True, False):
-            self.step()
-            handle = self.model._unshard(async_op=True)
-            if wait:
-                handle.wait()
-                with torch.no_grad():  # too late for the gather, which is complete
-                    for param in self.model.parameters():
-                        param.mul_(0.5)
-            self.step()
-
-    def moving(self) -> None:
-        self.model._apply(torch.clone)
-        self.step()
-
-    def switching(self) -> None:
-        """Keep units between passes, prefetch, accumulate backwards, delay the replicas' reduction, and set a hook."""
-        units = [unit for _, unit, _ in units_in(self.model)]
-        before = [unit.policy for unit in units]
-        self.model.set_reshard_after_backward(False)
-        self.model.set_modules_to_forward_prefetch([self.model.blocks[1], self.model.blocks[0]])
-        self.step(True, True)
-        self.step()
-        self.model.set_modules_to_forward_prefetch([])
-        for unit, policy in zip(units, before):
-            unit.policy = policy
-        self.model.set_is_last_backward(False)
-        self.loss().backward()
-        self.model.set_is_last_backward(True)
-        self.model.set_requires_all_reduce(False)
-        self.loss().backward()
-        self.loss().backward()
-        self.model.set_requires_all_reduce(True)
-        self.step()
-        self.model.set_all_reduce_hook(lambda shard: shard.mul_(0.5))
-        self.step()
-        self.model.set_all_reduce_hook(None)
-
-    def returned_parameter(self) -> None:
-        self.model.module.returns_weight = True
-        output, weight = self.model(torch.randn(4, WIDTH))
-        (output.mean() + weight.sum()).backward()
-        weight.sum()
-        self.model.module.returns_weight = False
-        self.step()
-
-    def deletion(self) -> None:
-        self.step()
-        self.loss()
-        del self.model, self.optimizer
-
-
-def raise_error() -> None:
-    raise ArithmeticError("failed on purpose")
-
 
 Part = Callable[[Training], None]
 PARTS: tuple[Part, ...] = (
@@ -371,8 +125,17 @@ def replicas() -> tuple[Any, Any]:
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()], dist.group.WORLD
 
 
-def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
-    """Return the races, and the host waits after the order of the units is known."""
+def assert_clean(tracer: StreamTracer) -> None:
+    """Check that there was no race, and no wait of the host since its waits were cleared."""
+    __tracebackhide__ = True
+    assert not tracer.races, "\n".join(tracer.races)
+    assert not tracer.host_synchronisations, "\n".join(tracer.host_synchronisations)
+
+
+@pytest.mark.parametrize(("setting", "ranks"), [(each, each.ranks) for each in SETTINGS], ids=str)
+@on_ranks("ranks")
+def test_training_has_no_race_and_no_host_wait(setting: Setting, ranks: int) -> None:
+    """The host does not wait once the order of the units is known."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
     with trace_streams(check=False) as tracer:
@@ -386,14 +149,46 @@ def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
             # `switching` runs in half of the settings
             if part is not Training.switching or setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP:
                 part(training)
-    return tracer.races, tracer.host_synchronisations
+    assert_clean(tracer)
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_training_has_no_race_and_no_host_wait(setting: Setting) -> None:
-    for races, waits in run_ranks(setting.ranks, trace_parts, setting):
-        assert not races, "\n".join(races)
-        assert not waits, "\n".join(waits)
+@on_ranks(2)
+def test_an_all_reduce_hook_runs_on_the_given_stream() -> None:
+    """`set_all_reduce_hook(stream=...)`: the stream follows the reduction, and `.grad` follows the stream."""
+    used = set()
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, BlockTower((7, 13, 5, 7)))
+
+        def hook(shard: Tensor) -> None:
+            used.add(tracer.current.name)
+            shard.mul_(2)
+
+        training.model.set_all_reduce_hook(hook, stream=SimulatedStream("user"))
+        training.step()
+        tracer.host_synchronisations.clear()
+        training.steps()
+    assert_clean(tracer)
+    assert used == {"user"}
+
+
+@on_ranks(4)
+def test_no_race_when_units_reshard_over_some_ranks() -> None:
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part of the program fails on purpose
+    with trace_streams(check=False) as tracer:
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        training = Training(tracer, BlockTower((7, 13, 5, 7)), reshard_after_forward=2, mixed_precision=precision)
+        training.step()
+        tracer.host_synchronisations.clear()
+        for part in (
+            Training.steps,
+            Training.several_forwards,
+            Training.checkpointing,
+            Training.failures,
+            Training.summoning,
+            Training.deletion,
+        ):
+            part(training)
+    assert_clean(tracer)
 
 
 @on_ranks(1)
@@ -422,14 +217,10 @@ def memory(kind: str) -> Iterator[None]:
     """Set the source of full buffers' memory: "pooled", "resized" (if storages cannot be exchanged) or "poisoned"; or
     "offloaded", as if gradients moved to the host.
     """
-    swap = memory_module.STORAGES_SWAP
-    memory_module.STORAGES_SWAP = swap and kind != "resized"
     os.environ["FSDP_DEBUG"] = "1" if kind == "poisoned" else "0"
-    try:
-        with offloaded_gradients() if kind == "offloaded" else nullcontext():
-            yield
-    finally:
-        memory_module.STORAGES_SWAP = swap
+    swaps = mock.patch.object(memory_module, "STORAGES_SWAP", memory_module.STORAGES_SWAP and kind != "resized")
+    with swaps, offloaded_gradients() if kind == "offloaded" else nullcontext():
+        yield
 
 
 PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
@@ -484,11 +275,8 @@ def test_no_race_on_a_current_stream_of_the_user() -> None:
 
 def units_with_foreign_hooks(model: nn.Module, stream: SimulatedStream) -> list[str]:
     """Return the units with leaves whose hooks run on another stream."""
-    return [
-        unit.name
-        for _, unit, _ in units_in(model)
-        if any(node.metadata["stream"] is not stream for _, node in unit.arrivals._accumulators.values())
-    ]
+    accumulators = [(unit, node) for _, unit, _ in units_in(model) for _, node in unit.arrivals._accumulators.values()]
+    return [unit.name for unit, node in accumulators if node.metadata["stream"] is not stream]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -526,8 +314,7 @@ def test_no_race_when_the_model_was_wrapped_on_another_stream(use_orig_params: b
         training.steps()
         training.accumulation()
         found += units_with_foreign_hooks(training.model, tracer.compute)
-    races = tracer.races
-    assert not races, "\n".join(races)
+    assert not tracer.races, "\n".join(tracer.races)
     assert not found
 
 
@@ -577,7 +364,6 @@ def lines_that_synchronize() -> set[tuple[str, int]]:
 
 @on_ranks(1)
 def test_leaving_out_any_synchronization_is_detected_as_a_race() -> None:
-    """Return the lines that record or wait, and by synchronization a race that appears if it is left out."""
     syncs = {name: trace_program(name).syncs for name in PROGRAMS}
     seen: dict[str, str | None] = {}
     for name in PROGRAMS:
@@ -610,13 +396,11 @@ def test_leaving_out_a_synchronization_with_replicas_is_detected() -> None:
     for kind in ("pooled", "offloaded"):
         for sync in sorted(sync for sync in trace(kind).syncs if "replica" in (sync.by, sync.on)):
             found[f"{kind}: {sync}"] = next(iter(trace(kind, (sync,)).races), None)
-    seen = found
-    assert len(seen) >= 4 and [sync for sync, race in seen.items() if race is None] == []
+    assert len(found) >= 4 and [sync for sync, race in found.items() if race is None] == []
 
 
 @on_ranks(2)
 def test_reductions_do_not_wait_for_replicas() -> None:
-    """Return the reductions that wait for the mean over replicas of an earlier one."""
     force_sharded()
     with trace_streams(check=False) as tracer:
         training = Training(tracer, BlockTower((7,) * 4), process_group=replicas(), sharding_strategy=HYBRID_SHARD)
@@ -642,11 +426,8 @@ def on_stream(tracer: StreamTracer, owner: type, name: str, stream: str) -> Iter
         with tracer.on(tracer.compute if stream == "compute" else getattr(tracer.streams, stream)):
             return real(self, *args, **kwargs)
 
-    setattr(owner, name, method)
-    try:
+    with mock.patch.object(owner, name, method):
         yield
-    finally:
-        setattr(owner, name, real)
 
 
 MISPLACED = (
@@ -670,11 +451,7 @@ def test_work_on_the_wrong_stream_is_detected() -> None:
         found = races[f"{owner.__name__}.{name} on the {stream} stream"] = []
         for kind, model in (("pooled", Chain), ("pooled", BlockTower), ("poisoned", Chain)):
             if not found:
-                with (
-                    memory(kind),
-                    trace_streams(check=False) as tracer,
-                    on_stream(tracer, owner, name, stream),
-                ):
+                with memory(kind), trace_streams(check=False) as tracer, on_stream(tracer, owner, name, stream):
                     training = Training(tracer, model())
                     training.steps()
                     training.several_forwards()
@@ -693,14 +470,9 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
             tracer.streams.settle = lambda: None  # type: ignore[method-assign]
         elif broken == "on_host":
             tracer.streams.on_host = lambda event: tracer.on_host({})  # type: ignore[method-assign]
-        training = Training(
-            tracer,
-            BlockTower(),
-            sharding_strategy=strategy,
-            use_orig_params=use_orig_params,
-            cpu_offload=CPUOffload(True),
-            mixed_precision=MixedPrecision(torch.bfloat16),
-        )
+        options = {"cpu_offload": CPUOffload(True), "mixed_precision": MixedPrecision(torch.bfloat16)}
+        options |= {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        training = Training(tracer, BlockTower(), **options)
 
         def update(change: Callable[[], None]) -> None:
             with tracer.on_host({}):
@@ -757,7 +529,6 @@ def test_the_host_waits_before_it_accesses_offloaded_tensors(strategy: ShardingS
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @on_ranks(1)
 def test_communication_overlaps_with_compute(strategy: ShardingStrategy) -> None:
-    """Run one step after some others, and return pairs of operations that could overlap and do not."""
     force_sharded()
     count = 4
     with trace_streams(check=False) as tracer:
