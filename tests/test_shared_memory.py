@@ -279,19 +279,6 @@ def test_consensus_rounds_run_in_shared_memory() -> None:
         assert asked.result() is None
 
 
-@on_ranks(2)
-def test_a_recorder_on_one_rank_does_not_block_the_remaining_ranks() -> None:
-    """The transport is chosen once per pass, and stays shared memory unless all ranks record."""
-    enable_shared_memory()
-    model, rank = make_model(new_group()), dist.get_rank()
-    for _ in range(3):
-        with record_collectives() if rank == 0 else nullcontext() as log:
-            step(model)
-            norm = model.clip_grad_norm_(1.0)  # these collectives use the group, not shared memory
-        assert norm.isfinite() and (rank or "gather the root unit" not in map(str, log.labels()))
-        model.zero_grad()
-
-
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
 
 
@@ -828,6 +815,7 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
         posts = channel_of(group).collectives.number if Sharing.of(group).channel is not None else 0
         with record_collectives() if rank in recorded else nullcontext() as log:
             step(model)
+            assert model.clip_grad_norm_(1.0).isfinite()  # these collectives use the group, not shared memory
         moved = channel_of(group).collectives.number - posts
         if recorded == [0, 1]:
             assert moved == 0 and log.count("all_gather") > 3 and log.count("reduce_scatter") == 4
