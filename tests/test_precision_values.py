@@ -6,12 +6,14 @@ the compute dtype for each forward. Outputs, gradients and shards are compared b
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,6 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
 from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, named_parameters
-from tests.harness.passes import environment
 from tests.harness.pool import on_ranks
 from tests.harness.precision import (
     BF16,
@@ -110,7 +111,7 @@ def test_forward_uses_every_kind_of_write_to_the_shards() -> None:
 # -- full precision in eval mode -----------------------------------------------------------------------------------
 
 STAGES = ("train", "train, no_grad", "eval", "eval, no_grad", "eval, inference")
-full_precision_in_eval = partial(environment, FSDP_USE_FULL_PREC_IN_EVAL="1")
+full_precision_in_eval = partial(mock.patch.dict, os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1")
 
 
 def run_stage(pair: Pair, stage: str, case: str) -> None:
@@ -131,21 +132,22 @@ def run_stage(pair: Pair, stage: str, case: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
+@full_precision_in_eval()
 def test_full_precision_evaluation_between_training_in_any_order(world_size: int) -> None:
     """Parameters, buffers and inputs have the dtype of the mode; gradients in eval mode are float32."""
-    with full_precision_in_eval():
-        for strategy, use_orig_params in OTHER_MODES:
-            for seed in range(2):
-                order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
-                if seed == 0:
-                    order = list(reversed(STAGES))  # begins with a forward in inference mode
-                pair = Pair(strategy, use_orig_params)
-                for index, stage in enumerate(order):
-                    run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
-                assert_at_rest(pair.model, strategy.name)
+    for strategy, use_orig_params in OTHER_MODES:
+        for seed in range(2):
+            order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
+            if seed == 0:
+                order = list(reversed(STAGES))  # begins with a forward in inference mode
+            pair = Pair(strategy, use_orig_params)
+            for index, stage in enumerate(order):
+                run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
+            assert_at_rest(pair.model, strategy.name)
 
 
 @on_ranks(2)
+@full_precision_in_eval()
 def test_graphs_of_train_and_eval_mode_coexist() -> None:
     """Each backward uses the precision of its forward; one backward of both graphs is refused."""
     rank = dist.get_rank()
@@ -155,26 +157,25 @@ def test_graphs_of_train_and_eval_mode_coexist() -> None:
         pair.model.eval()
         return trained, pair.model(second[rank])
 
-    with full_precision_in_eval():
-        for strategy, use_orig_params in MODES:
-            pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
-            first, second = pair.inputs(), pair.inputs()
-            trained, evaluated = forwards()
-            pair.check_output(case, None)
-            loss_of(trained).backward()
-            assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{case}, train")
-            pair.model.zero_grad()
-            pair.model.train()
-            loss_of(evaluated).backward()
-            assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{case}, eval")
-            pair.model.zero_grad()
-            pair.step(f"{case}, afterwards")
-            trained, evaluated = forwards()
-            pair.model.train()
-            with pytest.raises(RuntimeError, match="mixed and in full precision at once"):
-                (loss_of(trained).float() + loss_of(evaluated)).backward()
-            pair.model.zero_grad()
-            pair.step(f"{case}, after the error")
+    for strategy, use_orig_params in MODES:
+        pair, case = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
+        first, second = pair.inputs(), pair.inputs()
+        trained, evaluated = forwards()
+        pair.check_output(case, None)
+        loss_of(trained).backward()
+        assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{case}, train")
+        pair.model.zero_grad()
+        pair.model.train()
+        loss_of(evaluated).backward()
+        assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{case}, eval")
+        pair.model.zero_grad()
+        pair.step(f"{case}, afterwards")
+        trained, evaluated = forwards()
+        pair.model.train()
+        with pytest.raises(RuntimeError, match="mixed and in full precision at once"):
+            (loss_of(trained).float() + loss_of(evaluated)).backward()
+        pair.model.zero_grad()
+        pair.step(f"{case}, after the error")
 
 
 class CastingBlock(Block):
@@ -185,33 +186,33 @@ class CastingBlock(Block):
 
 
 @on_ranks(2)
+@full_precision_in_eval()
 def test_precision_follows_the_mode_of_each_unit() -> None:
     """The mode of the unit's own module decides."""
-    with full_precision_in_eval():
-        for strategy, use_orig_params in MODES:
-            torch.manual_seed(0)
-            net = nn.Sequential(CastingBlock(), CastingBlock(), nn.Linear(WIDTH, 3))
-            plain = deepcopy(net)
-            options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({CastingBlock})}
-            model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, FP32, BF16), **options)
-            for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
-                model.train()
-                replica = deepcopy(plain).to(BF16)
-                for index, training in enumerate(modes):
-                    model[index].train(training)
-                    if not training:
-                        replica[index] = deepcopy(plain[index])
-                x = torch.randn(3, WIDTH)
-                output = model(x)
-                same(output, replica(x.to(BF16)), f"{strategy.name}, {modes}")
-                assert [net[i].module.seen for i in range(2)] == [{BF16} if mode else {FP32} for mode in modes]
-                loss_of(output).backward()
-                loss_of(replica(x.to(BF16))).backward()
-                grads = {name: param.grad.float() for name, param in named_parameters(replica).items()}  # type: ignore[union-attr]
-                assert_local_gradients(model, grads, 0, f"{strategy.name}, {modes}")
-                model.zero_grad()
-                for index in range(2):
-                    net[index].module.seen = set()
+    for strategy, use_orig_params in MODES:
+        torch.manual_seed(0)
+        net = nn.Sequential(CastingBlock(), CastingBlock(), nn.Linear(WIDTH, 3))
+        plain = deepcopy(net)
+        options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({CastingBlock})}
+        model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, FP32, BF16), **options)
+        for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
+            model.train()
+            replica = deepcopy(plain).to(BF16)
+            for index, training in enumerate(modes):
+                model[index].train(training)
+                if not training:
+                    replica[index] = deepcopy(plain[index])
+            x = torch.randn(3, WIDTH)
+            output = model(x)
+            same(output, replica(x.to(BF16)), f"{strategy.name}, {modes}")
+            assert [net[i].module.seen for i in range(2)] == [{BF16} if mode else {FP32} for mode in modes]
+            loss_of(output).backward()
+            loss_of(replica(x.to(BF16))).backward()
+            grads = {name: param.grad.float() for name, param in named_parameters(replica).items()}  # type: ignore[union-attr]
+            assert_local_gradients(model, grads, 0, f"{strategy.name}, {modes}")
+            model.zero_grad()
+            for index in range(2):
+                net[index].module.seen = set()
 
 
 @on_ranks(1)

@@ -180,15 +180,11 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
     """
     torch.set_default_dtype(torch.float64)
     os.environ["FSDP_COLLECTIVES"] = way
-    try:
-        reference = Reference(make, program)
-        ulps, after = (4, REASSOCIATED) if dist.get_world_size() == 3 else (0, after)
-        for strategy, use_orig_params in modes:
-            what = f"{way}, {strategy}, use_orig_params={use_orig_params}"
-            reference.check(build(make(), strategy, use_orig_params), what, ulps=ulps, ulps_after_step=after)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        os.environ["FSDP_COLLECTIVES"] = "auto"
+    reference = Reference(make, program)
+    ulps, after = (4, REASSOCIATED) if dist.get_world_size() == 3 else (0, after)
+    for strategy, use_orig_params in modes:
+        what = f"{way}, {strategy}, use_orig_params={use_orig_params}"
+        reference.check(build(make(), strategy, use_orig_params), what, ulps=ulps, ulps_after_step=after)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -235,24 +231,20 @@ class ZeroedChain(Chain):
 def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: str, offload: bool) -> None:
     """Steps in bfloat16, with evaluations in full precision and a backward through such a graph in between."""
     os.environ["FSDP_COLLECTIVES"], os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = way, "1"
-    try:
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": CPUOffload(offload_params=offload)}
-        found = []
-        for make in (Chain, ZeroedChain):
-            model = build(seeded(make), ShardingStrategy.FULL_SHARD, True, **options)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-            for step, by_rank in enumerate(ORDERS[:5] * 2):
-                model.train(step % 3 != 1)
-                x = Data(dist.get_rank(), 2).tensor(step, 3, WIDTH)
-                model(x, sorted(by_rank[dist.get_rank()])).float().tanh().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(full_parameters(model))
-        assert_bit_equal(*found)
-    finally:
-        os.environ["FSDP_COLLECTIVES"] = "auto"
-        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": CPUOffload(offload_params=offload)}
+    found = []
+    for make in (Chain, ZeroedChain):
+        model = build(seeded(make), ShardingStrategy.FULL_SHARD, True, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        for step, by_rank in enumerate(ORDERS[:5] * 2):
+            model.train(step % 3 != 1)
+            x = Data(dist.get_rank(), 2).tensor(step, 3, WIDTH)
+            model(x, sorted(by_rank[dist.get_rank()])).float().tanh().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(full_parameters(model))
+    assert_bit_equal(*found)
 
 
 # -- DDP -----------------------------------------------------------------------------------------------------------
@@ -406,21 +398,18 @@ def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
     off.
     """
     torch.set_default_dtype(torch.float64)
-    try:
-        chain = partial(seeded, Chain)
-        reference = Reference(chain, partial(run_orders, ORDERS[:5]))
-        for strategy, use_orig_params in SOME_MODES:
-            policy = ModuleWrapPolicy({Block})
-            model = wrap(chain(), strategy, use_orig_params, wrap_policy=policy)
-            model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
-            model.zero_grad()
-            model.set_reduce_scatter_unused_params(True)
-            reference.check(model, f"{strategy}, use_orig_params={use_orig_params}")
-            model.set_reduce_scatter_unused_params(False)
-            model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
-            assert not any(unit.policy.tree.reduce_unused for unit in units_of(model))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    chain = partial(seeded, Chain)
+    reference = Reference(chain, partial(run_orders, ORDERS[:5]))
+    for strategy, use_orig_params in SOME_MODES:
+        policy = ModuleWrapPolicy({Block})
+        model = wrap(chain(), strategy, use_orig_params, wrap_policy=policy)
+        model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
+        model.zero_grad()
+        model.set_reduce_scatter_unused_params(True)
+        reference.check(model, f"{strategy}, use_orig_params={use_orig_params}")
+        model.set_reduce_scatter_unused_params(False)
+        model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
+        assert not any(unit.policy.tree.reduce_unused for unit in units_of(model))
 
 
 @on_ranks(2)

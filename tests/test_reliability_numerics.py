@@ -237,47 +237,8 @@ def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
         assert sum(name.endswith("tokens.weight") for name in names) == 1, what
 
 
-# -- one module in several places ----------------------------------------------------------------------------------
-
-
-class SharedBlock(nn.Module):
-    """One block registered under three names and called four times, with other layers in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.layers = nn.ModuleList([self.first, nn.Linear(5, 5), self.first])
-        self.last = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.first, *self.layers, self.last):
-            x = torch.sin(layer(x))
-        return x
-
-
 def make_vectors(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
-
-
-SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Linear}))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
-def test_a_module_registered_several_times_is_one_unit_and_trains_as_the_plain_one(world_size: int) -> None:
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
-    for case, policies in ((SHARED, (ModuleWrapPolicy({nn.Linear}), None)), (ZOO["used-twice"], (None,))):
-        plain = plain_on_rank_0(case, make_optimizer, schedule)
-        for policy in policies:
-            for strategy, mode in ways(STRATEGIES[:2]):
-                what = f"{case.name} {'one unit' if policy is None else 'units'} {strategy} {mode}"
-                options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode}
-                options |= {"wrap_policy": policy, "rank0_only": True}
-                assert_same_steps(run_fsdp(case, make_optimizer, schedule, **options), plain, what)
-    model: Any = wrap(SHARED)
-    assert model.module.layers[0] is model.module.first is model.module.last is model.module.layers[2]
-    assert sorted(unit.name for unit in fsdp.shard_info(model)) == ["", "first", "layers.1"]
 
 
 # -- one rank ------------------------------------------------------------------------------------------------------

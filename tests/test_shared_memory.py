@@ -689,14 +689,11 @@ def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None
     full = torch.empty(2 * 1000)
     communicator, reference = communicator_of(group), weakref.ref(model)
     gc.disable()
-    try:
-        del model
-        pending = communicator.gather([Gather(full, torch.full((1000,), 1.0 + dist.get_rank()))], Event("gather", 1))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Mapping, "piece", interrupted)
-            pending.wait()
-    finally:
-        gc.enable()
+    del model
+    pending = communicator.gather([Gather(full, torch.full((1000,), 1.0 + dist.get_rank()))], Event("gather", 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "piece", interrupted)
+        pending.wait()
     assert calls == [0], "it was read in the middle of being read"
     assert full.tolist() == [1.0] * 1000 + [2.0] * 1000
 
@@ -828,12 +825,9 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
     with mock.patch.dict(os.environ, FSDP_COLLECTIVES="direct"):
         assert not isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        checked = make_model(new_group())
-        step(checked)
-        assert not any(unit.shares_memory for unit in shard_info(checked))
-        os.environ["FSDP_COLLECTIVES"] = "shared"
-        with pytest.raises(RuntimeError, match="share none: torch's debug level DETAIL"):
-            step(make_model(new_group()))
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+    checked = make_model(new_group())
+    step(checked)
+    assert not any(unit.shares_memory for unit in shard_info(checked))
+    os.environ["FSDP_COLLECTIVES"] = "shared"
+    with pytest.raises(RuntimeError, match="share none: torch's debug level DETAIL"):
+        step(make_model(new_group()))

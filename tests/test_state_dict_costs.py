@@ -192,12 +192,9 @@ def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
     references = [weakref.ref(value) for value in state.values()]
     gc.collect()
     gc.disable()
-    try:
-        model.load_state_dict(state)
-        state.clear()
-        assert [reference() for reference in references] == [None] * len(references)
-    finally:
-        gc.enable()
+    model.load_state_dict(state)
+    state.clear()
+    assert [reference() for reference in references] == [None] * len(references)
 
 
 def count_inspections(units: int) -> int:
