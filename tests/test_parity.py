@@ -125,10 +125,7 @@ COMBINATIONS = [(strategy, opt, mode) for mode in (True, False) for opt in OPTIM
 
 
 def by_turns(world_size: int, collectives: str, first: int) -> list[Run]:
-    """Return a run of each model, with combinations of strategy, optimizer and mode by turns from `first` on.
-
-    The cycles of 11 models and 12 combinations never coincide.
-    """
+    """Return a run of each of 11 models, with the 12 combinations of strategy, optimizer and mode by turns."""
     runs = []
     for i in range(len(ZOO)):
         strategy, optimizer, mode = COMBINATIONS[(first + i) % len(COMBINATIONS)]

@@ -134,10 +134,7 @@ def traffic(log: CollectiveLog) -> tuple[int, int, int, int]:
 def measure(
     build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int = 15, **options: Any
 ) -> dict[str, Any]:
-    """Return bytes that this rank holds and receives; the peak is the maximum after the second step.
-
-    On a busy machine a reduction ends early in about every second step, so several steps are measured.
-    """
+    """Return bytes that this rank holds and receives; the peak is the largest of the steps after the second."""
     meter = Meter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

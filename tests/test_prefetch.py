@@ -72,8 +72,7 @@ class Choice:
 
 
 class Tracer:
-    """Records gathers, reductions and computing units of a step, with the number of unsharded inner units at each
-    event."""
+    """Records gathers, reductions and computing units of a step, and the number of unsharded inner units."""
 
     def __init__(self, model: FullyShardedDataParallel) -> None:
         self.events: list[str] = []

@@ -88,11 +88,7 @@ def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> No
 @pytest.mark.parametrize("counts", [[2, 2], [3, 1], [0, 2], [1, 0, 4]], ids=str)
 @pytest.mark.parametrize("strategy", [FULL, NONE])
 def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStrategy, counts: list[int]) -> None:
-    """A rank without micro-batches contributes zeros. The result is the sum of all gradients, divided by the number of
-    ranks.
-
-    Where a forward gathers parameters, `fsdp.join` keeps the forwards of the ranks together.
-    """
+    """Gradients of all micro-batches are summed and divided by the number of ranks; see `fsdp.join`."""
     run_ranks(len(counts), _equals_one_large_batch, strategy, counts)
 
 

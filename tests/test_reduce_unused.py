@@ -135,9 +135,7 @@ def run_orders(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data
 
 
 def accumulate(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
-    """Run two micro-batches under `no_sync`; the third reduces. A rank has unsharded gradients of units that it skips
-    there.
-    """
+    """Reduce in every third backward; a rank has unsharded gradients of units that it skips there."""
     for step in range(0, len(orders), 3):
         for micro, by_rank in enumerate(orders[step : step + 3]):
             quiet = micro < 2 and isinstance(model, FullyShardedDataParallel)
@@ -190,9 +188,7 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size", timeout=120)
 def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int) -> None:
-    """Units are skipped at the beginning, in the middle, at the end, by all ranks, and in different orders; with
-    momentum.
-    """
+    """Some or all ranks skip units anywhere, and run them in different orders; with momentum."""
     chain = partial(seeded, Chain)
     check(partial(run_orders, ORDERS), chain, MOST_MODES if dist.get_world_size() == 2 else EVERY_MODE[1::2])
     if dist.get_world_size() != 2:
@@ -251,9 +247,7 @@ def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: s
 
 
 class Partly(nn.Module):
-    """No rank uses `never`. Some ranks use `at_times` in some steps; the remaining ranks use a unit whose backward
-    comes last.
-    """
+    """No rank uses `never`, and some ranks use `at_times`; `block`'s backward comes last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,10 +331,7 @@ def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:
 def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
     orders: tuple[list[int], ...], units: int
 ) -> None:
-    """A unit that some rank uses is gathered twice and reduced once, on every rank; a unit that no rank uses is not.
-
-    If the order differs from the tree's, this holds once the order is known.
-    """
+    """On every rank, once the order is known; a unit that no rank uses is neither gathered nor reduced."""
     for counts in run_ranks(2, count, orders):
         assert counts[-1] == (2 * units + 1, units + 1), counts
 
@@ -394,9 +385,7 @@ def test_a_step_that_failed_on_all_ranks_in_different_units_is_forgotten() -> No
 
 @on_ranks(2)
 def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
-    """A model wrapped without the option trains, trains with the option switched on, and continues with it switched
-    off.
-    """
+    """The model trains without it, with it, and without it again."""
     torch.set_default_dtype(torch.float64)
     chain = partial(seeded, Chain)
     reference = Reference(chain, partial(run_orders, ORDERS[:5]))

@@ -66,9 +66,7 @@ KINDS = list(itertools.product((ShardingStrategy.FULL_SHARD, ShardingStrategy.SH
 @pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
 @on_ranks(2)
 def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompute: str) -> None:
-    """The requests are for a full buffer needed now or prefetched, or for a reduction; with and without
-    `reset_iter_state()`.
-    """
+    """Requests for gathers, prefetches and reductions fail, with and without `reset_iter_state()`."""
     os.environ["FSDP_COLLECTIVES"] = "native"
     count = 0
     for number, options in enumerate(CHOICES):

@@ -507,9 +507,7 @@ ODD = {
 )
 @on_ranks("world_size")
 def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
-    """Equality is bit for bit, except for the mean of three bfloat16 gradients: the sum and the division may both
-    round.
-    """
+    """Bit for bit, except where the mean of three bfloat16 gradients may be rounded twice."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
     world_size = dist.get_world_size()

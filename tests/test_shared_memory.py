@@ -150,9 +150,7 @@ def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(w
 
 @on_ranks(2)
 def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
-    """One rank waits for each collective only after issuing more, and still reads the data posted for it. Its peer
-    waits at once.
-    """
+    """One rank waits for a collective after issuing five more; its peer waits at once."""
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     communicator = communicator_of(group)
@@ -185,9 +183,7 @@ def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
 @on_ranks(2)
 @impatient
 def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
-    """Let rank 1 read late: rank 0 gathers a unit again after the shard has changed, and writes to summoned
-    parameters.
-    """
+    """Rank 0 gathers a unit again after a change of the shard, and writes to summoned parameters."""
     enable_shared_memory()
     model, rank = make_model(new_group()), dist.get_rank()
     step(model)
@@ -241,9 +237,7 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
 
 @on_ranks(2)
 def test_consensus_rounds_run_in_shared_memory() -> None:
-    """The rounds complete in order, whatever is requested before an answer, with no collective issued; after a failure
-    a new round works.
-    """
+    """Rounds complete in order without a collective, and a new round works after a failure."""
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     full, communicator = torch.empty(2), communicator_of(group)
@@ -522,9 +516,7 @@ def test_a_forked_process_cannot_use_the_segment() -> None:
 
 @on_ranks(2)
 def test_a_forked_process_has_separate_gradients() -> None:
-    """Changes to accumulated gradients or to the model in a forked process (a data loader's worker) do not affect the
-    parent.
-    """
+    """A forked data loader may change accumulated gradients or delete the model."""
     enable_shared_memory()
 
     def drop() -> None:
@@ -569,9 +561,7 @@ def make_wide_units(count: int) -> tuple[list[nn.Sequential], FullyShardedDataPa
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
-    """The bound is that of the largest number of buffers: two units are gathered, one gradient is written, one waits
-    for its reduction and for slower ranks. With accumulators, which users hold, their size is added.
-    """
+    """Two gathered units, one written gradient, one in reduction; and the accumulators, which users hold."""
     enable_shared_memory()
     units, model, whole = make_wide_units(8)
     found: list[int] = []
@@ -598,9 +588,7 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
 
 @on_ranks(2)
 def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> None:
-    """The memory of a step is kept for the next step, so that steps hardly allocate or release; without a next step it
-    is released.
-    """
+    """Steps that follow each other hardly allocate or release."""
     enable_shared_memory()
     _, model, whole = make_wide_units(6)
 
@@ -655,9 +643,7 @@ def test_an_abandoned_post_is_released() -> None:
 
 
 def test_a_segment_is_not_trimmed_during_a_call() -> None:
-    """The garbage collector may release memory on the thread that is inside the call; it must not wait for that
-    thread's lock.
-    """
+    """A garbage collection on the calling thread must not wait for that thread's lock."""
     own = Segment()
     own.leave(own.take(1 << 20))
     held_nbytes = own.held_nbytes

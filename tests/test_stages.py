@@ -238,9 +238,7 @@ def measure(
 
 @dataclass
 class Formulas:
-    """The terms of which the bytes of a stage consist; `ahead` units are prefetched, none before an order is
-    recorded.
-    """
+    """The terms of the bytes at a stage; `ahead` units are prefetched, none before an order is recorded."""
 
     strategy: ShardingStrategy
     world_size: int
@@ -276,9 +274,7 @@ class Formulas:
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int, *, unsynced: bool = False) -> int:
-        """Return the root's bytes in backward: its call spans those of all units, and recomputation may read it
-        again.
-        """
+        """Return the gathered bytes; the root's call spans those of all units, so its buffer stays."""
         if self.strategy is NO_SHARD:
             return 0
         if unsynced and self.kept_unsynced:
@@ -292,9 +288,7 @@ class Formulas:
         return self.root + (over + 1) * self.unit
 
     def reducing(self, over: int) -> int:
-        """Return the bytes of this unit's slots, of the reduction in flight and its receive buffer, and of reduced
-        shards.
-        """
+        """Return the bytes of the slots, of the reduction in flight and of reduced shards."""
         if self.strategy is NO_SHARD:
             return self.written(over)  # reduced in place
         under_way = self.unit if over else self.root
@@ -437,9 +431,7 @@ class Registration:
                 assert flat.shape == (-(-numel // self.world_size) if self.is_sharded else numel,)
 
     def check_names(self, running: set[str]) -> None:
-        """Check that the names of `named_parameters()` never change, nor the objects (which optimizers refer to),
-        except for units that run.
-        """
+        """Check that names, and objects except of running units, are the same as before."""
         found = dict(self.model.named_parameters())
         top = "_fsdp_wrapped_module."
         if self.use_orig_params:
@@ -482,9 +474,7 @@ class Registration:
             assert torch.equal(original, self.values[name]), what
 
     def shard_start(self, name: str) -> int:
-        """Return the offset of this rank's part of the parameter, from the alignment of 16 bytes and the chunk rule
-        alone.
-        """
+        """Return the offset of this rank's part, from the alignment of 16 bytes and the chunk rule alone."""
         offset = end = wanted = 0
         for other, value in self.values.items():
             if self.unit_of(other) == self.unit_of(name):
@@ -525,9 +515,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 
 
 def check_gradients(r: Registration, kind: str | None) -> None:
-    """Check `.grad` of the visible parameters: None, the reduced shard, or with `no_sync` unsharded in the true
-    shape.
-    """
+    """Check that `.grad` is None, the reduced shard, or with `no_sync` unsharded in the true shape."""
     if not r.use_orig_params:
         for unit, flat in r.flat.items():
             numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)

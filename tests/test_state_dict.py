@@ -93,9 +93,7 @@ def torch_fsdp_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FU
 
 
 def make_plainer(seed: int = 0) -> Rich:
-    """Leave out cases that torch refuses: frozen parameters beside trained ones, sharded tensors that are not
-    row-major.
-    """
+    """Leave out what torch refuses: frozen beside trained parameters, and transposed sharded tensors."""
     module = Rich(seed)
     del module.frozen, module.image
     return module
@@ -248,9 +246,7 @@ def _load_plain(folder: str) -> None:
 
 
 def test_a_ragged_checkpoint_loads_with_any_ranks_wrapping_and_strategy(tmp_path: Path) -> None:
-    """Each rank saves its local parts; they are loaded at another number of ranks, wrapping, strategy and mode, and
-    plain.
-    """
+    """Each rank saves its local parts; other wrappings, strategies and plain models load them."""
     run_ranks(3, _save_ragged, str(tmp_path / "3"), False, FULL_SHARD)
     run_ranks(2, _save_ragged, str(tmp_path / "2"), True, NO_SHARD)
     run_ranks(2, _load_ragged, str(tmp_path / "3"), True, FULL_SHARD, None)

@@ -29,9 +29,7 @@ from tests.harness.states import FULL, KINDS, kind_of, rich
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
 def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
-    """A full or sharded dict gathers each unit once, with all buckets, on rank 0 alone or not. Loading full values
-    needs no communication, except for three numbers.
-    """
+    """Loading full values needs no communication, except for three numbers."""
     model = rich(mode)
     with kind_of(model, "full"):
         model.state_dict()  # the first call compares the ranks

@@ -493,9 +493,7 @@ def refuses(root: Path, what: str, *paths: Path) -> None:
 
 
 def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
-    """A flipped bit, another length, the loss of any file, and any two files exchanged, within and between
-    checkpoints.
-    """
+    """A flipped bit, another length, a lost file, and two files exchanged within or between checkpoints."""
     run_ranks(2, save_two, str(tmp_path))
     older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
@@ -569,9 +567,7 @@ def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_tensors_saved_on_a_device_load_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors within extra state and groups load on CPU, too, not on rank 0's device. A tensor learning rate then moves
-    to the optimizer's device.
-    """
+    """Also within extra state and groups; a tensor learning rate moves to the optimizer's device."""
     module = Unusual(1)
     with monkeypatch.context() as patch:
         patch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")

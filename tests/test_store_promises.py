@@ -239,9 +239,7 @@ def test_a_save_may_take_longer_than_the_timeout_of_collectives(tmp_path: Path) 
 def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second job with `keep=1` runs before each step of the load in turn. Without a second job, a missing file is
-    damage.
-    """
+    """Before each step of the load in turn; without a second job a missing file is damage."""
     steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
     for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
@@ -570,9 +568,7 @@ def test_errors_name_the_file_or_the_wrong_argument(tmp_path: Path) -> None:
 def test_a_file_system_that_cannot_sync_directories_is_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without directory syncs, names are only as durable as the file system allows; a different error names the
-    directory.
-    """
+    """A different error of the sync names the directory."""
     sync = os.fsync
 
     def fails_for_directories(number: int) -> None:
@@ -656,9 +652,7 @@ def refuses(*args: Any) -> None:
 
 @on_ranks(2)
 def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
-    """A module refuses extra state, the second of two optimizers is wrong, or one rank alone fails: parameters,
-    buffers, extra state and the first optimizer are unchanged; in plain, wrapped and partly wrapped models.
-    """
+    """A module or an optimizer refuses its state on one rank or on all; plain, wrapped and partly wrapped."""
     root = str(tmp_path)
     rank = dist.get_rank()
     for wrapping in ("none", "parts", "whole"):

@@ -77,9 +77,7 @@ class Recorder:
 
 @on_ranks(3)
 def test_messages_opened_files_and_removals_per_rank_are_bounded(tmp_path: Path) -> None:
-    """A rank sends a line for each tensor, opens the files of its local elements, and removes a share of older
-    files.
-    """
+    """By a line for each tensor, the files of local elements, and a share of the older files."""
     root = str(tmp_path)
     rank, size = dist.get_rank(), dist.get_world_size()
     model, optimizer = deep(1)

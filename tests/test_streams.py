@@ -101,9 +101,7 @@ SETTINGS = (
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    """Return all parts for one setting of full sharding, and a fraction for the remaining ones: a sixth for full
-    sharding, a half with replicas, a third for other strategies.
-    """
+    """Return all parts for one setting of full sharding, and a fraction of them for the remaining ones."""
     replicated = (HYBRID_SHARD, ZERO2)
     alike = replicated if setting.strategy in replicated else (setting.strategy,)
     turn = [other for other in SETTINGS if other.strategy in alike].index(setting)
@@ -515,9 +513,7 @@ def read_summoned(model: FSDP) -> None:
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False)])
 def test_the_host_waits_before_it_accesses_offloaded_tensors(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """Gradients have arrived before the optimizer reads them, and shards are read before a write, also without a
-    backward.
-    """
+    """Gradients arrive before the optimizer reads them; shards are read before a write."""
     assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
     for broken in ("settle", "on_host"):
         assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken

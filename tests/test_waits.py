@@ -98,9 +98,7 @@ OTHERS: dict[str, tuple[Callable[[Run], Any], str]] = {
 def test_ranks_in_different_calls_raise_and_can_continue(
     tmp_path: Any, ranks: int, beside: str, other: str, alone: int, before: bool
 ) -> None:
-    """Every rank soon raises an error that names both sides, and then the ranks continue together: the next step, save
-    and load work. A previous successful save makes no difference.
-    """
+    """Errors name both sides, with or without a previous save; then steps, saves and loads work."""
     path = str(tmp_path)
     run = Run(f"{path}/{dist.get_world_size()}")
     run.step()
@@ -230,9 +228,7 @@ def wait_long(path: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_long_wait_is_reported_once_on_stderr(tmp_path: Any, ranks: int) -> None:
-    """The notice names the call, the missing rank, that rank's last call, and the likely mistake. One waiting rank
-    prints it.
-    """
+    """One waiting rank names the call, the missing rank, its last call and the likely mistake."""
     *waited, _last = run_ranks(ranks, wait_long, str(tmp_path / str(ranks)))
     for name, (_, words) in LONG.items():
         # On a slow machine further notices, of later waits, may be printed, and the missing rank may have posted its

@@ -254,9 +254,7 @@ MOMENTS: dict[str, Callable[[Subject, Act], None]] = {
 
 
 def outcome(subject: Subject, moment: str, action: str) -> tuple[str, dict[str, Tensor]]:
-    """Return the state after two further steps, or the error. A step follows because some writes are refused at the
-    next entry.
-    """
+    """Return the state after two further steps, since some writes are refused later, or the error."""
     try:
         MOMENTS[moment](subject, ACTIONS[action])
         dtype = next(subject.model.parameters()).dtype
@@ -336,9 +334,7 @@ def test_selected_writes_in_further_modes(moment: str, actions: list[str], modes
 
 @on_ranks(2, timeout=240)
 def test_every_write_at_every_moment() -> None:
-    """17 actions at 10 moments: the strategies and modes take turns, half of the cells are fully sharded, and each
-    action and moment meets each mode.
-    """
+    """Modes take turns: half of the cells are fully sharded, and each action and moment meets each mode."""
     wrong = []
     others = itertools.cycle(itertools.product((GRAD_OP, NONE), (False, True)))
     for number, (moment, action) in enumerate(itertools.product(MOMENTS, ACTIONS)):

@@ -150,9 +150,7 @@ class WritingModules(nn.Module):
 
 @on_ranks(2)
 def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
-    """Changed in place, replaced, given other data, or frozen: the error names the parameter, unless the write can be
-    kept.
-    """
+    """The error names the parameter, unless the write can be kept."""
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
         for words, change in CHANGES.items():
             plain, model = pair(mode)
@@ -210,9 +208,7 @@ ENTRIES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
 @both_modes
 @on_ranks(2)
 def test_an_embedding_with_max_norm_is_refused_with_the_remedy(use_orig_params: bool) -> None:
-    """The remedy for other writes in a forward, a buffer, does not apply to the weight of
-    `nn.Embedding(max_norm=...)`.
-    """
+    """A buffer, the remedy for other writes in a forward, does not apply here."""
     for module in (nn.Embedding(8, 3, max_norm=0.1), nn.EmbeddingBag(8, 3, max_norm=0.1)):
         model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
         with pytest.raises(RuntimeError, match=r"'weight' of .*max_norm=None, and rescale .* summon_full_params\(\)"):
@@ -221,9 +217,7 @@ def test_an_embedding_with_max_norm_is_refused_with_the_remedy(use_orig_params: 
 
 @on_ranks(2)
 def test_replaced_parameters_are_adopted_at_every_entry() -> None:
-    """Directly after wrapping, before a forward, and later; a replacement that does not fit is refused at every
-    entry.
-    """
+    """After wrapping, before a forward and later; one that does not fit is refused at every entry."""
     for mode, trained, how in itertools.product(MODES, (False, True), ("data", "replaced")):
         plain, model = pair(mode)
         if trained:
