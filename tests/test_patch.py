@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,11 +62,8 @@ def everything() -> dict[str, Any]:
 def client(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a module that has imported some of torch's names."""
     module: Any = types.ModuleType("a_client")
-    module.FSDP, module.Strategy, module.fully_shard = (
-        torchs.FullyShardedDataParallel,
-        torchs.ShardingStrategy,
-        1,
-    )
+    module.FSDP, module.Strategy = torchs.FullyShardedDataParallel, torchs.ShardingStrategy
+    module.fully_shard = 1
     monkeypatch.setitem(sys.modules, "a_client", module)
     return module
 
@@ -214,18 +212,23 @@ class Holder:
         raise AssertionError("only the optimizer itself steps")
 
 
+@contextlib.contextmanager
+def imported(folder: str, name: str, early: bool) -> Iterator[Any]:
+    """Import the module `name` of `folder` before or after `patch()`; at the end forget its package."""
+    with mock.patch.object(sys, "path", [folder, *sys.path]):
+        if early:
+            importlib.import_module(name)
+        with patched():
+            yield importlib.import_module(name)
+    package = name.partition(".")[0]
+    for each in [each for each in sys.modules if each.partition(".")[0] == package]:
+        del sys.modules[each]
+
+
 def check_accelerate(folder: str, early: bool) -> None:
-    sys.path.insert(0, folder)
-    contexts = contextlib.ExitStack()
-    contexts.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about formats
-    if not early:
-        contexts.enter_context(patched())
-    accelerates: Any = importlib.import_module("accelerate.utils.fsdp_utils")
-    original = accelerates.load_fsdp_optimizer
-    if early:
-        contexts.enter_context(patched())
-    with contexts:
+    with imported(folder, "accelerate.utils.fsdp_utils", early) as accelerates:
+        replaced = accelerates.load_fsdp_optimizer
         plugin: Any = types.SimpleNamespace(state_dict_type=torchs.StateDictType.SHARDED_STATE_DICT)
         model, other = wrapped(True), wrapped(True)
         optimizer, fresh = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, other))
@@ -242,10 +245,7 @@ def check_accelerate(folder: str, early: bool) -> None:
         assert enabled["state"] and enabled["state"].keys() == loaded["state"].keys()
         for key, values in enabled["state"].items():
             assert_bit_equal(loaded["state"][key], values, f"state of parameter {key}")
-    assert early is (accelerates.load_fsdp_optimizer is original)
-    sys.path.remove(folder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
-        del sys.modules[name]
+    assert accelerates.load_fsdp_optimizer is not replaced
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -273,15 +273,8 @@ def set_peft_model_state_dict(model, peft_model_state_dict):
 
 
 def check_peft(folder: str, early: bool) -> None:
-    sys.path.insert(0, folder)
-    contexts = contextlib.ExitStack()
-    if not early:
-        contexts.enter_context(patched())
-    pefts: Any = importlib.import_module("peft")
-    original = importlib.import_module("peft.utils.save_and_load").get_peft_model_state_dict
-    if early:
-        contexts.enter_context(patched())
-    with contexts:
+    with imported(folder, "peft", early) as pefts:
+        replaced = pefts.get_peft_model_state_dict
         model, other = nn.Sequential(wrapped(True)), nn.Sequential(wrapped(True))
         names = dict(nn.Sequential(Net()).named_parameters())
         with torch.no_grad():
@@ -294,11 +287,8 @@ def check_peft(folder: str, early: bool) -> None:
         assert_bit_equal(pefts.get_peft_model_state_dict(other, state_dict=other.state_dict()), found)
         assert "named_modules" not in vars(model)
         assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "a plain model"
-    assert not early or pefts.get_peft_model_state_dict is original
+    assert not early or pefts.get_peft_model_state_dict is not replaced
     assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "after unpatch()"
-    sys.path.remove(folder)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -37,13 +37,9 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-class Layer(nn.Module):
+class Layer(nn.Sequential):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        super().__init__(nn.Linear(width, width), nn.Tanh())
 
 
 class Mlp(nn.Module):
@@ -181,17 +177,10 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[Sh
 def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
     """Sizes and traffic are exact; the peak is within 10 %."""
     build, policy, batch, options, strategies = CASES[number]
+    settings = {"precision": options.get("mixed_precision"), "use_orig_params": options.get("use_orig_params", False)}
+    planned = fsdp.plan(build, world_size=2, policy=policy, inputs=[batch], device="cpu", **settings)
     options = {**options, "process_group": dist.new_group()}
     measure(build, policy, batch, steps=2, **options)  # operations cache memory at their first call
-    planned = fsdp.plan(
-        build,
-        world_size=2,
-        policy=policy,
-        precision=options.get("mixed_precision"),
-        inputs=[batch],
-        use_orig_params=options.get("use_orig_params", False),
-        device="cpu",
-    )
     for strategy in strategies:
         result = measure(build, policy, batch, sharding_strategy=strategy, **options)
         plan, case = planned[strategy], f"{build.__name__}, {strategy.name}: "
@@ -237,8 +226,8 @@ def test_activation_bytes_are_the_tensors_that_autograd_saves() -> None:
     assert half.activation_nbytes == result.activation_nbytes // 2
 
     class Recomputed(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=False)
+        def forward(self, input: Tensor) -> Tensor:
+            return checkpoint(super().forward, input, use_reentrant=False)
 
     def build() -> nn.Module:
         model = Mlp()
@@ -255,21 +244,16 @@ def test_smallest_fitting_world_size_is_minimal() -> None:
     build = functools.partial(Mlp, 100, 6)
     policy = ModuleWrapPolicy({Layer})
     strategies = [FULL, GRAD_OP, NO_SHARD, HYBRID]
-    plans = {
-        ranks: fsdp.plan(build, world_size=ranks, policy=policy, shard_size=1, strategy=strategies)
-        for ranks in range(1, 12)
-    }
+    planned = functools.partial(fsdp.plan, build, policy=policy, shard_size=1, strategy=strategies)
+    plans = {ranks: planned(world_size=ranks) for ranks in range(1, 12)}
     for memory in (360_000, 450_000, 700_000, 1_200_000, 10_000_000):
         result = fsdp.plan(build, world_size=2, policy=policy, strategy=strategies[:3], memory=memory)
         for strategy in (FULL, GRAD_OP):
             fitting = [ranks for ranks, each in plans.items() if each[strategy].peak_nbytes <= memory]
             assert result.smallest[strategy] == (min(fitting) if fitting else result.smallest[strategy])
         assert result.smallest[NO_SHARD] == (1 if plans[1][NO_SHARD].peak_nbytes <= memory else None)
-    assert fsdp.plan(build, world_size=2, policy=policy, memory=1000).smallest == {
-        FULL: None,
-        GRAD_OP: None,
-        NO_SHARD: None,
-    }
+    none = fsdp.plan(build, world_size=2, policy=policy, memory=1000).smallest
+    assert none == dict.fromkeys((FULL, GRAD_OP, NO_SHARD))
 
 
 def test_hybrid_strategies_shard_within_and_replicate_across_groups() -> None:
@@ -289,10 +273,9 @@ def test_policies_with_options_of_single_units() -> None:
             return {"mixed_precision": None, "sharding_strategy": NO_SHARD}
         return isinstance(module, Layer)
 
-    plain = fsdp.plan(Stages, world_size=2, policy=ModuleWrapPolicy({Layer, Adapted}), precision=MIXED, device="cpu")[
-        FULL
-    ]
-    result = fsdp.plan(Stages, world_size=2, policy=CustomPolicy(choose), precision=MIXED, device="cpu")[FULL]
+    planned = functools.partial(fsdp.plan, Stages, world_size=2, precision=MIXED, device="cpu")
+    plain = planned(policy=ModuleWrapPolicy({Layer, Adapted}))[FULL]
+    result = planned(policy=CustomPolicy(choose))[FULL]
     adapted = sum(param.nbytes for param in Adapted().parameters())
     assert result.param_nbytes == plain.param_nbytes + 6 * adapted // 2
     assert result.gathers < plain.gathers
@@ -309,10 +292,8 @@ def test_optimizer_bytes_come_from_a_real_step() -> None:
     }
     assert {optimizer: planned(optimizer=optimizer)[FULL].optim_nbytes for optimizer in expected} == expected
     result = planned()[FULL]
-    assert (
-        replace(result, optim_nbytes=0, peak_nbytes=result.peak_nbytes - result.optim_nbytes)
-        == planned(optimizer=None)[FULL]
-    )
+    without = replace(result, optim_nbytes=0, peak_nbytes=result.peak_nbytes - result.optim_nbytes)
+    assert planned(optimizer=None)[FULL] == without
 
 
 @on_ranks(2)
@@ -412,7 +393,7 @@ def test_the_command_prints_json_and_accepts_a_function_of_inputs() -> None:
 
 
 WRONG = {
-    ("--wrap", "Bloc"): "the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList",
+    ("--wrap", "Bloc"): "the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList, Tanh",
     ("--strategy", "FULL"): "--strategy FULL is none of FULL_SHARD, SHARD_GRAD_OP",
     ("--precision", "int8"): "--precision int8 is none of bf16",
     ("--optimizer", "Adm"): "--optimizer Adm is no class of torch.optim that can be tried",

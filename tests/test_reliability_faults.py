@@ -29,7 +29,7 @@ from tests.harness.sharded import full_parameters, wrap
 
 def net(recompute: str = "") -> Chain:
     torch.manual_seed(0)
-    return Chain(Part(), Outer(), Part(), segment=recompute)
+    return Chain(Part(), Outer(), Part(), Part(), segment=recompute)
 
 
 class MemoryFault:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
@@ -25,13 +25,9 @@ from tests.harness.process_groups import record_collectives
 LAYERS = ["0", "1", "2"]
 
 
-class Layer(nn.Module):
+class Layer(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(40, 40)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+        super().__init__(nn.Linear(40, 40), nn.Tanh())
 
 
 def _build() -> nn.Module:
