@@ -15,7 +15,7 @@ FOR_USERS = {
 FOR_DEVELOPERS = {
     "test": ["pytest>=8", "numpy"],
     "dev": ["ruff==0.17.5", "mypy==2.4.1"],
-    # tests/test_libraries.py and tests/test_optimizer_libraries.py are skipped without them
+    # tests of these libraries are skipped without them
     "libraries": ["transformers>=4.40", "peft>=0.10", "pytorch-optimizer>=3.0"],
     "clients": [
         "accelerate>=1.0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -233,6 +234,35 @@ def test_unmodified_optimizers_of_various_classes_are_supported(use_orig_params:
             assert {**group, "params": 0} == {**other, "params": 0}
 
 
+# Optimizers of the package pytorch-optimizer, by name, with options.
+LIBRARY: dict[str, dict[str, Any]] = {
+    "SOAP": {"precondition_frequency": 2},
+    "Shampoo": {"momentum": 0.9},
+    "AdaFactor": {},
+    "CAME": {"weight_decay": 0.1},
+    "LARS": {},
+    "Lamb": {},
+    "Muon": {},
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pytorch_optimizer") is None, reason="pytorch-optimizer is not installed")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("name", LIBRARY)
+@on_ranks(3)
+def test_unmodified_optimizers_of_a_library_are_supported(name: str, use_orig_params: bool) -> None:
+    import pytorch_optimizer
+
+    def factory(params: list[Any]) -> Optimizer:
+        given = [{"params": list(params), "use_muon": True}] if name == "Muon" else params
+        made: Optimizer = getattr(pytorch_optimizer, name)(given, lr=0.02, **LIBRARY[name])
+        return made
+
+    model = wrapped(use_orig_params)
+    twin = PlainTwin(model, factory)
+    train_beside(twin, model, whole(model, factory), 5)
+
+
 def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(params, lr=0.05)
 
@@ -317,6 +347,35 @@ def test_a_step_moves_each_element_once_and_steps_each_matrix_once(world_size: i
     frozen = [index for index, param in enumerate(optimizer.param_groups[0]["params"]) if not param.requires_grad]
     assert sorted(itertools.chain(*stepped)) == sorted(set(range(len(matrices) + len(frozen))) - set(frozen))
     assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
+
+
+class Watching(torch.optim.SGD):
+    """SGD that notes, at each step, which units' matrices are whole on this rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.whole: list[set[int]] = []
+        self.outer: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.whole.append({index for index, each in enumerate(self.outer._selected) if each.whole})
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_owners_hold_the_parameters_of_two_units() -> None:
+    """While a unit is stepped, only the next unit's parameters are whole besides."""
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    model = wrap(plain, FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = WholeParamOptimizer(model, Watching, select=is_matrix, rest=sgd)
+    inner: Any = optimizer.inner_optimizers[0]
+    inner.outer = optimizer
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, inner.whole)
+    assert [one | other for one, other in zip(*of_ranks)] == [{unit, unit + 1} & set(range(5)) for unit in range(5)]
+    assert not any(each.whole for each in optimizer._selected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
