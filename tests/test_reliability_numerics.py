@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO, Batch, Case, cross_entropy
@@ -174,53 +173,48 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
     return Batch((tokens,), tokens.roll(1, dims=1))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks("world_size")
-def test_tied_weights_of_one_unit_stay_one_parameter(world_size: int) -> None:
-    """The parameter stays one after wrapping, backward, step and a change of dtype, and every row trains as in the
-    plain model.
+TIED = {
+    prefix: Case("tied", model_class, make_tokens, cross_entropy, frozenset({Tied}))
+    for prefix, model_class in {"": Tied, "tied.": TiedInside}.items()
+}
 
-    On 2 ranks each strategy in both modes; on other numbers of ranks one of two models, by turns.
-    """
+
+@pytest.mark.parametrize(("world_size", "prefix"), [(2, ""), (2, "tied."), *zip((1, 3, 4), ("tied.", "", "tied."))])
+@on_ranks("world_size")
+def test_tied_weights_of_one_unit_stay_one_parameter(world_size: int, prefix: str) -> None:
+    """It stays one after wrapping, backward, step and a change of dtype, and every row trains as in the plain model."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
-    schedule, make_optimizer = Schedule(4, batch=8), OPTIMIZERS["adamw"]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for inside, (model_class, prefix) in enumerate(((Tied, ""), (TiedInside, "tied."))):
-        case = Case("tied", model_class, make_tokens, cross_entropy, frozenset({Tied}))
-        plain_of = functools.cache(partial(run_plain, case, make_optimizer, world_size, schedule))
-        for number, strategy in enumerate(STRATEGIES):
-            if world_size != 2 and (number + inside + world_size // 3) % 2:
-                continue
-            # An all-reduce adds in a different order.
-            same_order = strategy != "NO_SHARD" or world_size <= 2
-            dtype = torch.float32 if same_order else torch.float64
-            start = case.build(dtype=dtype).get_parameter(prefix + "tokens.weight").detach()
-            plain = plain_of(dtype=dtype)
-            for mode in [mode for other, mode in ways() if other == strategy]:
-                what = f"{model_class.__name__} {strategy} {mode}"
-                # A unit that is the root itself is not built twice.
-                policy = ModuleWrapPolicy(case.blocks) if prefix else None
-                model = wrap(case, ShardingStrategy[strategy], mode, wrap_policy=policy, dtype=dtype)
-                optimizer = make_optimizer(model.parameters())
-                assert_tied(model, mode, what)
-                steps = []
-                for step in range(schedule.steps):
-                    loss = case.loss(model, rank_batch(case, schedule, step, 0, rank, world_size))
-                    loss.backward()
-                    assert_tied(model, mode, what)
-                    steps.append(finish_step(model, optimizer, loss))
-                    assert_tied(model, mode, what)
-                moved = (steps[-1].params[prefix + "tokens.weight"] != start).any(dim=1)
-                assert moved.all(), f"{what}: rows {(~moved).nonzero().flatten().tolist()} never moved"
-                if same_order:
-                    assert_same_steps(steps, plain, what)
-                else:
-                    assert_equivalent(steps[-1].params, plain[-1].params, what)
-                model.double()
-                assert_tied(model, mode, f"{what} in float64")
-                case.loss(model, rank_batch(case, schedule, 0, 0, rank, world_size)).backward()
-                wide = {name: value.double() for name, value in steps[-1].params.items()}
-                assert_bit_equal(full_parameters(model), wide, f"{what} in float64")
+    case, schedule, make_optimizer, rank = TIED[prefix], Schedule(4, batch=8), OPTIMIZERS["adamw"], dist.get_rank()
+    for strategy, mode in ways():
+        what = f"{prefix} {strategy} {mode}"
+        # An all-reduce adds in a different order.
+        same_order = strategy != "NO_SHARD" or world_size <= 2
+        dtype = torch.float32 if same_order else torch.float64
+        start = case.build(dtype=dtype).get_parameter(prefix + "tokens.weight").detach()
+        # A unit that is the root itself is not built twice.
+        policy = ModuleWrapPolicy(case.blocks) if prefix else None
+        model = wrap(case, ShardingStrategy[strategy], mode, wrap_policy=policy, dtype=dtype)
+        optimizer = make_optimizer(model.parameters())
+        assert_tied(model, mode, what)
+        steps = []
+        for step in range(schedule.steps):
+            loss = case.loss(model, rank_batch(case, schedule, step, 0, rank, world_size))
+            loss.backward()
+            assert_tied(model, mode, what)
+            steps.append(finish_step(model, optimizer, loss))
+            assert_tied(model, mode, what)
+        moved = (steps[-1].params[prefix + "tokens.weight"] != start).any(dim=1)
+        assert moved.all(), f"{what}: rows {(~moved).nonzero().flatten().tolist()} never moved"
+        plain = run_plain(case, make_optimizer, world_size, schedule, dtype=dtype)
+        if same_order:
+            assert_same_steps(steps, plain, what)
+        else:
+            assert_equivalent(steps[-1].params, plain[-1].params, what)
+        model.double()
+        assert_tied(model, mode, f"{what} in float64")
+        case.loss(model, rank_batch(case, schedule, 0, 0, rank, world_size)).backward()
+        wide = {name: value.double() for name, value in steps[-1].params.items()}
+        assert_bit_equal(full_parameters(model), wide, f"{what} in float64")
 
 
 def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
@@ -276,19 +270,7 @@ def test_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> 
         for mode in MODES:
             schedule = Schedule(3, micro=1 + (number + mode + STRATEGIES.index(strategy)) % 2)
             with record_collectives() as log:
-                if strategy == "NO_SHARD":
-                    expect: Any = nullcontext()
-                else:
-                    expect = pytest.warns(
-                        UserWarning, match=f"one rank.*ShardingStrategy.{strategy} works like NO_SHARD"
-                    )
-                with expect:
-                    model = FullyShardedDataParallel(
-                        case.build(),
-                        sharding_strategy=ShardingStrategy[strategy],
-                        auto_wrap_policy=ModuleWrapPolicy(case.blocks),
-                        use_orig_params=mode,
-                    )
+                model = wrap(case, ShardingStrategy[strategy], mode)
                 assert model.sharding_strategy is ShardingStrategy.NO_SHARD
                 optimizer = OPTIMIZERS["adamw"](model.parameters())
                 steps = []
