@@ -6,14 +6,13 @@ See [Note: When a unit's backward is over] in ``call.py``.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.released import PLAIN_KINDS
+from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.outside import OutsideUses
 
@@ -27,8 +26,8 @@ class Arrivals:
     The hook of a leaf takes the gradient off the leaf. A small gradient is held until a large one or the last expected
     one arrives, so that many are copied into their slots together.
 
-    The hooks refer to this object weakly. Otherwise they would form reference cycles with the leaves, and a deleted
-    model would stay until the next garbage collection.
+    The hooks refer to the unit weakly. Otherwise they would form reference cycles with the leaves, and a deleted model
+    would stay until the next garbage collection.
 
     Attributes:
         expected: by graph task, the leaves that the task still has to deliver. A task that delivered all keeps an empty
@@ -38,20 +37,13 @@ class Arrivals:
             dropped such a gradient if the backward had reached the leaf before, while it was frozen.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[FlatParamHandle],
-        reached: Callable[[], None],
-        copy: Callable[[], None],
-        outside: OutsideUses,
-    ) -> None:
-        """``reached`` is called when a graph task delivers a gradient before it entered the unit, and has to call
-        ``enter``. ``copy`` copies the gradients that are held. ``outside`` hooks the tensors that are no leaves."""
+    def __init__(self, views: Sequence[BucketViews], unit_ref: Callable[[], Any]) -> None:
+        """``unit_ref`` is a weak reference to the unit, whose tree takes the gradients."""
         self.expected: dict[int, set[LeafKey]] = {}
-        self.held: list[dict[int, torch.Tensor]] = [{} for _ in handles]
+        self.held: list[dict[int, torch.Tensor]] = [{} for _ in views]
         self.lost: set[LeafKey] = set()
-        self._handles, self._outside = handles, outside
-        self._reached, self._copy = reached, copy
+        self._handles, self._unit_ref = [each.handle for each in views], unit_ref
+        self._outside = OutsideUses(views, unit_ref)
         self._hooked: set[int] = set()  # the ids of the leaves with a hook, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
@@ -74,7 +66,7 @@ class Arrivals:
                     if id(leaf) not in self._hooked:
                         self._hooked.add(id(leaf))
                         small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL and key[1] != wholes[key[0]]
-                        hooks.on_accumulated(leaf, functools.partial(_arrive, weakref.ref(self), key, small))
+                        hooks.on_accumulated(leaf, functools.partial(_arrive, self._unit_ref, key, small))
         # A frozen leaf is not expected: autograd drops the gradient.
         trained = [self._accumulators[id(leaf)] for _, leaf in leaves if leaf.requires_grad]
         self._keys = [key for key, _ in trained]
@@ -139,27 +131,28 @@ class Arrivals:
 
 
 @hooks.breaks_graph
-def _arrive(arrivals_ref: Callable[[], Arrivals | None], key: LeafKey, small: bool, leaf: torch.Tensor) -> None:
+def _arrive(unit_ref: Callable[[], Any], key: LeafKey, small: bool, leaf: torch.Tensor) -> None:
     """Take the gradient of ``leaf``, which is complete for the running graph task."""
-    arrivals = arrivals_ref()
-    if arrivals is None:
+    unit = unit_ref()
+    if unit is None:
         return
+    arrivals: Arrivals = unit.arrivals
     remaining = arrivals.expected.get(hooks.current_backward())
     if remaining is None:
-        arrivals._reached()
+        unit.tree.leaf_reached(unit)
         remaining = arrivals.enter()
     grad = leaf.grad
     if grad is not None:  # else a hook on the leaf took it
         bucket, index = key
         held = arrivals.held[bucket]
         if index in held:  # from another graph task; a slot is written once per copy
-            arrivals._copy()
+            unit.tree.gradients_arrived(unit)
             held = arrivals.held[bucket]
         held[index] = grad
         leaf.grad = None
     remaining.discard(key)
     if not (small and remaining):
-        arrivals._copy()
+        unit.tree.gradients_arrived(unit)
 
 
 @hooks.breaks_graph

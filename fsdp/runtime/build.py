@@ -31,7 +31,6 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
-from fsdp.runtime.backward import watch_leaves
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
@@ -133,7 +132,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
             submodule.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=use_orig_params)
     tp = next((item.tp.group for item in owned if item.tp is not None), None)
     groups = options.groups if tp is None else replace(options.groups, tp=tp)
-    return Unit(module, name, buckets, groups, device, options.policy, precision, watch_leaves, initial=initial)
+    return Unit(module, name, buckets, groups, device, options.policy, precision, initial=initial)
 
 
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
@@ -162,7 +161,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     views_of_copy = [views.copied(handle, memo) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
     policy = replace(unit.policy, prefetch_lists=None)  # they name units of the original
-    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, policy, precision, watch_leaves)
+    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, policy, precision)
     copied.set_state_settings(copy.copy(unit.state_settings))
     return copied
 

@@ -252,6 +252,34 @@ class RootContext:
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
 
+    @hooks.of_backward("gradient of a parameter")
+    def leaf_reached(self, unit: Unit) -> None:
+        """Let the running graph task enter ``unit`` through a leaf."""
+        self.enter_backward(unit)
+        unit.arrivals.enter()
+
+    @hooks.of_backward("gradient of a parameter")
+    def gradients_arrived(self, unit: Unit) -> None:
+        """Copy the gradients of ``unit`` that are held into their slots. After the last expected one, reduce the
+        unit."""
+        with self.joined():
+            unit.gradients.copy(unit.arrivals.take(), self.reductions)
+            if unit.arrivals.pending:
+                return
+            self.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
+            with profiled("_post_backward_hook", unit.name):
+                self.reduce(unit)
+                if not unit.is_running:
+                    self.unsharder.end_backward(unit)
+                    self.unsharder.prefetch(unit)
+
+    @hooks.of_backward("gradient of a parameter")
+    def outside_gradient_arrived(self, unit: Unit, bucket: int, index: int, grad: torch.Tensor) -> None:
+        """Take ``grad``, of a parameter that was used outside of forward, by bucket and index; see ``outside.py``."""
+        with torch.no_grad(), self.joined():
+            self.enter_backward(unit)
+            unit.gradients.add_outside(bucket, index, grad, self.reductions)
+
     def finish_backward(self) -> None:
         """End the backward: reduce the rest, wait for the reductions, attach their results, and reshard."""
         try:

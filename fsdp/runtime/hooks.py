@@ -54,6 +54,28 @@ def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
     return breaks_graph(run)
 
 
+def of_backward(event: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a method that a hook of autograd calls with a unit as the first argument: it is ``untraced``, and its
+    errors are reported as errors of ``event``."""
+
+    def decorate(method: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(method)
+        def run(context: Any, unit: Any, *args: Any) -> None:
+            before = set_frame_callback(None)
+            try:
+                method(context, unit, *args)
+            except BaseException as error:
+                unit.fail(error, event)
+                raise
+            finally:
+                if before is not None:
+                    set_frame_callback(before)
+
+        return breaks_graph(run)
+
+    return decorate
+
+
 def breaks_graph(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """Mark ``function`` so that torch.compile breaks the graph at a call. Its callees are compiled on their own."""
     marked: Any = function

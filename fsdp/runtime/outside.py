@@ -22,9 +22,9 @@ from fsdp.runtime import hooks
 class OutsideUses:
     """The hooks on the tensors that users hold of one unit, where it is not sharded."""
 
-    def __init__(self, views: Sequence[BucketViews], take: Callable[[int, int, torch.Tensor], None]) -> None:
-        """``take`` takes a gradient, by bucket and index in the bucket, inside of the backward that computes it."""
-        self._views, self._take = views, take
+    def __init__(self, views: Sequence[BucketViews], unit_ref: Callable[[], Any]) -> None:
+        """``unit_ref`` is a weak reference to the unit, whose tree takes the gradients."""
+        self._views, self._unit_ref = views, unit_ref
         # (tensor, accumulator) by bucket and index. A reference keeps the accumulator and the hook alive.
         self._hooked: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
         for bucket, its in enumerate(views):  # which this refers to
@@ -49,7 +49,7 @@ class OutsideUses:
         if tensor.requires_grad:
             with torch.inference_mode(False), torch.enable_grad():
                 node = hooks.accumulator_of(tensor)
-            hooks.instead_of_accumulating(tensor, node, functools.partial(self._take, bucket, index))
+            hooks.instead_of_accumulating(tensor, node, functools.partial(_arrive, self._unit_ref, bucket, index))
             self._hooked[bucket, index] = tensor, node
 
 
@@ -57,3 +57,10 @@ def _hook_again(uses_ref: Callable[[], OutsideUses | None], bucket: int, index: 
     uses = uses_ref()
     if uses is not None:
         uses.hook(bucket, index, tensor)
+
+
+def _arrive(unit_ref: Callable[[], Any], bucket: int, index: int, grad: torch.Tensor) -> None:
+    unit = unit_ref()
+    if unit is None:
+        raise RuntimeError("a backward reached a parameter whose unit was deleted: keep the wrapped model till its end")
+    unit.tree.outside_gradient_arrived(unit, bucket, index, grad)

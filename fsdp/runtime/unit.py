@@ -148,11 +148,9 @@ class Unit:
         device: torch.device,
         policy: UnitPolicy,
         precision: UnitPrecision,
-        watch_leaves: Callable[[Unit], Arrivals],
         *,
         initial: Sequence[InitialValues] = (),
     ) -> None:
-        """``watch_leaves`` hooks the leaves; see ``backward.py``."""
         self.module, self.views, self.groups, self.device = module, views, groups, device
         self.handles: list[FlatParamHandle] = [each.handle for each in views]
         self.guards = [ParamGuard(each) for each in views]
@@ -166,7 +164,7 @@ class Unit:
         self.membership: Callable[[], Any] = lambda: None
         self.summoned: Summoned | None = None
         self.set_name(name)
-        self.arrivals = watch_leaves(self)
+        self.arrivals = Arrivals(views, weakref.ref(self))
         hooks.units.add(self)
         hooks.watch_optimizers()
 
@@ -176,6 +174,21 @@ class Unit:
     def context(self) -> Any | None:
         """The ``RootContext`` of the unit's tree, if there is one."""
         return self.position.context()
+
+    @property
+    def tree(self) -> Any:
+        """The ``RootContext`` of the unit's tree, which takes the gradients.
+
+        Raises:
+            RuntimeError: no wrapped module has run a forward in which the unit could join a tree.
+        """
+        context = self.position.context()
+        if context is None:
+            raise RuntimeError(
+                f"a backward reached parameters of {self.name} before its first forward, without which gradients are "
+                "not reduced: call the wrapped model itself, model(x), and not a module inside of it (model.module(x))"
+            )
+        return context
 
     def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int]) -> None:
         """Become unit ``index`` of ``tree``, which is held weakly."""
