@@ -24,20 +24,9 @@ from fsdp.runtime.unit import Phase, Unit, every_unit, units_in, units_of
 class _Location:
     """The position of a visible parameter in the unit."""
 
-    unit_ref: weakref.ref[Unit]
+    unit: Unit
     bucket: int
     position: int
-
-    def holds(self, param: torch.Tensor) -> bool:
-        unit = self.unit_ref()
-        visible = [] if unit is None else unit.views[self.bucket].visible
-        return self.position < len(visible) and visible[self.position].param is param
-
-    @property
-    def unit(self) -> Unit:
-        unit = self.unit_ref()
-        assert unit is not None  # the parameter's owner is there
-        return unit
 
     @property
     def handle(self) -> FlatParamHandle:
@@ -65,24 +54,32 @@ class _Location:
             )
 
 
-_locations: dict[int, _Location] = {}  # by the parameter's id, which may be another parameter's by now
+# By the parameter's id, which may be another parameter's by now: unit, bucket and position.
+_locations: dict[int, tuple[weakref.ref[Unit], int, int]] = {}
 
 
 def _location_of(param: torch.Tensor) -> _Location | None:
     """Return the position of ``param``; None if no unit owns it. Raises TypeError if it is no tensor."""
     if not isinstance(param, torch.Tensor):
         raise TypeError(f"expected a parameter, one of model.parameters(), but got a {type(param).__name__}")
-    location = _locations.get(id(param))
-    if location is not None and location.holds(param):
-        return location
-    if getattr(param, "_fsdp_flattened", False):
+    found = _known_location_of(param)
+    if found is None and getattr(param, "_fsdp_flattened", False):
         _locations.clear()
         for unit in every_unit():
             for bucket, views in enumerate(unit.views):
                 for position, visible in enumerate(views.visible):
-                    _locations[id(visible.param)] = _Location(weakref.ref(unit), bucket, position)
-        location = _locations.get(id(param))
-    return location if location is not None and location.holds(param) else None
+                    _locations[id(visible.param)] = weakref.ref(unit), bucket, position
+        found = _known_location_of(param)
+    return found
+
+
+def _known_location_of(param: torch.Tensor) -> _Location | None:
+    unit_ref, bucket, position = _locations.get(id(param), (lambda: None, 0, 0))
+    unit = unit_ref()
+    visible = [] if unit is None else unit.views[bucket].visible
+    if unit is None or position >= len(visible) or visible[position].param is not param:
+        return None
+    return _Location(unit, bucket, position)
 
 
 def global_shape(param: torch.Tensor) -> torch.Size:
