@@ -93,7 +93,6 @@ class RootContext:
         """Let the pools keep as much spare memory as a pass may need."""
         self.reductions.set_max_buffers(self.root.policy.tree.reduce_buffers)
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
-        self.unsharder.set_distance(ahead)
         others = (unit.full_nbytes for unit in self.units if unit is not self.root)
         largest = max(others, default=self.root.full_nbytes)
         for pool, blocks in ((self.unsharder.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):

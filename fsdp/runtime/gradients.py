@@ -121,7 +121,7 @@ class UnitGradients:
         for number, bucket in enumerate(self.buckets):
             has_some = bucket.slots is not None or bucket.trainable or bucket.accumulates
             if has_some if buckets is None else number in buckets:
-                bucket.reduce(communicator, queue, event._replace(number=event.number + number))
+                bucket.reduce(communicator, queue, Event(event.label, event.number + number))
 
     def expose(self, queue: ReductionQueue) -> None:
         """Show what this backward has written as ``.grad``, unsharded."""

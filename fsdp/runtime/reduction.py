@@ -221,7 +221,7 @@ class ReductionQueue:
         self.outlasts_backward = False
         self._in_flight: deque[Reduction] = deque()
         self._reading: deque[Reduction] = deque()  # those of sharded buckets whose source is in use
-        self._to_average: deque[Reduction] = deque()
+        self._unaveraged: Reduction | None = None  # the last one, while its all-reduce is still to be started
 
     def set_max_buffers(self, max_buffers: int) -> None:
         """Change the number of full vectors that may wait for their reduction."""
@@ -247,18 +247,17 @@ class ReductionQueue:
         self._in_flight.append(item)
         if item.bucket.handle.groups.sharded:
             self._reading.append(item)
-        before = self.streams.asynchronous_work  # not this one's; see [Note: Stages of a reduction]
-        if before and self._to_average:
-            self._average_all()
+        if self._unaveraged is not None:  # see [Note: Stages of a reduction]
+            self._average_last()
         if item.averages:
-            self._to_average.append(item)
-            if not before:
-                self._average_all()
+            self._unaveraged = item
+            if not self.streams.asynchronous_work:
+                self._average_last()
         self._complete_all_but(self.max_buffers)
 
-    def _average_all(self) -> None:
-        while self._to_average:
-            item = self._to_average.popleft()
+    def _average_last(self) -> None:
+        item, self._unaveraged = self._unaveraged, None
+        if item is not None:
             item.average()
             if item.awaited:
                 self._attach(item)
@@ -297,8 +296,8 @@ class ReductionQueue:
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""
         if attach:
-            self._average_all()  # start all before waiting for one
-        self._to_average.clear()
+            self._average_last()  # before waiting for one
+        self._unaveraged = None
         self._settle(self._in_flight)
         while self._in_flight:
             item = self._in_flight.popleft()

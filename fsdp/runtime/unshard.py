@@ -81,7 +81,6 @@ class Unsharder:
         self._kept: dict[Unit, Gathered] = {}
         self._returned: set[Unit] = set()  # the last forward returned a parameter of these, which stays readable
         self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
-        self._farthest = 1  # the largest prefetch distance of a unit
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
         self._sources_kept = True  # whether a handle may have kept the source of the next gather
         self._meetings = 0  # number of meetings of the ranks when the order was begun
@@ -119,10 +118,6 @@ class Unsharder:
         return [unit for unit, found in self._gathered.items() if found.why in _IDLE]
 
     # -- passes --------------------------------------------------------------------------------------------------------
-
-    def set_distance(self, farthest: int) -> None:
-        """Prefetch at most ``farthest`` units."""
-        self._farthest = max(1, farthest)
 
     def begin_forward(self, unit: Unit, *, expects_backward: bool, logged: bool) -> None:
         """Begin an outermost forward, of ``unit``."""
@@ -421,16 +416,14 @@ class Unsharder:
         """Start gathering the units that run after ``unit``, as far as the record, the policy and the room allow. Units
         that the user has listed are gathered when ``unit`` ``begins``."""
         in_backward, policy = self.passes.in_backward, unit.policy
-        if self._ahead >= self._farthest or policy.tree.reduce_unused:
+        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
+        listed = None if policy.prefetch_lists is None else policy.prefetch_lists(in_backward)
+        if policy.tree.reduce_unused or (self._ahead >= distance if listed is None else not begins):
             return
         if in_backward and policy.prefetch_after_gradients:
             computing = [o for o in self if o.arrivals.pending and self.residence_of(o) is not Residence.AWAITED]
             if any(other.position.index not in unit.position.ancestors for other in computing):
                 return
-        listed = None if policy.prefetch_lists is None else policy.prefetch_lists(in_backward)
-        if listed is not None and not begins:
-            return
-        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
         for candidate in self.order.upcoming(distance) if listed is None else listed:
             if candidate in self._gathered or candidate.is_gathered or candidate.summoned is not None:
                 continue
