@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -27,6 +26,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pairs import pairwise
+from tests.harness.passes import HostReads
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -364,18 +364,6 @@ def test_units_sharded_over_subgroups() -> None:
             dist.destroy_process_group(group)
 
 
-class HostReads(TorchDispatchMode):
-    """Counter of reads of a value by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(2)
 def test_clipping_does_not_synchronize_the_host() -> None:
     for kind in ("mixed", "replicated"):
@@ -476,25 +464,3 @@ def test_invalid_calls_are_refused() -> None:
             model.clip_grad_norm_(1.0)
         backward(model)
         assert float(model.clip_grad_norm_(1.0)) > 0
-
-
-@on_ranks(2)
-def test_torchs_own_clip_on_shards_warns() -> None:
-    """Torch's function would take each rank's own norm; without sharding there is no warning."""
-    clip = torch.nn.utils.clip_grad_norm_
-    for orig in (True, False):
-        model = tree("sharded", orig)
-        backward(model)
-        with pytest.warns(UserWarning, match=r"sees this rank's shards only.*Call clip_grad_norm_\(\)") as seen:
-            clip(model.parameters(), 1.0)
-        for params in ((param for _, param in model.named_parameters()), list(model.parameters())):
-            with pytest.warns(UserWarning, match="sees this rank's shards only"):
-                clip(params, 1.0)
-        assert [warning.filename for warning in seen] == [__file__]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
-            model.clip_grad_norm_(1.0)
-            whole = tree("replicated", orig)
-            backward(whole)
-            clip(whole.parameters(), 1.0)

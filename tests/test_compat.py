@@ -38,7 +38,6 @@ from tests.harness.optim_states import (
     assert_same,
     assert_same_states,
     dcp_enabled,
-    mixed_plain,
     ours,
     quiet,
     row_major,
@@ -183,28 +182,6 @@ def test_options_of_torchs_functions() -> None:
             assert_same_states(alone_optimizer.state_dict(), optimizer.state_dict(), f"use_orig_params={uop}, alone")
             with pytest.raises(ValueError, match="full_state_dict must be True"):
                 get_state_dict(model, optimizer, options=StateDictOptions(broadcast_from_rank0=True))
-
-
-@on_ranks(2)
-def test_unit_with_several_flat_parameters_has_the_plain_models_state() -> None:
-    """Frozen and trained parameters of two dtypes in one unit, which torch's FSDP1 does not support."""
-    for uop in (False, True):
-        model = ours(uop, blocks=False, module=mixed_plain())
-        plain = mixed_plain()
-        optimizer = train(adamw([param for param in model.parameters() if param.requires_grad]))
-        plain_optimizer = train(adamw([param for param in plain.parameters() if param.requires_grad]))
-        with dcp_enabled():
-            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
-            expected = quiet(get_state_dict, plain, plain_optimizer, options=options)
-            saved = get_state_dict(model, optimizer, options=options)
-            assert_same(deep(saved[0]), deep(expected[0]), f"use_orig_params={uop}")
-            assert_same(deep(saved[1]["state"]), deep(expected[1]["state"]), f"use_orig_params={uop}")
-            target = ours(uop, blocks=False, module=mixed_plain())
-            target_optimizer = adamw([param for param in target.parameters() if param.requires_grad])
-            loose = StateDictOptions(full_state_dict=True, strict=False)
-            given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-            set_state_dict(target, target_optimizer, **given, options=loose)
-        same_state(target, target_optimizer, model, optimizer, f"use_orig_params={uop}")
 
 
 @on_ranks(2)

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchKind
@@ -28,7 +27,6 @@ from fsdp import (
     checkpoint,
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
-from fsdp.compat import disable_dcp, enable_dcp
 from tests.harness.mesh_names import numbers
 from tests.harness.optim_states import (
     adamw,
@@ -326,34 +324,6 @@ def test_trainers_load_the_state_that_replicas_saved(tmp_path: Path, uop: bool) 
     run_ranks(4, clients_save, str(tmp_path), uop, names)
     run_ranks(4, clients_load, str(tmp_path), uop, names[::2])
     run_ranks(3, clients_load, str(tmp_path), uop, names[1::2])
-
-
-@on_ranks(4)
-def test_state_of_replicas_moves_to_torchs_fsdp1_and_back(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    enable_dcp()
-    options = first_way()
-    for uop in (False, True):
-        model, optimizer = trained(uop=uop, **options)
-        theirs = torchs(uop, module=row_major(), **options)
-        their_optimizer = train(adamw(theirs.parameters()))
-        runs = {"ours": (model, optimizer), "torch": (theirs, their_optimizer)}
-        saved = {library: quiet(torch_state_dict.get_state_dict, *run) for library, run in runs.items()}
-        assert_same(*(settle_all({"model": of_model, **of_optimizer}) for of_model, of_optimizer in saved.values()), "")
-        for library, (of_model, of_optimizer) in saved.items():
-            path = f"{root}/{library} {uop}"
-            quiet(torch_dcp.save, {"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path)
-        for library, source in (("ours", "torch"), ("torch", "ours")):
-            fresh = trained(1, uop=uop, **options)
-            if library == "torch":
-                target = torchs(uop, module=row_major(1), **options)
-                fresh = target, adamw(target.parameters())
-            state: Any = dict(zip(("model", "optimizer"), quiet(torch_state_dict.get_state_dict, *fresh)))
-            quiet(torch_dcp.load, state, checkpoint_id=f"{root}/{source} {uop}")
-            dicts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            quiet(torch_state_dict.set_state_dict, *fresh, **dicts)
-            same_state(*fresh, *runs[library], f"{source} to {library}, use_orig_params={uop}")
-    disable_dcp()
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

@@ -127,19 +127,3 @@ def test_python_prints_the_hint_under_the_traceback() -> None:
             sys.excepthook(type(error), error, error.__traceback__)
     lines = printed.getvalue().splitlines()
     assert "IndexError" in lines[-2] and lines[-1].startswith("fsdp: parameter '0.weight' of ")
-
-
-@on_ranks(2)
-def test_sharded_parameter_is_an_ordinary_one_for_optimizers() -> None:
-    """Shape, number of elements and arithmetic are those of this rank's part. The exact type lets optimizers use their
-    kernels for many tensors."""
-    model = build()
-    params = list(model.parameters())
-    assert {type(param) for param in params} == {nn.Parameter}
-    assert sum(param.numel() for param in params) < sum(param.numel() for param in Net().parameters())
-    for param in params:
-        assert param.shape == (param.numel(),) and torch.isfinite(param.sum())
-    optimizer = torch.optim.AdamW(params)
-    model(batch()).sum().backward()
-    optimizer.step()
-    assert all(param.grad is None or param.grad.shape == param.shape for param in params)

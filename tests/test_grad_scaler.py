@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.optim import SGD, Adam
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch, sgd
+from tests.harness.passes import HostReads
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
@@ -192,18 +192,6 @@ def test_flags_of_several_devices_are_combined() -> None:
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------
-
-
-class HostReads(TorchDispatchMode):
-    """Counts reads of tensor values by the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -186,21 +185,6 @@ def test_shards_and_views_are_aligned_with_minimal_padding(seed: int) -> None:
             end = param.end
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_views_of_a_gathered_buffer_have_aligned_addresses(dtype: torch.dtype) -> None:
-    """In real memory, for each dtype."""
-    rng = random.Random(str(dtype))
-    for _ in range(30):
-        layout = FlatLayout.build(
-            random_specs(rng), dtype=dtype, world_size=rng.choice(WORLD_SIZES), param_alignment=16, shard_alignment=16
-        )
-        buffer = torch.empty(layout.padded_numel, dtype=dtype)
-        for param in layout.params:
-            assert buffer[param.offset : param.end].data_ptr() % 16 == 0
-        for rank in range(layout.world_size):
-            assert buffer[slice(*layout.shard_range(rank))].data_ptr() % 16 == 0
-
-
 def test_shards_without_alignment_follow_torch_chunk() -> None:
     for numel in [*range(70), 97, 127, 128, 129, 1000]:
         for world_size in WORLD_SIZES:
@@ -250,39 +234,12 @@ def test_parameters_are_aligned_in_the_compute_dtype() -> None:
     assert aligned.shard_numel == 16
 
 
-def test_fewer_elements_than_ranks() -> None:
-    layout = FlatLayout.build([ParamSpec("scale", ())], dtype=torch.float32, world_size=3)
-    assert layout.pieces(0) == (Piece(0, 1, 0),)
-    assert [layout.piece(0, rank).numel for rank in (1, 2)] == [0, 0]
-    assert layout.gaps == ((1, 3),)
-
-
-def test_no_elements() -> None:
-    for specs in ([], [ParamSpec("empty", (3, 0))]):
-        layout = FlatLayout.build(specs, dtype=torch.float32, world_size=4, param_alignment=16, shard_alignment=16)
-        assert (layout.numel, layout.shard_numel, layout.padded_numel, layout.gaps) == (0, 0, 0, ())
-        assert layout.shard_range(3) == (0, 0)
-        assert all(piece.numel == 0 for piece in layout.pieces(3))
-
-
 def test_strides() -> None:
     for shape in [(), (4,), (2, 3), (2, 0, 5), (0, 3), (1, 1, 7), (4, 3, 2, 5)]:
         assert contiguous_stride(shape) == torch.empty(shape, device="meta").stride()
     channels_last = torch.empty(4, 3, 5, 6, device="meta").contiguous(memory_format=torch.channels_last)
     spec = ParamSpec("conv", tuple(channels_last.shape), channels_last.stride())
     assert FlatLayout.build([spec], dtype=torch.float32, world_size=1).params[0].stride == (90, 1, 18, 3)
-
-
-def test_a_layout_is_a_value() -> None:
-    specs = [ParamSpec("a", (3,), aliases=("b.a", "c.a")), ParamSpec("d", (2, 2))]
-    one, two = (FlatLayout.build(iter(specs), dtype=torch.float32, world_size=2) for _ in range(2))
-    assert one.gaps is one.gaps
-    assert one == two
-    assert hash(one) == hash(two)
-    assert one.params[0].aliases == ("b.a", "c.a")
-    assert one != FlatLayout.build(specs, dtype=torch.float32, world_size=3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        one.numel = 0  # type: ignore[misc]
 
 
 # Errors

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import re
 import warnings
 import weakref
@@ -39,41 +38,6 @@ from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
 from tests.harness.small import WIDTH, StandIn, batch, build, net, train, train_plain, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES, both_modes
-
-# -- the signature -------------------------------------------------------------------------------------------------
-
-
-def _signature(function: Any) -> list[tuple[str, Any, str]]:
-    return [
-        (name, getattr(parameter.default, "name", parameter.default), parameter.kind.name)
-        for name, parameter in inspect.signature(function).parameters.items()
-    ]
-
-
-SAME_AS_TORCHS = ["__init__", "summon_full_params", "fsdp_modules", "check_is_root", "apply", "no_sync"]
-SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "clip_grad_norm_", "_unshard", "_assert_state"]
-ADDED = [("error_if_nonfinite", False, "POSITIONAL_OR_KEYWORD")]
-
-
-@pytest.mark.parametrize("name", SAME_AS_TORCHS)
-def test_signatures_equal_torchs(name: str) -> None:
-    """Names, order, defaults and kinds are equal; additional arguments follow, by keyword only except in
-    `clip_grad_norm_`.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-
-    ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
-    assert ours[: len(theirs)] == theirs
-    more = ours[len(theirs) :]
-    assert more == ADDED if name == "clip_grad_norm_" else all(kind == "KEYWORD_ONLY" for _, _, kind in more)
-
-
-def test_every_public_member_of_torchs_class_exists() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-
-    names = {name for name in TorchFSDP.__dict__ if not name.startswith("_")}
-    assert names <= set(dir(FullyShardedDataParallel))
-
 
 # -- bad arguments -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -88,6 +89,18 @@ class Mlp(nn.Module):
 def gathered(model: nn.Module) -> set[str]:
     """Return the names of unsharded units ("" is the root)."""
     return {name for name, unit, _ in units_in(model) for h in unit.handles if h.full.untyped_storage().nbytes()}
+
+
+class HostReads(TorchDispatchMode):
+    """A counter of reads of tensor values by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 def set_requires_grad(model: nn.Module, prefix: str, flag: bool) -> None:
