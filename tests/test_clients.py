@@ -36,8 +36,9 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.mesh_names import mesh_of
 from tests.harness.models import ZOO
-from tests.harness.optim_states import adamw, dcp_enabled, ours, quiet, row_major, same_state, torchs, train
+from tests.harness.optim_states import adamw, dcp_enabled, ours, quiet, row_major, same_state, torchs, trained
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
@@ -568,21 +569,34 @@ RECIPES = {
 }
 
 
-def save_all(folder: str, uop: bool, names: list[str]) -> None:
+def options_of(meshed: bool) -> dict[str, Any]:
+    """Return the arguments of a wrapper with a mesh of all ranks: two replicas on four ranks, none on fewer."""
+    size = dist.get_world_size()
+    shape: tuple[int, ...] = (2, 2) if size == 4 else (size,)
+    return {"device_mesh": mesh_of(shape), "strategy": "HYBRID_SHARD" if size == 4 else "FULL_SHARD"} if meshed else {}
+
+
+def save_all(folder: str, uop: bool, names: list[str], meshed: bool = False) -> None:
     for name in names:
-        model = ours(uop, module=row_major(0))
         into = Path(folder, name)
         into.mkdir(parents=True, exist_ok=True)
-        RECIPES[name].save(model, train(adamw(model.parameters())), str(into))
+        RECIPES[name].save(*trained(uop, **options_of(meshed)), str(into))
 
 
-def load_all(folder: str, uop: bool, names: list[str]) -> None:
-    expected = ours(uop, module=row_major(0))
-    expected_optimizer = train(adamw(expected.parameters()))
+def sort_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Sort the settings of each group, which torch's storage returns in any order."""
+    optimizer.param_groups[:] = [dict(sorted(group.items())) for group in optimizer.param_groups]
+
+
+def load_all(folder: str, uop: bool, names: list[str], meshed: bool = False) -> None:
+    options = options_of(meshed)
+    expected, expected_optimizer = trained(uop, **options)
+    sort_settings(expected_optimizer)
     for name in names:
-        model = ours(uop, module=row_major(1))
+        model = ours(uop, module=row_major(1), **options)
         optimizer = adamw(model.parameters())
         RECIPES[name].load(model, optimizer, str(Path(folder, name)))
+        sort_settings(optimizer)
         same_state(model, optimizer, expected, expected_optimizer, f"{name}, use_orig_params={uop}")
 
 
@@ -593,6 +607,19 @@ def test_trainers_load_the_state_that_they_saved(tmp_path: Path, uop: bool) -> N
     run_ranks(2, save_all, str(tmp_path), uop, names)
     run_ranks(2, load_all, str(tmp_path), uop, names)
     run_ranks(3, load_all, str(tmp_path), uop, [name for name in names if RECIPES[name].resharded])
+
+
+@pytest.mark.parametrize("uop", [False, True])
+def test_trainers_load_the_state_that_replicas_saved(tmp_path: Path, uop: bool) -> None:
+    """With a mesh, each in one mode, loaded on replicas or on another number of ranks without them.
+
+    Recipes with local state dicts cannot have a mesh.
+    """
+    both = [name for name, recipe in RECIPES.items() if len(recipe.modes) == 2 and recipe.resharded]
+    names = [name for name in RECIPES if name in both[uop::2] or RECIPES[name].modes == (uop,)]
+    run_ranks(4, save_all, str(tmp_path), uop, names, meshed=True)
+    run_ranks(4, load_all, str(tmp_path), uop, names[::2], meshed=True)
+    run_ranks(3, load_all, str(tmp_path), uop, names[1::2], meshed=True)
 
 
 # -- parameters cast after wrapping ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp import fully_shard
@@ -27,7 +27,7 @@ from fsdp import (
     checkpoint,
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
-from tests.harness.mesh_names import numbers
+from tests.harness.mesh_names import mesh_of
 from tests.harness.optim_states import (
     adamw,
     assert_same,
@@ -45,20 +45,10 @@ from tests.harness.optim_states import (
 )
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.test_clients import RECIPES
 
 FSDP = FullyShardedDataParallel
 GRIDS, HYBRID = ((2, 2), (4, 1), (1, 4)), {"strategy": "HYBRID_SHARD"}
 WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
-
-
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """Make a mesh over all ranks, with dimension names "a" and "b" and a unique number.
-
-    Torch keeps meshes of earlier jobs, and would reuse an equal one although its groups are gone.
-    """
-    number = next(numbers)
-    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"{name}{number}" for name in "ab"[: len(shape)]))
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -288,42 +278,6 @@ def test_state_moves_to_fully_shard_on_the_same_mesh_and_back(world_size: int, t
         train(adamw(theirs.parameters()))
         for param, expected in zip(target.parameters(), theirs.parameters()):
             assert torch.equal(param.full_tensor(), expected.full_tensor()), way
-
-
-def clients_save(folder: str, uop: bool, names: list[str]) -> None:
-    options = first_way()
-    for name in names:
-        into = Path(folder, name)
-        into.mkdir(parents=True, exist_ok=True)
-        RECIPES[name].save(*trained(uop=uop, **options), str(into))
-
-
-def clients_load(folder: str, uop: bool, names: list[str]) -> None:
-    options = first_way()
-    for name in names:
-        model, optimizer = trained(1, uop=uop, **options)
-        RECIPES[name].load(model, optimizer, str(Path(folder, name)))
-        for group in optimizer.param_groups:  # torch's storage returns settings in any order
-            ordered = dict(sorted(group.items()))
-            group.clear()
-            group.update(ordered)
-        expected, expected_optimizer = trained(uop=uop, **options)
-        expected_optimizer.param_groups[:] = [dict(sorted(group.items())) for group in expected_optimizer.param_groups]
-        same_state(model, optimizer, expected, expected_optimizer, f"{name}, use_orig_params={uop}")
-
-
-@pytest.mark.parametrize("uop", [False, True])
-def test_trainers_load_the_state_that_replicas_saved(tmp_path: Path, uop: bool) -> None:
-    """The recipes of `test_clients`, each in one mode, loaded on replicas or on another number of ranks without
-    them.
-
-    Recipes with local state dicts cannot have a mesh.
-    """
-    both = [name for name, recipe in RECIPES.items() if len(recipe.modes) == 2 and recipe.resharded]
-    names = [name for name in RECIPES if name in both[uop::2] or RECIPES[name].modes == (uop,)]
-    run_ranks(4, clients_save, str(tmp_path), uop, names)
-    run_ranks(4, clients_load, str(tmp_path), uop, names[::2])
-    run_ranks(3, clients_load, str(tmp_path), uop, names[1::2])
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------

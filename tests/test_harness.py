@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -165,10 +166,6 @@ def test_pool_timeout_shows_the_stack_of_each_stuck_rank() -> None:
     text = str(caught.value)
     assert text.startswith("timeout: rank 1 of 2 still running after 0.5 s\n\nrank 1:\n")
     assert "in wait_forever_on_rank_one" in text
-
-
-def read_env(name: str) -> str | None:
-    return os.environ.get(name)
 
 
 def test_fresh_pool_reports_a_dead_rank_as_a_result() -> None:
@@ -559,58 +556,37 @@ def test_delayed_collectives_deliver_equal_results_only_in_wait(world_size: int)
         assert run_ranks(world_size, use_each_collective, seed) == plain
 
 
-def misuse_in_flight(kind: str) -> str:
-    source, target = torch.ones(4), torch.zeros(4 * dist.get_world_size())
-    before = source._version, target._version
-    try:
-        with delay_collectives(max_ms=0):
-            work = dist.all_gather_single(target, source, async_op=True)
-            assert (source._version, target._version) == before
-            if kind == "input written":
-                source.zero_()
-            elif kind == "output written":
-                target.zero_()
-            elif kind == "input freed":
-                source.untyped_storage().resize_(0)
-            elif kind == "output swapped":
-                target.untyped_storage()._swap_data_ptr_(torch.zeros_like(target).untyped_storage())
-            if kind != "forgotten":
-                work.wait()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("nothing", "no error"),
         ("input written", "all_gather_single: an input was written before wait()"),
         ("output written", "all_gather_single: an output was written before wait()"),
         ("input freed", "all_gather_single: an input's memory was given back before wait()"),
         ("output swapped", "all_gather_single: an output's memory was given back before wait()"),
         ("forgotten", "never waited for: all_gather_single"),
+        ("a part forgotten", "never waited for: batch_isend_irecv"),
     ],
 )
+@on_ranks(2)
 def test_delayed_collectives_detect_tensors_used_in_flight(kind: str, message: str) -> None:
-    assert run_ranks(2, misuse_in_flight, kind) == [message] * 2
-
-
-def forget_a_send() -> str:
-    other = 1 - dist.get_rank()
-    try:
-        with delay_collectives():
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)]
-            )
-            works[1].wait()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-def test_delayed_exchange_must_be_waited_for_in_every_part() -> None:
-    assert run_ranks(2, forget_a_send) == ["never waited for: batch_isend_irecv"] * 2
+    source, target = torch.ones(4), torch.zeros(4 * dist.get_world_size())
+    before, other = (source._version, target._version), 1 - dist.get_rank()
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"), delay_collectives(max_ms=0):
+        work = dist.all_gather_single(target, source, async_op=True)
+        assert (source._version, target._version) == before
+        if kind == "input written":
+            source.zero_()
+        elif kind == "output written":
+            target.zero_()
+        elif kind == "input freed":
+            source.untyped_storage().resize_(0)
+        elif kind == "output swapped":
+            target.untyped_storage()._swap_data_ptr_(torch.zeros_like(target).untyped_storage())
+        elif kind == "a part forgotten":
+            ops = [dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)]
+            dist.batch_isend_irecv(ops)[1].wait()
+        if kind != "forgotten":
+            work.wait()
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
