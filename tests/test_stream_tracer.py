@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.runtime import hooks
 from tests.harness.pool import run_ranks
-from tests.harness.stream_tracer import SimulatedStream, trace_streams
+from tests.harness.stream_tracer import SimulatedStream, StreamRace, trace_streams
+
+
+def test_an_event_covers_only_what_came_before_it() -> None:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        x = torch.zeros(3)
+        made = streams.record()
+        x.add_(1)
+        with streams.on_gather_stream():
+            streams.wait(made)
+            x.clone()
+    with pytest.raises(StreamRace, match=r"aten\.add_\S* on the compute stream"):
+        tracer.check()
 
 
 def test_simulated_streams_compare_as_torch_streams() -> None:

@@ -69,20 +69,28 @@ class Subject:
         return contextlib.nullcontext() if self.plain else self.model.no_sync()
 
 
-def _assign_data(subject: Subject) -> None:
-    for param, value in zip(subject.params, subject.values(0.5)):
-        param.data = value
+Act = Callable[[Subject], None]
 
 
-def _copy_data(subject: Subject) -> None:
-    for param, value in zip(subject.params, subject.values(0.5)):
-        param.data.copy_(value)
+def written(change: Callable[[nn.Parameter, Tensor], Any]) -> Act:
+    """Return an action that gives each parameter a new value."""
 
-
-def _copy(subject: Subject) -> None:
-    with torch.no_grad():
+    def act(subject: Subject) -> None:
         for param, value in zip(subject.params, subject.values(0.5)):
-            param.copy_(value)
+            change(param, value)
+
+    return act
+
+
+def changed(change: Callable[[nn.Parameter], Any], *, with_grad: bool = False) -> Act:
+    """Return an action that changes each parameter, or each that has a gradient."""
+
+    def act(subject: Subject) -> None:
+        for param in subject.params:
+            if param.grad is not None or not with_grad:
+                change(param)
+
+    return act
 
 
 def _replace(subject: Subject) -> None:
@@ -90,49 +98,6 @@ def _replace(subject: Subject) -> None:
     if not subject.plain:
         value = local_part(subject.model, subject.linear.weight, "layers.0.linear.weight", value).clone()
     subject.linear.weight = nn.Parameter(value)
-
-
-def _replace_by_another_shape(subject: Subject) -> None:
-    subject.linear.weight = nn.Parameter(torch.zeros(2, 3))
-
-
-def _clear_grad(subject: Subject) -> None:
-    for param in subject.params:
-        param.grad = None
-
-
-def _zero_grad(subject: Subject) -> None:
-    for param in subject.params:
-        if param.grad is not None:
-            param.grad.zero_()
-
-
-def _scale_grad(subject: Subject) -> None:
-    for param in subject.params:
-        if param.grad is not None:
-            param.grad.mul_(0.5)
-
-
-def _new_grad(subject: Subject) -> None:
-    for param in subject.params:
-        if param.grad is not None:
-            param.grad = param.grad * 0.5
-
-
-def _grad_of_another_shape(subject: Subject) -> None:
-    for param in subject.params:
-        param.grad = torch.zeros(2, 3, 4)
-
-
-def _freeze_all(subject: Subject) -> None:
-    for param in subject.params:
-        param.requires_grad_(False)
-
-
-def _freeze_and_thaw(subject: Subject) -> None:
-    _freeze_all(subject)
-    for param in subject.params:
-        param.requires_grad_(True)
 
 
 def _go_on_with_a_copy(subject: Subject) -> None:
@@ -157,20 +122,19 @@ def _apply(subject: Subject) -> None:
     subject.model.apply(fill)
 
 
-Act = Callable[[Subject], None]
 ACTIONS: dict[str, Act] = {
-    "data = new": _assign_data,
-    "data.copy_": _copy_data,
-    "copy_": _copy,
+    "data = new": written(lambda param, value: setattr(param, "data", value)),
+    "data.copy_": written(lambda param, value: param.data.copy_(value)),
+    "copy_": written(torch.no_grad()(lambda param, value: param.copy_(value))),
     "replaced": _replace,
-    "another shape": _replace_by_another_shape,
-    "grad = None": _clear_grad,
-    "grad.zero_": _zero_grad,
-    "grad.mul_": _scale_grad,
-    "grad = new": _new_grad,
-    "grad of another shape": _grad_of_another_shape,
-    "frozen": _freeze_all,
-    "frozen and thawed": _freeze_and_thaw,
+    "another shape": lambda subject: setattr(subject.linear, "weight", nn.Parameter(torch.zeros(2, 3))),
+    "grad = None": changed(lambda param: setattr(param, "grad", None)),
+    "grad.zero_": changed(lambda param: param.grad.zero_(), with_grad=True),
+    "grad.mul_": changed(lambda param: param.grad.mul_(0.5), with_grad=True),
+    "grad = new": changed(lambda param: setattr(param, "grad", param.grad * 0.5), with_grad=True),
+    "grad of another shape": changed(lambda param: setattr(param, "grad", torch.zeros(2, 3, 4))),
+    "frozen": changed(lambda param: param.requires_grad_(False)),
+    "frozen and thawed": changed(lambda param: param.requires_grad_(False).requires_grad_(True)),
     "deepcopy": _go_on_with_a_copy,
     "deepcopy of a module": _copy_the_module,
     "load_state_dict": _load,
