@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import WIDTH, Block
 from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
 from tests.harness.pool import on_ranks, run_ranks
@@ -31,17 +32,7 @@ from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.strategies import STRATEGIES
 
-WIDTH = 5
 COUNT = 4  # the blocks of a chain
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Chain(nn.Module):
@@ -49,7 +40,7 @@ class Chain(nn.Module):
 
     def __init__(self, *, recompute: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(COUNT))
+        self.blocks = nn.ModuleList(Block(7) for _ in range(COUNT))
         self.head = nn.Linear(WIDTH, 3)
         self.recompute = recompute
 
@@ -66,7 +57,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, COUNT)
-        self.experts = nn.ModuleList(Block() for _ in range(COUNT))
+        self.experts = nn.ModuleList(Block(7) for _ in range(COUNT))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
@@ -252,7 +243,7 @@ class Partly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.always, self.never, self.at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.block = Block()
+        self.block = Block(7)
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
         x = torch.tanh(self.always(x if use else self.block(x)))

@@ -388,15 +388,6 @@ def test_gradient_synchronization_is_readable_and_writable_per_unit() -> None:
     assert model._sync_gradients and not inner._sync_gradients
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
-def test_device_id_keeps_parameter_objects(device: Any) -> None:
-    module = net()
-    params = list(module.parameters())
-    model = build(module, process_group=StandIn(), device_id=device, use_orig_params=True)
-    assert model.compute_device.type == "cpu"
-    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-
-
 def test_a_lazy_module_needs_a_forward_first() -> None:
     with pytest.raises(ValueError, match=r"'1\.weight' of the Sequential unit is not initialised yet"):
         FullyShardedDataParallel(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), StandIn())
