@@ -307,38 +307,29 @@ def test_wrapped_and_tensor_parallel_models_are_refused() -> None:
         fsdp.plan(parallel, world_size=2)
 
 
-def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size must be a number of ranks, 1 or more, but got 0"):
-        fsdp.plan(Mlp, world_size=0)
-    with pytest.raises(TypeError, match=r"model must be an nn.Module or a function that makes one, but got str"):
-        fsdp.plan("Mlp", world_size=2)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"expected the function to make an nn.Module, but it made a dict"):
-        fsdp.plan(dict, world_size=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="hybrid strategies need shard_size=, the number of ranks"):
-        fsdp.plan(Mlp, world_size=2, strategy=HYBRID)
-    with pytest.raises(ValueError, match="world_size 6 is not a multiple of shard_size 4"):
-        fsdp.plan(Mlp, world_size=6, strategy=HYBRID, shard_size=4)
-    with pytest.raises(ValueError, match="batch_tokens and inputs are two ways to say the same"):
-        fsdp.plan(Mlp, world_size=2, batch_tokens=3, inputs=[torch.ones(1)])
-    with pytest.raises(ValueError, match=r"parameter 'head.weight' is shared with 'embed.weight'"):
-        fsdp.plan(Language, world_size=2, policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
-    with pytest.raises(ValueError, match="shard_size must be a number of ranks, 1 or more, or None, but got 'x'"):
-        fsdp.plan(Mlp(), world_size=2, shard_size="x")  # type: ignore[arg-type]
-    sgd: Any = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"optimizer must be a class such as torch.optim.AdamW, .* but got a SGD"):
-        fsdp.plan(Mlp(), world_size=2, optimizer=sgd)
-    with pytest.raises(TypeError, match=r"must be a ShardingStrategy .* but got 'FULL' of type"):
-        fsdp.plan(Mlp(), world_size=2, strategy="FULL")  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"batch_tokens must be a number of tokens, or a shape such as .*, but got '8x4'"
-    ):
-        fsdp.plan(Mlp(), world_size=2, batch_tokens="8x4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Mlp does not run with this batch, on the meta device: .* inputs=\(...\)"):
-        fsdp.plan(Mlp(), world_size=2, batch_tokens=8)
-    with pytest.raises(ValueError, match="memory must be a number of bytes, such as 80GB, 80GiB or 512MB, but got 'x'"):
-        fsdp.plan(Mlp, world_size=2, memory="x")
-    with pytest.raises(KeyError):
-        fsdp.plan(Mlp, world_size=2)[HYBRID]
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+TWO_UNITS = ModuleWrapPolicy({nn.Embedding, nn.Linear})
+INVALID: list[tuple[Any, dict[str, Any], type[Exception], str]] = [  # the model, further arguments, and the error
+    (Mlp, {"world_size": 0}, ValueError, "world_size must be a number of ranks, 1 or more, but got 0"),
+    ("Mlp", {}, TypeError, "model must be an nn.Module or a function that makes one, but got str"),
+    (dict, {}, TypeError, "expected the function to make an nn.Module, but it made a dict"),
+    (Mlp, {"strategy": HYBRID}, ValueError, "hybrid strategies need shard_size=, the number of ranks"),
+    (Mlp, {"world_size": 6, "strategy": HYBRID, "shard_size": 4}, ValueError, "6 is not a multiple of shard_size 4"),
+    (Mlp, {"batch_tokens": 3, "inputs": [torch.ones(1)]}, ValueError, "batch_tokens and inputs are two ways to say"),
+    (Language, {"policy": TWO_UNITS}, ValueError, "parameter 'head.weight' is shared with 'embed.weight'"),
+    (Mlp, {"shard_size": "x"}, ValueError, "shard_size must be a number of ranks, 1 or more, or None, but got 'x'"),
+    (Mlp, {"optimizer": SGD}, TypeError, "optimizer must be a class such as torch.optim.AdamW, .* but got a SGD"),
+    (Mlp, {"strategy": "FULL"}, TypeError, "must be a ShardingStrategy .* but got 'FULL' of type"),
+    (Mlp, {"batch_tokens": "8x4"}, TypeError, "batch_tokens must be a number of tokens, or a shape .* but got '8x4'"),
+    (Mlp, {"batch_tokens": 8}, ValueError, r"Mlp does not run with this batch, on the meta device: .* inputs=\(...\)"),
+    (Mlp, {"memory": "x"}, ValueError, "memory must be a number of bytes, such as 80GB, 80GiB or 512MB, but got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("model", "arguments", "kind", "words"), INVALID)
+def test_invalid_arguments_are_refused(model: Any, arguments: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        fsdp.plan(model, **{"world_size": 2, **arguments})
 
 
 def test_memory_sizes_with_units() -> None:

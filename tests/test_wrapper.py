@@ -51,94 +51,62 @@ class StandInMesh:
 
 
 HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-PAIR = (StandIn(), StandIn())
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a group and a mesh": ({"device_mesh": StandInMesh(1)}, ValueError, "pass only one"),
-    "hybrid without a group": (
-        {**HYBRID, "process_group": None},
-        ValueError,
-        "requires explicit specification of process group or device_mesh",
-    ),
-    "hybrid with a flat mesh": ({**HYBRID, "process_group": None, "device_mesh": StandInMesh(1)}, ValueError, "ndim=2"),
-    "hybrid with one group": (HYBRID, ValueError, "Expected process_group to be passed in .*StandIn"),
-    "hybrid with three groups": (
-        {**HYBRID, "process_group": (*PAIR, StandIn())},
-        ValueError,
-        "Expected process_group to be passed in",
-    ),
-    "hybrid with a number for a group": (
-        {**HYBRID, "process_group": (StandIn(), 3)},
-        ValueError,
-        "Expected process_group to be passed in .*StandIn.*int",
-    ),
-    "mesh of a wrong type": (
-        {"process_group": None, "device_mesh": (2, 2)},
-        TypeError,
-        "device_mesh must be a DeviceMesh, got .*tuple",
-    ),
-    "a pair of groups without hybrid": ({"process_group": PAIR}, ValueError, "pair"),
-    "ignored modules and states": (
-        {"ignored_modules": [], "ignored_states": []},
-        ValueError,
-        "Cannot pass both ignored_modules and ignored_states",
-    ),
-    "ignored parameters and modules mixed": (
-        {"ignored_states": [nn.Parameter(torch.ones(2)), nn.Linear(2, 2)]},
-        ValueError,
-        r"got types \[<class 'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>\]",
-    ),
-    "ignored states of a wrong type": ({"ignored_states": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
-    "ignored modules of a wrong type": ({"ignored_modules": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
-    "ignored modules not iterable": ({"ignored_modules": 3}, TypeError, "ignored_modules should be an iterable"),
-    "policy result": ({"auto_wrap_policy": CustomPolicy(lambda module: 3)}, ValueError, "bool or a dict"),
-    "param_init_fn not callable": ({"param_init_fn": 3}, ValueError, "to be callable"),
-    "a class for a policy": ({"auto_wrap_policy": nn.ReLU}, ValueError, "auto_wrap_policy to be callable"),
-    "no policy": ({"auto_wrap_policy": {nn.Linear}}, ValueError, "auto_wrap_policy to be callable"),
-    "strategy": ({"sharding_strategy": 1}, TypeError, "sharding_strategy must be a ShardingStrategy"),
-    "prefetch": ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
-    "forward prefetch": ({"forward_prefetch": "yes"}, TypeError, "forward_prefetch must be a bool, but got 'yes'"),
-    "limit": ({"limit_all_gathers": 2}, TypeError, "limit_all_gathers must be a bool"),
-    "distance, kind": ({"forward_prefetch_distance": True}, TypeError, "forward_prefetch_distance must be an int"),
-    "distance, fraction": ({"backward_prefetch_distance": 1.5}, TypeError, "backward_prefetch_distance must be an int"),
-    "distance, negative": ({"backward_prefetch_distance": -1}, ValueError, "0 or more, but got -1"),
-    "no prefetch, far": (
-        {"backward_prefetch": None, "backward_prefetch_distance": 2},
-        ValueError,
-        "backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is 2",
-    ),
-    "prefetch, nothing": (
-        {"forward_prefetch": True, "forward_prefetch_distance": 0},
-        ValueError,
-        "forward_prefetch_distance is 0",
-    ),
-    "precision": ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
-    "offload": ({"cpu_offload": True}, TypeError, "cpu_offload"),
-    "device": ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
-    "a typo": (
-        {"auto_wrap_polcy": None},
-        TypeError,
-        "unexpected keyword argument 'auto_wrap_polcy'. Did you mean 'auto_wrap_policy'",
-    ),
-    "nothing like it": ({"zzz": None}, TypeError, "unexpected keyword argument 'zzz'$"),
-    "a policy function without its argument": (
+PAIR, FLAT = (StandIn(), StandIn()), StandInMesh(1)
+MIXED_STATES = [nn.Parameter(torch.ones(2)), nn.Linear(2, 2)]
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"device_mesh": FLAT}, ValueError, "pass only one"),
+    ({**HYBRID, "process_group": None, "auto_wrap_policy": None}, ValueError, "requires explicit .* group or device_m"),
+    ({**HYBRID, "process_group": None, "device_mesh": FLAT}, ValueError, "ndim=2"),
+    (HYBRID, ValueError, "Expected process_group to be passed in .*StandIn"),
+    ({**HYBRID, "process_group": (*PAIR, StandIn())}, ValueError, "Expected process_group to be passed in"),
+    ({**HYBRID, "process_group": (StandIn(), 3)}, ValueError, "Expected process_group to be passed in .*StandIn.*int"),
+    ({"process_group": None, "device_mesh": (2, 2)}, TypeError, "device_mesh must be a DeviceMesh, got .*tuple"),
+    ({"process_group": PAIR}, ValueError, "pair"),
+    ({"process_group": 2}, TypeError, "process_group must be a process group or None, got 2"),
+    ({"ignored_modules": [], "ignored_states": []}, ValueError, "Cannot pass both ignored_modules and ignored_states"),
+    ({"ignored_states": MIXED_STATES}, ValueError, r"got types \[<class '.*Linear'>, <class '.*Parameter'>\]"),
+    ({"ignored_states": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
+    ({"ignored_modules": ["layers"]}, ValueError, r"got types \[<class 'str'>\]"),
+    ({"ignored_modules": 3}, TypeError, "ignored_modules should be an iterable"),
+    ({"param_init_fn": 3}, ValueError, "to be callable"),
+    ({"auto_wrap_policy": CustomPolicy(lambda module: 3)}, ValueError, "bool or a dict"),
+    ({"auto_wrap_policy": nn.ReLU}, ValueError, "auto_wrap_policy to be callable"),
+    ({"auto_wrap_policy": {nn.Linear}}, ValueError, "auto_wrap_policy to be callable"),
+    (
         {"auto_wrap_policy": transformer_auto_wrap_policy},
         TypeError,
         r"needs 'transformer_layer_cls' .*functools.partial\(transformer_auto_wrap_policy, transformer_layer_cls={Bl",
     ),
-    "no process group": ({"process_group": 2}, TypeError, "process_group must be a process group or None, got 2"),
-}
+    ({"sharding_strategy": 1}, TypeError, "sharding_strategy must be a ShardingStrategy"),
+    ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
+    ({"forward_prefetch": "yes"}, TypeError, "forward_prefetch must be a bool, but got 'yes'"),
+    ({"limit_all_gathers": 2}, TypeError, "limit_all_gathers must be a bool"),
+    ({"forward_prefetch_distance": True}, TypeError, "forward_prefetch_distance must be an int"),
+    ({"backward_prefetch_distance": 1.5}, TypeError, "backward_prefetch_distance must be an int"),
+    ({"backward_prefetch_distance": -1}, ValueError, "0 or more, but got -1"),
+    (
+        {"backward_prefetch": None, "backward_prefetch_distance": 2},
+        ValueError,
+        "backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is 2",
+    ),
+    ({"forward_prefetch": True, "forward_prefetch_distance": 0}, ValueError, "forward_prefetch_distance is 0"),
+    ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
+    ({"cpu_offload": True}, TypeError, "cpu_offload"),
+    ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
+    ({"auto_wrap_polcy": None}, TypeError, "unexpected .* argument 'auto_wrap_polcy'. Did you mean 'auto_wrap_policy'"),
+    ({"zzz": None}, TypeError, "unexpected keyword argument 'zzz'$"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_arguments_raise_before_the_module_changes(case: str) -> None:
+@pytest.mark.parametrize(("options", "kind", "words"), BAD)
+def test_wrong_arguments_raise_before_the_module_changes(
+    options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
     """The message describes the argument, and the module is unchanged."""
-    options, kind, words = BAD[case]
     module = net()
     before, children = list(module.parameters()), list(module.modules())
     shapes = [p.shape for p in before]
     options = {"process_group": StandIn(), "auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
-    if case == "hybrid without a group":
-        del options["auto_wrap_policy"]
     with pytest.raises(kind, match=words):
         FullyShardedDataParallel(module, **options)
     assert list(module.modules()) == children
