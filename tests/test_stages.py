@@ -366,8 +366,6 @@ def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_or
 
 # -- registered parameters --------------------------------------------------------------------------------------------
 
-PARAMETERS = ["first.weight", "first.bias", "second.weight", "second.bias", "scale"]
-
 
 class Small(Block):
     """A block with few elements."""
