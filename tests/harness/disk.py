@@ -46,7 +46,8 @@ class FaultyDisk(Disk):
         if self.error is None:
             raise Killed
         if number == self.at or self.lasting:
-            self.error.filename = self.error.filename or path
+            if isinstance(self.error, OSError):
+                self.error.filename = self.error.filename or path
             raise self.error
 
     def lose_power(self, names: str) -> None:
