@@ -268,7 +268,7 @@ class RootContext:
             self.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
             with profiled("_post_backward_hook", unit.name):
                 self.reduce(unit)
-                if not unit.is_running:
+                if not (unit.progress.depth or unit.progress.open_calls):
                     self.unsharder.end_backward(unit)
                     self.unsharder.prefetch(unit)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import (
     BackwardPrefetch,
@@ -33,37 +32,31 @@ from fsdp.runtime.policy import UnitPolicy
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """The options of one unit: the arguments of ``FullyShardedDataParallel``, which documents them.
+    """The options of one unit: the validated arguments of ``FullyShardedDataParallel``, which documents them.
 
     Attributes:
-        process_group: the shard group; with hybrid strategies the pair (shard group, replica group).
-        mixed_precision: None where the user passed None.
+        arguments: all of them, by name.
         groups: the ranks and groups that the unit communicates over.
         policy: when the unit is gathered, resharded and reduced.
+        precision: ``mixed_precision``, with all defaults in the place of None.
+        process_group: the shard group; with hybrid strategies the pair (shard group, replica group).
     """
 
+    arguments: Mapping[str, Any]
+    groups: Groups
+    policy: UnitPolicy
+    precision: MixedPrecision
     process_group: Any
-    device_mesh: DeviceMesh | None
     sharding_strategy: ShardingStrategy
     cpu_offload: CPUOffload
     backward_prefetch: BackwardPrefetch | None
-    mixed_precision: MixedPrecision | None
     param_init_fn: Callable[[nn.Module], None] | None
     device_id: int | str | torch.device | None
     sync_module_states: bool
     forward_prefetch: bool
     limit_all_gathers: bool
     use_orig_params: bool
-    reduce_unused: bool
-    forward_prefetch_distance: int
-    backward_prefetch_distance: int
-    reshard_after_forward: bool | int | None
-    keep_gathered_nbytes: int
-    broadcast_buffers: bool
-    coalesce_nbytes: int
     flat_param_key: FlatParamKey | None
-    groups: Groups
-    policy: UnitPolicy
 
     @staticmethod
     def of(*, auto_wrap_policy: Any, **arguments: Any) -> WrapOptions:
@@ -98,24 +91,19 @@ class WrapOptions:
         else:
             groups = Groups.of(validated["process_group"], replicate=strategy is ShardingStrategy.NO_SHARD)
         groups = dataclasses.replace(groups, mesh=validated["device_mesh"])
-        return WrapOptions(**validated, groups=groups, policy=policy.within(groups))
-
-    @property
-    def precision(self) -> MixedPrecision:
-        """``mixed_precision``, with all defaults in the place of None."""
-        return self.mixed_precision or MixedPrecision()
+        own = {each.name: validated[each.name] for each in dataclasses.fields(WrapOptions) if each.name in validated}
+        return WrapOptions(validated, groups, policy.within(groups), precision, **own)
 
     def for_inner_units(self, ignored_params: Iterable[nn.Parameter]) -> dict[str, Any]:
         """Return the constructor's arguments for the units that a policy makes inside of this one.
 
         They cast no outputs: ``output_dtype`` is about the output of the module that the user wraps.
         """
-        arguments = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        del arguments["groups"], arguments["policy"]
-        if self.device_mesh is not None:
+        arguments, precision = dict(self.arguments), self.arguments["mixed_precision"]
+        if arguments["device_mesh"] is not None:
             arguments["process_group"] = None
-        if self.mixed_precision is not None:
-            arguments["mixed_precision"] = dataclasses.replace(self.mixed_precision, output_dtype=None)
+        if precision is not None:
+            arguments["mixed_precision"] = dataclasses.replace(precision, output_dtype=None)
         return {**arguments, "ignored_states": ignored_params}
 
     def strategy_in_use(self) -> ShardingStrategy:

@@ -237,11 +237,6 @@ class ReductionQueue:
         assert buffer.pooled is not None
         self.pool.allocate(buffer.pooled)
 
-    def free(self, buffer: SlotBuffer) -> None:
-        """Take the memory of ``buffer`` back, if it came from the pool."""
-        if buffer.pooled is not None:
-            self.pool.free(buffer.pooled, None)
-
     def add(self, item: Reduction) -> None:
         """Queue ``item``, which has started."""
         self._in_flight.append(item)
@@ -280,7 +275,8 @@ class ReductionQueue:
         """Wait for the first collective of ``item``, and free the source."""
         if item.source is not None:
             item.pending.wait(divide=False)  # where that is interrupted, the memory stays in use
-            self.free(item.source)
+            if item.source.pooled is not None:
+                self.pool.free(item.source.pooled, None)
             item.source = None
             if item in self._reading:
                 self._reading.remove(item)
@@ -403,7 +399,9 @@ class BucketGradients:
         Raises:
             RuntimeError: the gradients arrived in a way that is not supported.
         """
-        self._check(grads, outside=outside)
+        reads_parameters = self.policy.unshard_in_backward and not outside
+        if (reads_parameters and self.handle.copy.state not in _READABLE) or any(map(flag_of, grads.values())):
+            raise self._refusal(grads)
         slots = self.open(queue, synchronize=synchronize)
         if weight == 0:
             return
@@ -415,23 +413,23 @@ class BucketGradients:
             grads = {index: grad * weight for index, grad in grads.items()}
         slots.write(grads)
 
-    def _check(self, grads: dict[int, torch.Tensor], *, outside: bool) -> None:
-        """Raise RuntimeError if ``grads`` require grad, or the backward reads parameters that are sharded."""
-        handle = self.handle
-        if self.policy.unshard_in_backward and not outside and handle.copy.state not in _READABLE:
-            raise RuntimeError(
-                f"a backward reached parameter {handle.name_of(next(iter(grads)))!r} of {handle.unit_name} while "
-                "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
-                "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
-                "fsdp.mark_side_output(tensor)"
-            )
-        if any(map(flag_of, grads.values())):
-            index = next(index for index, grad in grads.items() if grad.requires_grad)
-            raise RuntimeError(
-                f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
-                "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
-                "terms on the plain module"
-            )
+    def _refusal(self, grads: dict[int, torch.Tensor]) -> RuntimeError:
+        """Return the error for gradients of leaves, by index, that require grad, or arrived while the values were
+        sharded."""
+        unit_name = self.handle.unit_name
+        for index, grad in grads.items():
+            if grad.requires_grad:
+                return RuntimeError(
+                    f"the gradient of parameter {self.handle.name_of(index)!r} of {unit_name} requires grad itself: "
+                    "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
+                    "terms on the plain module"
+                )
+        return RuntimeError(
+            f"a backward reached parameter {self.handle.name_of(next(iter(grads)))!r} of {unit_name} while its values "
+            "were sharded, before it reached an output of the wrapped module: through a tensor that the forward "
+            "stored, or that a hook took. Return that tensor, or mark it inside the forward by "
+            "fsdp.mark_side_output(tensor)"
+        )
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> Slots:
         """Return the slots of this backward; take a buffer for them if there is none yet. An accumulator, as far as the
@@ -516,7 +514,8 @@ class BucketGradients:
             with queue.streams.on_reduce_stream():
                 last_use = queue.streams.record()  # by a reduction, or a communication hook that raised
             queue.streams.wait(last_use)
-            queue.free(slots.buffer)
+            if slots.buffer.pooled is not None:
+                queue.pool.free(slots.buffer.pooled, None)
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
