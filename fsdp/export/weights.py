@@ -239,7 +239,8 @@ class WeightStream:
                     return _Gathered(unit, buffers, Work.done(streams))
                 if self._to is None:
                     parts = [Gather(buffer, shard) for buffer, shard in zip(buffers, shards)]
-                    return _Gathered(unit, buffers, unit.communicator.gather(parts, unit.event(GATHER)))
+                    event = context.passes.event(GATHER, unit)
+                    return _Gathered(unit, buffers, unit.communicator.gather(parts, event))
                 target = group_ranks(groups.shard).index(self._to)
                 several = [
                     exchange(

@@ -13,7 +13,7 @@ import torch
 
 from fsdp.comm.groups import Groups
 from fsdp.comm.history import Pass
-from fsdp.comm.issuing import REDUCE, Event
+from fsdp.comm.issuing import REDUCE
 from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.comm.versions import set_versions
@@ -329,7 +329,7 @@ class RootContext:
     def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
         """Take part in a gather or reduction that only peers need. This rank drops the values, or adds the
         gradients that it has so far, so that an incomplete gradient is sent in two parts."""
-        event = Event.of(kind, unit.position.place, unit.name, full_precision=full_precision)
+        event = self.passes.event(kind, unit, full_precision=full_precision)
         if kind == REDUCE:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)

@@ -39,11 +39,10 @@ class LaneUnits:
         self._trained = False  # whether a forward in training mode has begun
         self._compared = False  # whether the initial values were compared, or a pass has failed
 
-    def add(self, unit: Unit) -> int:
-        """Add a unit; return the place."""
-        self._places[unit] = place = len(self._units)
+    def add(self, unit: Unit) -> None:
+        """Add a unit."""
+        self._places[unit] = len(self._units)
         self._units.append(weakref.ref(unit))
-        return place
 
     def events(self, kind: str, unit: Unit) -> tuple[Event, Event]:
         """Return the events of ``unit`` in the usual and in full precision."""
@@ -142,10 +141,8 @@ class Passes:
             for position, group in enumerate([*unit.groups_for(REDUCE), *unit.groups_for(GATHER_NEARBY)]):
                 if id(group) not in by_group:
                     by_group[id(group)] = LaneUnits(group, device)
-                place = by_group[id(group)].add(unit)
-                if position == 0:
-                    unit.set_place(place)
-                else:
+                by_group[id(group)].add(unit)
+                if position > 0:
                     further[id(group)] = by_group[id(group)]
         self._by_group = by_group
         self._further = list(further.values())
@@ -199,8 +196,7 @@ class Passes:
         if current is None:
             with self.calling(kind, f"{kind} of {unit.name}", often=True):
                 return self.about_to(kind, unit)
-        several = self._events[kind][id(unit)]
-        for member, events in several:
+        for member, events in self._events[kind][id(unit)]:
             if member.lane.under_way is not current:
                 self._enter(member, current)
             event = events[full_precision]
@@ -215,7 +211,12 @@ class Passes:
                     member.compare_handles(unit)
             else:
                 member.lane.agree(event)
-        return several[0][1][full_precision] if several else unit.event(kind)
+        return self.event(kind, unit, full_precision=full_precision)
+
+    def event(self, kind: str, unit: Unit, *, full_precision: bool = False) -> Event:
+        """Return the event of a gather or reduction of ``unit``, over the first group."""
+        several = self._events[kind][id(unit)]
+        return several[0][1][full_precision] if several else Event(f"{kind} {unit.name}")
 
     def _enter(self, member: LaneUnits, what: Pass) -> None:
         begins = member.enter(what, negotiates=self._negotiation is not None)

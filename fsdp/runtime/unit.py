@@ -57,7 +57,6 @@ class Position:
         ancestors: the indices of the units around it.
         communicator: of the unit's groups; None outside of a tree.
         nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy names a number.
-        place: the number among the units of the first group, equal on every rank.
     """
 
     context: Callable[[], Any] = lambda: None
@@ -65,7 +64,6 @@ class Position:
     ancestors: frozenset[int] = frozenset()
     communicator: Communicator | None = None
     nearby: Communicator | None = None
-    place: int = 0
 
 
 class Progress:
@@ -209,14 +207,6 @@ class Unit:
         self.name = name
         for handle in self.handles:
             handle.set_unit_name(name)
-
-    def set_place(self, place: int) -> None:
-        """Take number ``place`` among the units of the first group."""
-        self.position = replace(self.position, place=place)
-
-    def event(self, kind: str, bucket: int = 0) -> Event:
-        """Return the event of a gather or reduction of the unit over the first group."""
-        return Event.of(kind, self.position.place, self.name, bucket=bucket)
 
     @property
     def communicator(self) -> Communicator:
@@ -536,7 +526,10 @@ class Unit:
             return shard
         self.announce(replicas=False)
         full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        self.communicator.gather([Gather(full, shard)], self.event(GATHER, bucket)).wait()
+        context = self.context
+        assert context is not None
+        label, number = context.passes.event(GATHER, self)
+        self.communicator.gather([Gather(full, shard)], Event(label, number + bucket)).wait()
         return full
 
     def gather_vectors(self) -> list[torch.Tensor]:
