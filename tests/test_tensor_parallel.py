@@ -1,4 +1,4 @@
-"""Tensor parallelism on one dimension of a mesh, sharding on the other: 2 x 2 ranks."""
+"""Tensor parallelism on one dimension of a mesh, and sharding, replicas or both on the remaining ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,18 +16,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp as torch_api
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import (
     MixedPrecision,
+    RaggedOptimStateDictConfig,
+    RaggedStateDictConfig,
     ShardingStrategy,
     StateDictType,
     api,
@@ -37,175 +39,93 @@ from fsdp import (
     global_shape,
     num_params,
 )
+from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.mesh_names import numbers
-from tests.harness.oracle import adamw, assert_bit_equal, clean_name, sgd_of_halves
+from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
 from tests.harness.pool import on_ranks
+from tests.harness.tensor_parallel import (
+    WIDTH,
+    WORDS,
+    Block,
+    Layout,
+    Transformer,
+    by_number,
+    local_of,
+    loss_of,
+    parallel,
+    sharded,
+    summoned,
+    train,
+    train_by_hand,
+    values_of,
+    whole,
+)
 
-WIDTH, HIDDEN, LENGTH = 6, 10, 4
-
-
-class Block(nn.Module):
-    """A transformer block without softmax. Some parameters are not split by tensor parallelism."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-        self.gate = nn.Linear(WIDTH, WIDTH)
-        self.sequence: list[Callable[[torch.Tensor], torch.Tensor]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = x
-        for cut in self.sequence:
-            inner = cut(inner)
-        return x + self.gate(self.down(torch.tanh(self.up(self.norm(inner)))))
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.frozen
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+HIDDEN = 2 * WIDTH
 
 
-class SequenceParallelStyle:
-    """Splits activations along the sequence dimension for the sequence-parallel modules."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return DTensor.from_local(x, self.mesh, [Replicate()])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelStyle:
-        return self
+def wrapped(net: Transformer, world: Layout, **options: Any) -> FSDP:
+    return sharded(parallel(net, world.tp), world, {Block}, **options)
 
 
-def make_mesh() -> DeviceMesh:
-    number = next(numbers)
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{number}", f"tp{number}"))
+Expected = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses and values
 
 
-def dp_tp(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[0]], mesh[mesh.mesh_dim_names[1]]
+def by_hand(world: Layout, steps: int, micro: int = 1) -> Expected:
+    plain = parallel(Transformer(dtype=torch.float64), world.tp)
+    return by_number(train_by_hand(plain, world, steps, micro)), values_of(plain)
 
 
-def parallel(net: Net, tp: DeviceMesh) -> Net:
-    plan = {
-        "norm": SequenceParallel(sequence_dim=1),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(),
-    }
-    for block in net.blocks:
-        parallelize_module(block, tp, plan)
-        block.sequence.append(SequenceParallelStyle(tp))
-    return net
-
-
-def wrapped(net: Net, mesh: DeviceMesh, **options: Any) -> FSDP:
-    options = {"device_mesh": mesh, **options}
-    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-
-
-def batch(step: int, replica: int) -> torch.Tensor:
-    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))
-
-
-def loss_of(model: nn.Module, step: int, replica: int) -> torch.Tensor:
-    x = batch(step, replica).to(next(model.parameters()).dtype)
-    return model(x).float().square().mean()
-
-
-def train_by_hand(net: Net, dp: DeviceMesh, steps: int, micro: int = 1) -> list[torch.Tensor]:
-    """Train the tensor-parallel model with gradients averaged over `dp` by hand, and return the losses."""
-    params = [param for param in net.parameters() if param.requires_grad]
-    optimizer, losses = sgd_of_halves(params), []
-    for step in range(steps):
-        sums: list[Any] = [None] * len(params)
-        for part in range(micro):
-            losses.append(loss_of(net, micro * step + part, dp.get_local_rank()))
-            grads: Any = torch.autograd.grad(losses[-1], params)
-            for index, (param, grad) in enumerate(zip(params, grads)):
-                if isinstance(param, DTensor):
-                    grad = grad.redistribute(placements=param.placements)
-                sums[index] = grad if part == 0 else sums[index] + grad
-        for param, total in zip(params, sums):
-            local = total.to_local() if isinstance(total, DTensor) else total
-            dist.all_reduce(local, group=dp.get_group())
-            local.div_(2)
-            param.grad = total
-        optimizer.step()
-        if step < steps - 1:
-            optimizer.zero_grad()
-    return losses
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def values_of(net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: whole(param) for name, param in net.named_parameters()}
-
-
-def trained(model: FSDP, replica: int, steps: int, micro: int = 1) -> list[torch.Tensor]:
-    """Train and return the losses; the last gradients stay."""
-    optimizer, losses = sgd_of_halves([p for p in model.parameters() if p.requires_grad]), []
-    for step in range(steps):
-        for part in range(micro):
-            with model.no_sync() if part < micro - 1 else nullcontext():
-                losses.append(loss_of(model, micro * step + part, replica))
-                losses[-1].backward()
-        optimizer.step()
-        if step < steps - 1:
-            optimizer.zero_grad()
-    return losses
-
-
-def summoned(model: FSDP) -> dict[str, torch.Tensor]:
-    with FSDP.summon_full_params(model):
-        return {clean_name(name): whole(param).clone() for name, param in model.named_parameters()}
-
-
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    if isinstance(expected, list):
-        found, expected = ({str(index): value for index, value in enumerate(each)} for each in (found, expected))
-    assert_bit_equal(found, expected, what)
+def compare(
+    world: Layout, expected: Expected, uop: bool, *, micro: int = 1, compiles: bool = False, **options: Any
+) -> None:
+    """Train, and compare losses and values with the tensor-parallel model whose gradients are averaged by hand."""
+    recomputes = options.pop("recomputes", False)
+    what = f"{world.options}, {options}, use_orig_params={uop}, {micro=}, {recomputes=}, {compiles=}"
+    net = parallel(Transformer(dtype=torch.float64, recomputes=recomputes), world.tp)
+    if compiles:
+        net.blocks[0].inner.compile(backend="aot_eager", fullgraph=True)
+    model = sharded(net, world, {Block}, use_orig_params=uop, **options)
+    with warnings.catch_warnings():
+        # a question of torch's compiler
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        losses = train(model, world, len(expected[0]) // micro, micro)
+    # more than two terms are added in a different order
+    check = assert_bit_equal if world.data.size() < 3 else assert_equivalent
+    check(by_number(losses), expected[0], what)
+    check(summoned(model), expected[1], what)
 
 
 @on_ranks(4)
-def test_training_equals_the_tensor_parallel_model_bit_for_bit() -> None:
-    mesh = make_mesh()
-    dp, tp = dp_tp(mesh)
-    replica = dp.get_local_rank()
-    strategies: list[dict[str, Any]] = [
-        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-        {"sharding_strategy": ShardingStrategy.NO_SHARD},
-        {"device_mesh": None, "process_group": dp.get_group()},
-    ]
-    both = [*itertools.product((False, True), [{}])]
-    by_turns = [*zip(itertools.cycle((False, True)), strategies)]
-    for steps, micro, ways in ((5, 1, both), (3, 2, both), (2, 1, by_turns)):
-        net = parallel(Net(), tp)
-        losses = train_by_hand(net, dp, steps, micro)
-        expected = values_of(net)
-        for uop, options in ways:
-            what = f"use_orig_params={uop}, {options}, {micro} backwards a step"
-            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, **options)
-            assert_same(trained(model, replica, steps, micro), losses, what)
-            assert_same(summoned(model), expected, what)
+def test_training_equals_the_tensor_parallel_model() -> None:
+    """With shards, replicas and both, and with accumulation and recomputation."""
+    world = Layout.of(2, 2)
+    expected = by_hand(world, 4)
+    compare(world, expected, False)
+    compare(world, expected, True, recomputes=True)
+    expected = by_hand(world, 2, 2)
+    compare(world, expected, False, micro=2)
+    compare(world, expected, True, micro=2)
+    expected = by_hand(world, 2)
+    compare(world, expected, False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    compare(world, expected, True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    compare(world, expected, False, device_mesh=None, process_group=world.data)
+    for recomputes, uop, *shape in (
+        (True, False, 2, 1, 2),
+        (False, True, 1, 2, 2),
+        (False, True, 4, 1),
+        (True, False, 1, 4),
+    ):
+        world = Layout.of(*shape)
+        compare(world, by_hand(world, 2), uop, recomputes=recomputes)
+
+
+@on_ranks(2)
+def test_compiled_layers_of_tensor_parallelism_train_as_uncompiled_ones() -> None:
+    with mock.patch.dict(os.environ, FSDP_FORCE_SHARDED="1"):
+        world = Layout.of(1, 2)  # as few ranks as possible, since the compiler takes seconds on each
+        compare(world, by_hand(world, 2), True, compiles=True)
 
 
 # -- summoning, clipping, precision ------------------------------------------------------------------------------------
@@ -216,9 +136,9 @@ def leaves_are_dtensors(model: FSDP, dtype: torch.dtype) -> list[Any]:
     seen: list[Any] = []
 
     def look(module: Any, args: Any) -> None:
-        weight = module.up.weight
+        weight = module.inner.up.weight
         seen.append((type(weight), isinstance(weight, nn.Parameter), weight.placements, weight.dtype, weight.shape))
-        seen.append((type(module.gate.weight), module.gate.weight.dtype))
+        seen.append((type(model.gate.weight), model.gate.weight.dtype))
 
     model.blocks[0].module.register_forward_pre_hook(look)
     return [(DTensor, True, (Shard(0),), dtype, (HIDDEN, WIDTH)), (nn.Parameter, dtype)], seen
@@ -230,44 +150,54 @@ def _start(module: nn.Module) -> None:
         nn.init.constant_(param, 0.5)
 
 
-def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
-    low, high, replica = torch.bfloat16, torch.float64, dp.get_local_rank()
-    expected = loss_of(parallel(Net(dtype=low), tp), 0, replica)
-    net = parallel(Net(dtype=high), tp)
-    losses = train_by_hand(net, dp, 2)
+@on_ranks(4)
+def test_leaves_are_dtensors_in_the_dtype_of_mixed_precision_and_of_casts() -> None:
+    world, low, high = Layout.of(2, 2), torch.bfloat16, torch.float64
+    expected = loss_of(parallel(Transformer(dtype=low), world.tp), world, 0)
+    net = parallel(Transformer(dtype=high), world.tp)
+    losses = train_by_hand(net, world, 2)
     for uop in (False, True):
         mixed = MixedPrecision(low, torch.float32)
-        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, mixed_precision=mixed)
+        model = wrapped(Transformer(), world, use_orig_params=uop, mixed_precision=mixed)
         looks, seen = leaves_are_dtensors(model, low)
-        loss = loss_of(model, 0, replica)
+        loss = loss_of(model, world, 0)
         assert seen == looks and torch.equal(loss, expected)
         loss.backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad and p.numel())
         # moved and cast after it was wrapped and used
-        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
+        model = wrapped(Transformer(), world, use_orig_params=uop)
         looks, seen = leaves_are_dtensors(model, high)
-        loss_of(model, 0, replica).backward()
+        loss_of(model, world, 0).backward()
         model.zero_grad()
         model.double()
         seen.clear()
-        assert_same(trained(model, replica, 2), losses, "in double precision")
+        assert_bit_equal(by_number(train(model, world, 2)), by_number(losses), "in double precision")
         assert seen == looks * 2
-        assert_same(summoned(model), values_of(net), "in double precision")
+        assert_bit_equal(summoned(model), values_of(net), "in double precision")
 
 
-def check_ignored(dp: DeviceMesh, tp: DeviceMesh, norm: float) -> None:
-    """Gradients of ignored parameters are averaged by the user, and count in the norm."""
-    replica = dp.get_local_rank()
+def norm_of(net: nn.Module) -> float:
+    grads = [whole(param.grad).double() for param in net.parameters() if param.grad is not None]
+    return math.sqrt(sum(float(grad.square().sum()) for grad in grads))
+
+
+@on_ranks(4)
+def test_gradients_of_ignored_parameters_count_in_the_norm() -> None:
+    """The user averages them."""
+    world = Layout.of(2, 2)
+    net = parallel(Transformer(), world.tp)
+    train_by_hand(net, world, 1)
+    norm = norm_of(net)
     for uop in (False, True):
-        net = parallel(Net(), tp)
-        ignored = [net.blocks[0].norm.weight, net.blocks[1].up.weight, net.blocks[0].gate.weight]
-        model = wrapped(net, dp, use_orig_params=uop, ignored_states=ignored)
-        loss_of(model, 0, replica).backward()
+        net = parallel(Transformer(), world.tp)
+        ignored = [net.blocks[0].norm1.weight, net.blocks[1].inner.up.weight, net.gate.weight]
+        model = sharded(net, world, {Block}, use_orig_params=uop, ignored_states=ignored)
+        loss_of(model, world, 0).backward()
         for param in ignored:
-            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-            dist.all_reduce(local, group=dp.get_group())
+            local = local_of(param.grad)
+            dist.all_reduce(local, group=world.data)
             local.div_(2)
-        assert model.blocks[0].norm.weight is ignored[0]
+        assert model.blocks[0].norm1.weight is ignored[0]
         assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
         assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(1e-3, rel=1e-3)
 
@@ -284,29 +214,34 @@ class Odd(nn.Module):
         self.single = nn.Parameter(distribute_tensor(torch.randn(1, 5), tp, [Shard(0)]))
         self.plain = nn.Parameter(torch.randn(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         inner = DTensor.from_local(x * self.plain * self.scales.mean(), self.tp[0], [Replicate()])
         inner = torch.tanh(torch.nn.functional.linear(inner, self.weight)).redistribute(placements=[Replicate()])
         return torch.nn.functional.linear(inner, self.single).full_tensor()
 
 
-def check_odd(dp: DeviceMesh, tp: DeviceMesh) -> None:
-    plain = Odd(tp)
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dp.get_local_rank()))
+@on_ranks(4)
+def test_parts_of_different_sizes_are_summoned_and_clipped() -> None:
+    world = Layout.of(2, 2)
+    plain = Odd(world.tp)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(world.index))
     plain(x).sum().backward()
     for uop in (False, True):
-        model = FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop)
+        model = FSDP(Odd(world.tp), use_orig_params=uop, **world.options)
         model(x).sum().backward()
         total = 0.0
         for param in plain.parameters():
             grad = whole(param.grad).clone()
-            dist.all_reduce(grad, group=dp.get_group())
+            dist.all_reduce(grad, group=world.data)
             total += float((grad / 2).double().square().sum())
         assert float(model.clip_grad_norm_(1.0)) == pytest.approx(math.sqrt(total), rel=1e-6)
-        assert_same(summoned(model), values_of(plain), "odd sizes")
+        assert_bit_equal(summoned(model), values_of(plain), "odd sizes")
 
 
-def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
+@on_ranks(4)
+def test_dtensors_that_cannot_be_sharded_are_refused() -> None:
+    world = Layout.of(2, 2)
+    tp, dp, mesh = world.tp, world.options["device_mesh"], world.mesh
     for where, placements, error, words in (
         (dp, [Shard(0)], ValueError, r"'weight' of the Linear unit is a DTensor on the ranks \[\d, \d\], and its unit"),
         (mesh, [Replicate(), Shard(0)], NotImplementedError, "'weight' of the Linear unit .* one dimension of a mesh"),
@@ -321,7 +256,7 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
     linear.weight = nn.Parameter(local)
     with pytest.raises(ValueError, match=r"expected the chunks of torch\.chunk"):
         FSDP(linear, device_mesh=dp)
-    model = FSDP(parallel(Net(), tp), process_group=dp.get_group())
+    model = FSDP(parallel(Transformer(), tp), process_group=world.data)
     with (
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
         pytest.raises(NotImplementedError, match=r"LOCAL_STATE_DICT of .* parameters of tensor parallelism"),
@@ -330,35 +265,33 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
 
 
 @on_ranks(4)
-def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
-    mesh = make_mesh()
-    dp, tp = dp_tp(mesh)
-    replica, everyone = dp.get_local_rank(), dist.group.WORLD
-    net = parallel(Net(), tp)
-    train_by_hand(net, dp, 1)
+def test_summoning_clipping_and_copies() -> None:
+    world = Layout.of(2, 2)
+    tp, net = world.tp, parallel(Transformer(), world.tp)
+    train_by_hand(net, world, 1)
     grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
     values = values_of(net)
-    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    norm = norm_of(net)
     largest = max(float(grad.abs().max()) for grad in grads.values())
     for uop in (False, True):
         # sync_module_states gives all replicas the values of the first
-        model = wrapped(parallel(Net(seed=replica), tp), dp, use_orig_params=uop, sync_module_states=True)
+        model = wrapped(Transformer(seed=world.index), world, use_orig_params=uop, sync_module_states=True)
         expected, seen = leaves_are_dtensors(model, torch.float32)
         twin = copy.deepcopy(model)
-        trained(model, replica, 1)
+        train(model, world, 1)
         assert seen == expected
-        assert_same(summoned(model), values, "synchronised")
+        assert_bit_equal(summoned(model), values, "synchronised")
         # the norm counts each part once, and is the same on all ranks
         for order, is_norm in ((2, norm), (math.inf, largest)):
             found = model.clip_grad_norm_(1e-3, order)
             assert float(found) == pytest.approx(is_norm, rel=1e-6)
             several = [torch.zeros(()) for _ in range(4)]
-            dist.all_gather(several, found, group=everyone)
+            dist.all_gather(several, found)
             assert all(torch.equal(one, found) for one in several)
-            trained(model := copy.deepcopy(twin), replica, 1)
-            assert_same(summoned(model), values, "a copy")
+            train(model := copy.deepcopy(twin), world, 1)
+            assert_bit_equal(summoned(model), values, "a copy")
         # full values and gradients of sharded parameters
-        assert num_params(model) == sum(param.numel() for param in Net().parameters())
+        assert num_params(model) == sum(param.numel() for param in Transformer().parameters())
         if uop:
             for name, param in model.named_parameters():
                 assert type(param) is nn.Parameter and param.dim() == 1
@@ -369,38 +302,37 @@ def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
             with FSDP.summon_full_params(model, with_grads=True):
                 for name, param in model.named_parameters():
                     assert param.grad is None or torch.equal(whole(param.grad), grads[clean_name(name)])
-                up = model.blocks[0].up
+                up = model.blocks[0].inner.up
                 up.weight.grad.mul_(2)
                 up.bias.grad = distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)])
             doubled = {clean_name(name): full_grad(param) for name, param in model.named_parameters()}
-            assert torch.equal(doubled["blocks.0.up.weight"], 2 * grads["blocks.0.up.weight"])
-            assert torch.equal(doubled["blocks.0.up.bias"], torch.ones(HIDDEN))
+            assert torch.equal(doubled["blocks.0.inner.up.weight"], 2 * grads["blocks.0.inner.up.weight"])
+            assert torch.equal(doubled["blocks.0.inner.up.bias"], torch.ones(HIDDEN))
         # values written to summoned parameters, and replacements of them, stay
         with FSDP.summon_full_params(model), torch.no_grad():
-            model.blocks[1].down.weight.mul_(2)
-            model.blocks[1].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+            model.blocks[1].inner.down.weight.mul_(2)
+            model.blocks[1].inner.up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
         now = summoned(model)
-        assert torch.equal(now["blocks.1.down.weight"], 2 * values["blocks.1.down.weight"])
-        assert torch.equal(now["blocks.1.up.bias"], torch.ones(HIDDEN))
+        assert torch.equal(now["blocks.1.inner.down.weight"], 2 * values["blocks.1.inner.down.weight"])
+        assert torch.equal(now["blocks.1.inner.up.bias"], torch.ones(HIDDEN))
         if uop:
-            with pytest.raises(NotImplementedError, match=r"'up.bias' of .*a DTensor while it is sharded"):
-                twin.blocks[0].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
-                twin(batch(0, 0))
-        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
-        loss_of(model, 0, replica).backward()
+            with pytest.raises(NotImplementedError, match=r"'inner.up.bias' of .*a DTensor while it is sharded"):
+                twin.blocks[0].inner.up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+                loss_of(twin, world, 0)
+        model = wrapped(Transformer(), world, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
+        loss_of(model, world, 0).backward()
         assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
         with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are gathered
-            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
-            trained(model, replica, 1)
-            assert_same(summoned(model), values, "checked leaves")
+            model = wrapped(Transformer(), world, use_orig_params=uop)
+            train(model, world, 1)
+            assert_bit_equal(summoned(model), values, "checked leaves")
         with torch.device("meta"):
-            net = parallel(Net(), tp)
-        model = wrapped(net, dp, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
-        assert_same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
-    check_precision(dp, tp)
-    check_ignored(dp, tp, norm)
-    check_odd(dp, tp)
-    check_refused(mesh, dp, tp)
+            net = Transformer()
+            parallel(net, tp)
+        model = sharded(net, world, {Block}, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
+        assert_bit_equal(
+            summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta"
+        )
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -440,43 +372,40 @@ def assert_like(found: Any, expected: Any, what: str) -> None:
         assert found.device_mesh == expected.device_mesh, what
         assert (found.shape, found.stride()) == (expected.shape, expected.stride()), what
         found, expected = found.to_local(), expected.to_local()
-    if isinstance(expected, torch.Tensor):
+    if isinstance(expected, Tensor):
         assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype), what
         assert torch.equal(found, expected), f"{what}: {found} instead of {expected}"
     else:
         assert found == expected, what
 
 
-def trained_with(model: Any, replica: int, steps: int = 2) -> torch.optim.Optimizer:
+def trained_with(model: Any, world: Layout, steps: int = 2) -> torch.optim.Optimizer:
     optimizer = adamw([param for param in model.parameters() if param.requires_grad])
     for step in range(steps):
-        loss_of(model, step, replica).backward()
+        loss_of(model, world, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
 
 
-def check_files(
-    path: Path, model: FSDP, optimizer: Any, values: Any, of_all: Any, dp: DeviceMesh, tp: DeviceMesh
-) -> None:
+def check_files(path: Path, world: Layout, model: FSDP, optimizer: Any, values: Any, of_all: Any) -> None:
     """Load checkpoints from 2 x 2 ranks into 2 x 2 and 4 ranks and into plain models, and back."""
     checkpoint.async_save(path / "first", model, optimizer).result()
     found = checkpoint.load_plain(path / "first", progress=False)
-    assert_same(found.model, values, "load_plain")
+    assert_bit_equal(found.model, values, "load_plain")
     assert found.optimizer is not None
     for name, key in of_all:
         assert_like(found.optimizer["state"][name][key], of_all[name, key], f"load_plain: {key} of {name}")
-    replica = dp.get_local_rank()
-    flat = FSDP(Net(1).requires_grad_(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
-    of_flat = trained_with(flat, replica, steps=1)
+    flat = FSDP(Transformer(1).requires_grad_(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    of_flat = trained_with(flat, world, steps=1)
     checkpoint.load(path / "first", flat, of_flat, progress=False)
-    assert_same(summoned(flat), values, "loaded by four ranks")
+    assert_bit_equal(summoned(flat), values, "loaded by four ranks")
     checkpoint.save(path / "second", flat, of_flat, progress=False)
     uop = not model.blocks[0]._fsdp_unit.policy.tree.use_orig_params
-    back = wrapped(parallel(Net(2).requires_grad_(), tp), dp, use_orig_params=uop)
-    of_back = trained_with(back, replica, steps=1)
+    back = wrapped(Transformer(2).requires_grad_(), world, use_orig_params=uop)
+    of_back = trained_with(back, world, steps=1)
     checkpoint.load(path / "second", back, of_back, progress=False)
-    assert_same(summoned(back), values, "loaded from four ranks")
+    assert_bit_equal(summoned(back), values, "loaded from four ranks")
     again = optim_state(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
     for name, key in of_all:
         assert_like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
@@ -484,16 +413,14 @@ def check_files(
 
 @on_ranks(4)
 def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) -> None:
-    mesh = make_mesh()
-    dp, tp = dp_tp(mesh)
-    replica = dp.get_local_rank()
+    world = Layout.of(2, 2)
     theirs = TorchFSDP(
-        parallel(Net().requires_grad_(), tp),
-        device_mesh=dp,
+        parallel(Transformer().requires_grad_(), world.tp),
+        device_mesh=world.options["device_mesh"],
         auto_wrap_policy=TorchPolicy({Block}),
         device_id=torch.device("cpu"),
     )
-    their_optimizer = trained_with(theirs, replica)
+    their_optimizer = trained_with(theirs, world)
     kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
     expected = {kind: state_of(TorchFSDP, theirs, kind) for kind in kinds}
     values = {name: whole(value) for name, value in expected[kinds[0]].items()}
@@ -502,15 +429,15 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
         (name, key): whole(value) for name, its in moments[kinds[0]]["state"].items() for key, value in its.items()
     }
     for uop in (False, True):
-        model = wrapped(parallel(Net().requires_grad_(), tp), dp, use_orig_params=uop)
-        optimizer = trained_with(model, replica)
+        model = wrapped(Transformer().requires_grad_(), world, use_orig_params=uop)
+        optimizer = trained_with(model, world)
         full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
         assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
         for name in full:  # torch's full values are DTensors of tensor parallelism
             assert_like(full[name], values[name], f"full {name}")
             assert_like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
         alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
-        assert set(alone) == (set(full) if replica == 0 else set())
+        assert set(alone) == (set(full) if world.index == 0 else set())
         for name in alone:
             assert_like(alone[name], values[name], f"rank0_only {name}")
         with FSDP.summon_full_params(model):
@@ -520,9 +447,9 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
         plain = {name: value.clone() for name, value in values.items()}
         givens = [(kinds[0], full), (kinds[0], plain), (kinds[1], sharded), (kinds[0], expected[kinds[0]])]
         for kind, given in givens[uop::2]:
-            noise = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=uop)
+            noise = wrapped(Transformer(1).requires_grad_(), world, use_orig_params=uop)
             load_state(FSDP, noise, kind, given)
-            assert_same(summoned(noise), values, f"loaded from {kind}")
+            assert_bit_equal(summoned(noise), values, f"loaded from {kind}")
         load_state(TorchFSDP, theirs, kinds[1], sharded)
         # optimizer state
         for kind in kinds:
@@ -531,11 +458,155 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
             for name, key in of_all:
                 value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
                 assert_like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
-            other = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=not uop)
-            fresh = trained_with(other, replica, steps=1)
+            other = wrapped(Transformer(1).requires_grad_(), world, use_orig_params=not uop)
+            fresh = trained_with(other, world, steps=1)
             with FSDP.state_dict_type(other, StateDictType[kind]):
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
             again = optim_state(FSDP, other, fresh, kinds[0])["state"]
             for name, key in of_all:
                 assert_like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
-        check_files(tmp_path / str(uop), model, optimizer, values, of_all, dp, tp)
+        check_files(tmp_path / str(uop), world, model, optimizer, values, of_all)
+
+
+# -- state of ranks without elements -----------------------------------------------------------------------------------
+
+
+FORMS: list[tuple[Any, ...]] = [
+    (FULL, FullStateDictConfig(), FullOptimStateDictConfig()),
+    (FULL, FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)),
+    (SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+    (SHARDED, RaggedStateDictConfig(), RaggedOptimStateDictConfig()),
+]
+
+
+class NarrowLayers(nn.Module):
+    """A model in which the second rank of tensor parallelism has no elements of one layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.up, self.down = nn.Embedding(WORDS, 3), nn.Linear(3, 5), nn.Linear(5, 3)
+        self.single = nn.Linear(3, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = torch.tanh(self.down(self.up(self.embed(words))))
+        return x.repeat(1, 1, 4) * self.single(x)
+
+
+def make_narrow(world: Layout, seed: int = 0) -> NarrowLayers:
+    plan = {
+        # local tensors of different sizes do not determine the global shape
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(),
+        "single": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(NarrowLayers(seed), world.tp, plan)
+
+
+def check_forms(
+    path: Path,
+    world: Layout,
+    uop: bool,
+    forms: list[tuple[Any, ...]],
+    values: dict[str, Tensor],
+    momenta: dict[str, Tensor],
+) -> None:
+    def made(seed: int, uop: bool) -> tuple[FSDP, Any]:
+        model = sharded(make_narrow(world, seed), world, {nn.Linear}, use_orig_params=uop)
+        return model, sgd_of_halves(model.parameters())
+
+    what = f"{world.options}, use_orig_params={uop}"
+    model, optimizer = made(0, uop)
+    train(model, world, 2, optimizer=optimizer)
+    assert not uop or all(param.numel() for param in optimizer.state), f"{what}: state without elements"
+    for kind, *configs in forms:
+        with FSDP.state_dict_type(model, kind, *configs):
+            state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        model, optimizer = made(1, uop)  # the next form saves this model
+        with FSDP.state_dict_type(model, kind, *configs):
+            model.load_state_dict(state)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
+        check_whole(model, optimizer, values, momenta, f"{what}, {configs}")
+    checkpoint.save(path, model, optimizer, progress=False)
+    model, optimizer = made(1, not uop)
+    checkpoint.load(path, model, optimizer, progress=False)
+    check_whole(model, optimizer, values, momenta, f"{what}, files")
+    assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{what}, load_plain")
+
+
+def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: str) -> None:
+    with FSDP.state_dict_type(model, FULL):
+        assert_bit_equal(model.state_dict(), values, what)
+        found = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert_bit_equal({name: its["momentum_buffer"] for name, its in found.items()}, momenta, what)
+
+
+@on_ranks(4)
+def test_a_rank_without_elements_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    replicated = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    for shape, more, modes in (
+        ((2, 2), {}, {False: FORMS, True: FORMS[::2]}),
+        ((2, 2), replicated, {False: FORMS[:1]}),
+        ((1, 2, 2), {}, {True: FORMS[1::2]}),
+    ):
+        world = Layout.of(*shape)
+        world = world._replace(options={**world.options, **more})
+        plain: nn.Module = make_narrow(world)
+        optimizer = sgd_of_halves(plain.parameters())
+        train_by_hand(plain, world, 2, optimizer=optimizer)
+        values = values_of(plain)
+        momenta = {n: whole(optimizer.state[param]["momentum_buffer"]) for n, param in plain.named_parameters()}
+        for uop, forms in modes.items():
+            check_forms(Path(root, f"{shape}{more}{uop}"), world, uop, forms, values, momenta)
+
+
+@on_ranks(8)
+def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
+    """DTensor caches one spec for equal meshes, so the model's spec refers to the mesh of the first use."""
+    other = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["tp"]
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    beside = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), other, plan)
+    beside(torch.ones(2, 8)).sum().backward()
+    torch.manual_seed(0)
+    net = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh["tp"], plan)
+    model = FSDP(net, device_mesh=mesh["shard"], use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(model, optimizer)
+    assert {name: states["exp_avg"].shape for name, states in saved["state"].items()} == {
+        name: param.shape for name, param in nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).named_parameters()
+    }
+
+
+def wrap_apart(world: Layout, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:
+    """Wrap the embedding with separate options, and the model if `whole`."""
+    net = make_narrow(world, seed)
+    net.embed = FSDP(net.embed, **embed)
+    if whole:
+        return FSDP(net, **world.options)
+    for name in ("up", "down", "single"):
+        setattr(net, name, FSDP(getattr(net, name), **world.options))
+    return net
+
+
+@on_ranks(4)
+def test_a_unit_outside_tensor_parallelism_is_saved_once(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    world = Layout.of(2, 2)
+    ways: dict[str, dict[str, Any]] = {
+        "over the ranks of data parallelism": world.options,
+        "sharded over all ranks": {},
+        "replicated over all ranks": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    }
+    values = values_of(make_narrow(world))
+    for (way, embed), one_root in itertools.product(ways.items(), (True, False)):
+        path = Path(root, f"{way}, {one_root}")
+        checkpoint.save(path, wrap_apart(world, 0, embed, whole=one_root), progress=False)
+        assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, path.name)
+        model = wrap_apart(world, 1, embed, whole=one_root)
+        checkpoint.load(path, model, progress=False)
+        checkpoint.save(path, model, progress=False)
+        assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{path.name}, loaded")
