@@ -183,8 +183,9 @@ MORE = (last_first, interleaved, retained, forward_only)
 
 
 def _check_chain(
-    segment: str, outer: str, programs: Sequence[Callable[..., Any]], modes: Sequence[Mode], debug: bool = False
+    segment: str, outer: str, programs: Sequence[Callable[..., Any]], modes: Sequence[Mode], debugged: int = -1
 ) -> None:
+    """Check programs on chains of one form; the mode of index `debugged` is checked with `FSDP_DEBUG=1`."""
     if "reentrant" in (segment, outer):  # a segment inside a reentrant one, or with gradients disabled
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     build = seeded(Chain, segment, outer)
@@ -192,7 +193,8 @@ def _check_chain(
     # A reentrant checkpoint delivers a block's leaves once per call of the block, in tasks of their own, and each is
     # reduced for itself: (a + b) / 2 + (c + d) / 2, where the plain model has ((a + c) + (b + d)) / 2.
     reassociated = (used_twice, two_losses) if outer == "reentrant" else ()
-    for mode in modes:
+    for number, mode in enumerate(modes):
+        debug = number == debugged
         with environment(FSDP_DEBUG="1" if debug else "0"):
             model = wrapped(build, mode, SegmentBlock)
             for reference, program in zip(references, programs):  # one model for all: no state may remain
@@ -205,18 +207,13 @@ def _check_chain(
 @pytest.mark.parametrize("outer", KINDS)
 @on_ranks(2)
 def test_passes_with_checkpointed_units_and_segments(outer: str) -> None:
-    """Five orders of passes, with the unit checkpointed, segments of it, both or neither; all units rest after each."""
+    """Five orders of passes, with the unit checkpointed, segments of it, both or neither; all units rest after each.
+
+    In half of them a released buffer is filled with NaN, by `FSDP_DEBUG=1`: no pass reads it.
+    """
     for number, segment in enumerate(KINDS, start=KINDS.index(outer)):
         strategies = 3 if segment == outer else 2  # without sharding a checkpoint gathers nothing
-        _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies])
-
-
-@on_ranks(2)
-def test_no_pass_reads_released_buffers() -> None:
-    """`FSDP_DEBUG=1` fills a released buffer with NaN."""
-    for number, (segment, outer) in enumerate(itertools.product(KINDS, KINDS)):
-        sharded = number // 2 % 2  # pairwise: segment, outer, one of the two strategies that release, and mode
-        _check_chain(segment, outer, SKETCH, by_turns(number)[sharded : sharded + 1], debug=True)
+        _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies], debugged=number // 2 % 2)
 
 
 @ALL_SMALL
@@ -228,7 +225,7 @@ def test_overlapping_and_partial_passes(all_small: bool) -> None:
             _check_chain("none", outer, MORE, by_turns(number)[: 3 if outer == "none" else 2])
         for outer in ("none", "non-reentrant"):  # reentrant checkpoints refuse autograd.grad
             _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none"))
-        _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debug=True)
+        _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debugged=0)
 
 
 # -- number of collectives, and states ---------------------------------------------------------------------------
