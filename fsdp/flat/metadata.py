@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -78,26 +79,6 @@ class ParamInfo(NamedTuple):
     module_name: str
 
 
-class ParamInfos(Sequence[ParamInfo]):
-    """The ``ParamInfo`` of each parameter of a flat parameter, without references that keep modules alive."""
-
-    def __init__(self, places: Iterable[tuple[nn.Module, str, str]]) -> None:
-        """Each of ``places`` is a module, an attribute and the name in the unit."""
-        self._places = [(weakref.ref(module), attribute, name) for module, attribute, name in places]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        module, attribute, name = self._places[index]
-        return ParamInfo(attribute, module(), name[: -len(attribute)].removesuffix("."))
-
-    def __reduce__(self) -> Any:
-        return list, ([info._replace(module=None) for info in self],)
-
-
 class SharedParamInfo(NamedTuple):
     """A further registration of a shared parameter, and the first one, in FSDP1's form."""
 
@@ -109,22 +90,32 @@ class SharedParamInfo(NamedTuple):
     prim_module_name: str
 
 
-class SharedParamInfos(Sequence[SharedParamInfo]):
-    """The ``SharedParamInfo`` of each further registration, without references that keep modules alive."""
+class Infos(Sequence[Any]):
+    """The :class:`ParamInfo` of each parameter, or the :class:`SharedParamInfo` of each further registration, without
+    references that keep modules alive."""
 
-    def __init__(self, further: ParamInfos, first: ParamInfos) -> None:
-        self._further, self._first = further, first
+    def __init__(self, kind: Callable[..., Any], sites: Iterable[Sequence[Any]]) -> None:
+        """Each info is about one or two sites, with ``module``, ``attribute`` and ``name`` in the unit."""
+        self._kind = kind
+        self._sites = [[(weakref.ref(site.module), site.attribute, site.name) for site in each] for each in sites]
 
     def __len__(self) -> int:
-        return len(self._further)
+        return len(self._sites)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return list(self)[index]
-        return SharedParamInfo(*self._further[index], *self._first[index])
+        return self._info(index, lambda module: module())
 
     def __reduce__(self) -> Any:
-        return list, ([info._replace(module=None, prim_module=None) for info in self],)
+        return list, ([self._info(index, lambda module: None) for index in range(len(self))],)
+
+    def _info(self, index: int, module_of: Callable[[Any], nn.Module | None]) -> Any:
+        fields = [
+            (attribute, module_of(module), name.removesuffix(attribute).removesuffix("."))
+            for module, attribute, name in self._sites[index]
+        ]
+        return self._kind(*itertools.chain(*fields))
 
 
 def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:

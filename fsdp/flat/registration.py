@@ -10,24 +10,23 @@ The uppermost layer of a bucket is registered on the modules. From bottom to top
 4. Placeholders, while a state dict is made or loaded.
 
 Each layer is pushed when the use begins, and popped when it ends. Users may assign parameters at any time, which
-``params.py`` takes over. This file alone writes ``module._parameters``.
+``params.py`` takes over. This file alone writes ``module._parameters``. An entry there is never removed: a parameter
+that is not registered leaves None, which ``nn.Module`` skips. So the plain module's order of parameters is kept.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.full_copy import FullCopy
-from fsdp.flat.metadata import ParamInfos, SharedParamInfos
-from fsdp.flat.names import own_modules
+from fsdp.flat.metadata import Infos, ParamInfo, SharedParamInfo
 from fsdp.flat.ownership import OwnedParam, Site
 from fsdp.flat.snapshot import Snapshot, flag_of
 
@@ -88,55 +87,66 @@ class Slot:
 
     Attributes:
         index: the number of the parameter in the layout.
-        hidden: whether the base and the leaves are plain attributes, which ``parameters()`` does not return.
-        owner: the dictionary for the base and the leaves.
         plain: whether a dictionary write is enough. A class with a ``__setattr__`` of its own (torch's RNNs) keeps
             records, which a dictionary write would bypass.
     """
 
-    __slots__ = ("attribute", "hidden", "index", "module", "name", "owner", "plain")
+    __slots__ = ("attribute", "index", "module", "name", "plain")
 
-    def __init__(self, site: Site, index: int, *, hidden: bool) -> None:
-        self.module, self.attribute, self.name = site.module, site.attribute, site.name
-        self.index, self.hidden = index, hidden
-        self.owner: dict[str, Any] = site.module.__dict__ if hidden else site.module._parameters
+    def __init__(self, site: Site, index: int) -> None:
+        self.module, self.attribute, self.name, self.index = site.module, site.attribute, site.name, index
         self.plain = type(site.module).__setattr__ is nn.Module.__setattr__
 
     def current(self) -> Any:
         """Return the tensor that is here now. ``nn.Module`` registers a parameter that a user assigns."""
         registered = self.module._parameters.get(self.attribute)
-        return registered if registered is not None else self.owner.get(self.attribute)
+        return registered if registered is not None else self.module.__dict__.get(self.attribute)
 
-    def put(self, tensor: Any) -> None:
-        """Put ``tensor`` here, as the base or the leaves are."""
+    def put(self, tensor: Any, *, hidden: bool) -> None:
+        """Register ``tensor`` here, or make it a plain attribute if it is ``hidden``."""
+        registered = self.module._parameters
         if not self.plain:
+            before = dict(registered)
+            registered.pop(self.attribute, None)  # nn.Module takes no plain tensor in the place of a parameter
             setattr(self.module, self.attribute, tensor)
-            for entries in (self.module._parameters, self.module.__dict__):
-                entries.pop(self.attribute, None)
-        elif self.hidden:
-            self.module._parameters.pop(self.attribute, None)
-        self.owner[self.attribute] = tensor
+            registered.clear()
+            registered.update(before)
+        self.module.__dict__.pop(self.attribute, None)
+        registered[self.attribute] = None if hidden else tensor
+        if hidden:
+            self.module.__dict__[self.attribute] = tensor
 
 
-@dataclass(frozen=True)
-class Home:
-    """The module that the flat parameters of a unit are registered on.
+class _Entries:
+    """Tensors and the dictionary entries that they are written to."""
 
-    Attributes:
-        orders: by module, the names of its parameters before the first bucket was flattened, in their order.
-    """
+    __slots__ = ("_by_owner", "_ids", "_keys", "_owners", "_puts")
 
-    module: nn.Module
-    orders: dict[nn.Module, list[str]]
+    def __init__(
+        self, each: Sequence[tuple[dict[str, Any], str, Any]], puts: Sequence[Callable[[], None]] = ()
+    ) -> None:
+        """``each`` entry is an owner, a key and a tensor. ``puts`` write tensors that need more than that."""
+        self._puts = puts
+        self._owners, self._keys = [owner for owner, _, _ in each], [key for _, key, _ in each]
+        self._ids = [id(tensor) for _, _, tensor in each]  # ``_by_owner`` keeps the tensors alive
+        by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for owner, key, tensor in each:
+            by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
+        self._by_owner = list(by_owner.values())
 
-    @staticmethod
-    def of(unit_module: nn.Module, module: nn.Module) -> Home:
-        return Home(module, {owner: [*owner._parameters.keys()] for _, owner in own_modules(unit_module)})
+    def write(self) -> None:
+        for owner, entries in self._by_owner:
+            owner |= entries
+        for put in self._puts:
+            put()
 
-    def free_name(self) -> str:
-        """Return the first free name of ``_flat_param``, ``_flat_param_1``, ..."""
-        names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
-        return next(name for name in names if name not in self.module._parameters)
+    @property
+    def are_there(self) -> bool:
+        """Whether each entry holds the tensor now."""
+        return list(map(id, map(dict.get, self._owners, self._keys))) == self._ids
+
+
+_NO_ENTRIES = _Entries(())
 
 
 class Layer:
@@ -148,6 +158,8 @@ class Layer:
             placeholder.
         before: a snapshot of ``tensors`` without changes of users; empty if these do not count.
         compares_values: whether values are compared as well, for writes without a trace, as through ``.data``.
+        hidden: whether the tensors become plain attributes, which ``parameters()`` does not return, except the flat
+            parameter.
         keeps_writes: whether changes of users are taken over when the layer is popped.
         flat_place: the module and the name for the only tensor of the layer, which stands for the flat vector.
     """
@@ -157,13 +169,15 @@ class Layer:
         tensors: Sequence[Any],
         memory: Sequence[torch.Tensor | None] | None = None,
         *,
+        hidden: bool = False,
         keeps_writes: bool = False,
         compares_values: bool = False,
         flat_place: tuple[nn.Module, str] | None = None,
     ) -> None:
         self.tensors, self.memory, self.flat_place = list(tensors), memory, flat_place
-        self.keeps_writes, self.compares_values = keeps_writes, compares_values
+        self.hidden, self.keeps_writes, self.compares_values = hidden, keeps_writes, compares_values
         self.before = Snapshot(self.tensors if keeps_writes or memory is not None else ())
+        self.entries = _NO_ENTRIES  # while it is in a registration
 
     def replace(self, index: int, tensor: Any) -> None:
         """Let ``tensor``, over the same memory, take the place of a tensor."""
@@ -179,33 +193,6 @@ class Layer:
         self.before.flags = list(map(flag_of, self.tensors))
 
 
-class _Entries:
-    """Tensors and the dictionary entries that they are written to."""
-
-    __slots__ = ("_by_owner", "_ids", "_keys", "_owners", "_slots")
-
-    def __init__(self, each: Sequence[tuple[dict[str, Any], str, Any]], slots: Sequence[tuple[Slot, Any]] = ()) -> None:
-        """``each`` entry is an owner, a key and a tensor. ``slots`` are those that need their own ``put``."""
-        self._slots = slots
-        self._owners, self._keys = [owner for owner, _, _ in each], [key for _, key, _ in each]
-        self._ids = [id(tensor) for _, _, tensor in each]  # ``_by_owner`` keeps the tensors alive
-        by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        for owner, key, tensor in each:
-            by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
-        self._by_owner = list(by_owner.values())
-
-    def write(self) -> None:
-        for owner, entries in self._by_owner:
-            owner |= entries
-        for slot, tensor in self._slots:
-            slot.put(tensor)
-
-    @property
-    def are_there(self) -> bool:
-        """Whether each entry holds the tensor now."""
-        return list(map(id, map(dict.get, self._owners, self._keys))) == self._ids
-
-
 class Registration:
     """The registrations of one bucket's parameters; see [Note: Registration layers].
 
@@ -218,67 +205,61 @@ class Registration:
     """
 
     def __init__(
-        self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home | None, guards: Sequence[Guard] = ()
+        self, handle: FlatParamHandle, owned: list[OwnedParam], home: nn.Module | None, guards: Sequence[Guard] = ()
     ) -> None:
-        """``home`` is for buckets with a registered flat parameter. ``guards`` are in place while the modules cannot
-        compute with the registered tensors."""
+        """``home`` is the module that gets the flat parameter, for buckets that register one. ``guards`` are in place
+        while the modules cannot compute with the registered tensors."""
         self.handle = handle
         self._home, self._guards = home, guards
-        self._slots = [
-            Slot(site, index, hidden=home is not None) for index, item in enumerate(owned) for site in item.sites
-        ]
-        shared = [(site, item.sites[0]) for item in owned for site in item.sites[1:]]
-        handle.flat_param._param_infos = _param_infos(item.sites[0] for item in owned)
-        handle.flat_param._shared_param_infos = ()
-        if shared:
-            further, first_sites = _param_infos(site for site, _ in shared), _param_infos(site for _, site in shared)
-            handle.flat_param._shared_param_infos = SharedParamInfos(further, first_sites)
-        self._slots_of: dict[int, list[Slot]] = {}  # by index of the parameter
+        self._slots_of = [[Slot(site, index) for site in item.sites] for index, item in enumerate(owned)]
+        self._slots = list(itertools.chain(*self._slots_of))
         for slot in self._slots:
-            self._slots_of.setdefault(slot.index, []).append(slot)
-            if home is not None:
-                del slot.module._parameters[slot.attribute]
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
-        self.name = "" if home is None else home.free_name()
-        self._orders = {} if home is None else {slot.module: home.orders[slot.module] for slot in self._slots}
-        # the entries of ``_parameters`` that are free while the base is registered as plain attributes
+        further = [(slot, slots[0]) for slots in self._slots_of for slot in slots[1:]]
+        handle.flat_param._param_infos = Infos(ParamInfo, [slots[:1] for slots in self._slots_of])
+        handle.flat_param._shared_param_infos = Infos(SharedParamInfo, further) if further else ()
+        self.name = ""
+        if home is not None:
+            names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
+            self.name = next(name for name in names if name not in home._parameters)
+        # the entries of ``_parameters`` while the base and the leaves are plain attributes
         hidden = self._slots if home is not None else []
         self._free = _Entries([(slot.module._parameters, slot.attribute, None) for slot in hidden])
         self.base = Layer([])
-        self._base_entries = _Entries([])
-        self._leaves_of: FullCopy | None = None  # the full buffer of the leaf entries
-        self._leaf_entries = _Entries([])
+        self._leaves, self._leaves_of = Layer([]), list[Any]()  # and the list of the full buffer that they are from
         self.shows_leaves = False
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
-        self._written: Any = None  # the layer, or the entries, that the modules show
+        self._written: Layer | None = None  # the layer that the modules show
 
     # -- the stack -----------------------------------------------------------------------------------------------------
 
     def set_base(self, layer: Layer) -> None:
-        """Let ``layer`` be the base, and drop the entries of leaves, which may keep a former full buffer alive."""
-        self.base, self._base_entries = layer, self._entries(layer.tensors)
+        """Let ``layer`` be the base, and drop the layer of leaves, which may keep a former full buffer alive."""
+        self.base = layer
+        self._make_entries(layer)
         if not self.shows_leaves:
-            self._leaves_of, self._leaf_entries = None, _Entries([])
+            self._leaves, self._leaves_of = Layer([]), []
 
     def replace_base(self, index: int, tensor: Any) -> None:
         """Let ``tensor``, over the same memory, be the base of parameter ``index``."""
         self.base.replace(index, tensor)
-        self._base_entries = self._entries(self.base.tensors)
+        self._make_entries(self.base)
 
     def push_leaves(self) -> None:
         """Register the leaves of the full buffer in use."""
-        buffer = self.handle.copy
-        if buffer is not self._leaves_of:
-            self._leaves_of, self._leaf_entries = buffer, self._entries(buffer.all_leaves)
+        leaves = self.handle.copy.all_leaves
+        if leaves is not self._leaves_of:
+            self._leaves, self._leaves_of = Layer(leaves, hidden=self._home is not None), leaves
+            self._make_entries(self._leaves)
         self.shows_leaves = True
-        self._show()
+        self.show()
 
     def pop_leaves(self) -> None:
         """Register the layer below the leaves; idempotent. Parameters that users have assigned since stay."""
         self.shows_leaves = False
-        self._show()
+        self.show()
 
     def push(self, layer: Layer, *, summoned: bool = False) -> None:
         """Register ``layer`` as the uppermost one."""
@@ -286,7 +267,8 @@ class Registration:
             self.summoned = layer
         else:
             self.placeholders = layer
-        self._show()
+        self._make_entries(layer)
+        self.show()
 
     def pop(self, layer: Layer) -> list[Any]:
         """Remove ``layer``, the uppermost one, and return the tensors that were registered in the end."""
@@ -298,78 +280,54 @@ class Registration:
         if layer.flat_place is not None:
             module, name = layer.flat_place
             del module._parameters[name]
-        self._show()
+        self.show()
         return found
 
     def unregister(self) -> None:
-        """Remove the registrations of the bucket until ``register_again``."""
+        """Remove the registrations of the bucket until ``show``."""
         self._written = None
         if self._home is not None:
-            self._home.module._parameters[self.name] = None
+            self._home._parameters[self.name] = None
             return
         for slot in self._slots:
-            if slot.attribute in slot.module._parameters:
-                slot.module._parameters[slot.attribute] = None  # which nn.Module skips, and which keeps the order
+            slot.module._parameters[slot.attribute] = None
 
-    def register_again(self) -> None:
-        """Register the uppermost layer after ``unregister``."""
-        self._show()
-
-    def _show(self) -> None:
+    def show(self) -> None:
         """Write the uppermost layer to the modules, unless they show it."""
-        layer = self.placeholders or self.summoned
-        if layer is not None:
-            if self._written is not layer:
-                self._write_parameters(layer)
+        layer = self.placeholders or self.summoned or (self._leaves if self.shows_leaves else self.base)
+        before, self._written = self._written, layer
+        if before is layer:
             return
-        entries = self._leaf_entries if self.shows_leaves else self._base_entries
-        if self._written is entries:
-            return
-        if self._home is not None and isinstance(self._written, Layer):
+        if layer.hidden:
+            if before is None or not before.hidden:
+                self._free.write()
+        elif self._home is not None and layer.flat_place is None:
             for slot in self._slots:
-                slot.module._parameters.pop(slot.attribute, None)
-        self._written = entries
-        entries.write()
-        if self.shows_leaves:
-            self._allow_forwards()
-        else:
+                slot.module.__dict__.pop(slot.attribute, None)
+        layer.entries.write()
+        if layer is self.base:
             for dictionary, key, guard in self._guards:
                 dictionary[key] = guard
+        elif layer is not self.placeholders:  # the modules can compute
+            for dictionary, key, _ in self._guards:
+                dictionary.pop(key, None)
 
-    def _entries(self, tensors: Sequence[Any]) -> _Entries:
-        """Make the entries for the base or the leaves."""
-        each = [(slot.owner, slot.attribute, tensors[slot.index]) for slot in self._slots]
+    def _make_entries(self, layer: Layer) -> None:
+        hidden, tensors, slots = layer.hidden, layer.tensors, self._slots
+        each: list[tuple[dict[str, Any], str, Any]] = []
         if self._home is not None:
-            each.append((self._home.module._parameters, self.name, tensors[-1]))
-        return _Entries(each, [(slot, tensors[slot.index]) for slot in self._slots if not slot.plain])
-
-    def _write_parameters(self, layer: Layer) -> None:
-        """Register the tensors of ``layer`` as parameters, in the order of the plain module."""
-        self._written = layer
+            each.append((self._home._parameters, self.name, tensors[-1] if hidden else None))
         if layer.flat_place is not None:
-            self.unregister()
-            self._written = layer
+            each += [(slot.module._parameters, slot.attribute, None) for slot in slots]
             module, name = layer.flat_place
-            module._parameters[name] = layer.tensors[0]
+            layer.entries = _Entries([*each, (module._parameters, name, tensors[0])])
             return
-        if self._home is not None:
-            self._home.module._parameters.pop(self.name, None)
-        for slot in self._slots:
-            if slot.hidden:
-                slot.module.__dict__.pop(slot.attribute, None)
-            slot.module._parameters[slot.attribute] = layer.tensors[slot.index]
-        for module, order in self._orders.items():
-            entries = dict(module._parameters)
-            module._parameters.clear()
-            module._parameters.update({name: entries.pop(name) for name in order if name in entries})
-            module._parameters.update(entries)
-        if layer is self.summoned:
-            self._allow_forwards()
-
-    def _allow_forwards(self) -> None:
-        """Remove the guards that refuse forwards of modules whose parameters are shards."""
-        for dictionary, key, _ in self._guards:
-            dictionary.pop(key, None)
+        each += [
+            (slot.module.__dict__ if hidden else slot.module._parameters, slot.attribute, tensors[slot.index])
+            for slot in slots
+        ]
+        puts = [functools.partial(s.put, tensors[s.index], hidden=hidden) for s in slots if not s.plain]
+        layer.entries = _Entries(each, puts)
 
     # -- assignments of users ------------------------------------------------------------------------------------------
 
@@ -378,11 +336,11 @@ class Registration:
         """Whether the base is the uppermost layer, and exactly those tensors are registered."""
         if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
-        return self._base_entries.are_there and (self._home is None or self._free.are_there)
+        return self.base.entries.are_there and (self._home is None or self._free.are_there)
 
     def registered(self) -> list[torch.Tensor | None]:
         """Return the tensor that is registered in the first place of each parameter of the layout."""
-        first = [self._slots_of[index][0] for index in range(len(self._slots_of))]
+        first = [slots[0] for slots in self._slots_of]
         return [slot.module._parameters.get(slot.attribute) for slot in first]
 
     def replaced(self) -> Iterator[tuple[int, Any]]:
@@ -419,23 +377,23 @@ class Registration:
     def put_back(self, index: int) -> None:
         """Register the tensor of the base again that a user has replaced."""
         for slot in self._slots_of[index]:
-            slot.put(self.base.tensors[index])
+            slot.put(self.base.tensors[index], hidden=self._home is not None)
 
     def put_back_leaves(self) -> list[int]:
         """Register leaves again that a user has replaced, and return the indices of their parameters."""
-        if self._leaf_entries.are_there:
+        if self._leaves.entries.are_there:
             return []
         found = []
         for slot in self._slots:
             leaf, current = self.handle.leaves[slot.index], slot.current()
             if current is not leaf and current is not None:
                 found.append(slot.index)
-                slot.put(leaf)
+                slot.put(leaf, hidden=self._home is not None)
         return found
 
     def renormalizes(self, index: int) -> bool:
         """Whether the forward of a module with parameter ``index`` rescales its rows."""
-        modules = [slot.module for slot in self._slots_of.get(index, ())]
+        modules = [slot.module for slot in self._slots if slot.index == index]
         return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None for m in modules)
 
     # -- copies --------------------------------------------------------------------------------------------------------
@@ -452,25 +410,17 @@ class Registration:
             memo.update({id(tensor): tensor for tensor in self.base.tensors})  # until they are replaced
         memo[id(self.handle.flat_param)] = handle.flat_param
 
-    def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], Home | None]:
-        """Return the sites in the copies of the modules, without parameters, and clear these for a new registration.
-        ``memo`` has the copies."""
+    def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], nn.Module | None]:
+        """Return the sites in the copies of the modules, without parameters, and the copy of the module with the flat
+        parameter, which is removed there. ``memo`` has the copies."""
         unknown: Any = None
         owned = [OwnedParam(unknown, []) for _ in self.handle.layout.params]
         for slot in self._slots:
             owned[slot.index].sites.append(Site(memo[id(slot.module)], slot.attribute, slot.name))
-        if self._home is None:
-            return owned, None
-        home = memo[id(self._home.module)]
-        del home._parameters[self.name]
-        for site in (site for item in owned for site in item.sites):
-            site.module.__dict__.pop(site.attribute)
-            site.module._parameters[site.attribute] = None
-        return owned, Home(home, {memo[id(module)]: order for module, order in self._orders.items()})
-
-
-def _param_infos(sites: Iterable[Site]) -> ParamInfos:
-    return ParamInfos((site.module, site.attribute, site.name) for site in sites)
+        home = None if self._home is None else memo[id(self._home)]
+        if home is not None:
+            del home._parameters[self.name]
+        return owned, home
 
 
 def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.flat.flat_param import FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
-from fsdp.flat.registration import Guard, Home, Layer, Registration, ShardedPlaceholder
+from fsdp.flat.registration import Guard, Layer, Registration, ShardedPlaceholder
 from fsdp.flat.tensor_parallel import local_of
 
 _hooks_of = operator.attrgetter("_backward_hooks")
@@ -168,7 +168,7 @@ class CommonViews:
     def follow_shard(self) -> None:
         """Register tensors over the shard, which is new, or has moved or changed its dtype."""
         self.registration.set_base(self._make_base(self.handle.sharded_views(self.handle.shard)))
-        self.registration.register_again()
+        self.registration.show()
 
     def _make_base(self, values: list[torch.Tensor]) -> Layer:
         """Make the layer over the parts of the shard, ``values``."""
@@ -329,7 +329,7 @@ class OriginalViews(CommonViews):
 class FlatViews(CommonViews):
     """``use_orig_params=False``: the flat parameter is registered; the originals' names lead to plain attributes."""
 
-    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home) -> None:
+    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], home: nn.Module) -> None:
         registration = Registration(handle, owned, home)
         self._set_visible([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
@@ -348,7 +348,7 @@ class FlatViews(CommonViews):
             tensors = list(handle.leaves)
         else:
             tensors = self._parameters_over(values, [leaf.requires_grad for leaf in handle.leaves])
-        return Layer([*tensors, handle.flat_param], [*memory, handle.shard])
+        return Layer([*tensors, handle.flat_param], [*memory, handle.shard], hidden=True)
 
     def _parameters_over(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
         """Make a parameter over each of ``values``, with the attributes that users have set."""

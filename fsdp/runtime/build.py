@@ -29,7 +29,6 @@ from fsdp.flat.ownership import (
     owned_params,
     synchronize,
 )
-from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
@@ -87,7 +86,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
         synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
         for lane in lanes:
             lane.settle()
-    home = None if use_orig_params else Home.of(module, outermost_of(module)[0])
+    home = None if use_orig_params else outermost_of(module)[0]
     buckets: list[BucketViews] = []
     compares = not options.sync_module_states and options.groups.data_parallel_size > 1
     initial: list[InitialValues] = []

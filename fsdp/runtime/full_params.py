@@ -147,7 +147,7 @@ def without_shards(unit: Unit) -> Iterator[None]:
         yield
     finally:
         for views in unit.views:
-            views.registration.register_again()
+            views.registration.show()
         for param, grad in hidden:
             assign_grad(param, grad)
 

@@ -46,7 +46,7 @@ def apply_to_unit(
         apply_to_modules()
     finally:
         for views in unit.views:
-            views.registration.register_again()
+            views.registration.show()
     device = unit.device
     if unit.progress.is_first_to_change(fn, place):
         with torch.no_grad():
