@@ -138,7 +138,7 @@ def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
                 model(x).sum().backward()
                 assert counter.take() == {2 if strategy is FULL else 1}, case  # gathered once and kept otherwise
                 loss = model(x).sum()
-                kept = [handle._source is not None for handle in handles_of(model)]
+                kept = [handle._cast is not None for handle in handles_of(model)]
                 assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
                 hook = loss.register_hook(stop)
                 with pytest.raises(ZeroDivisionError):

@@ -82,7 +82,7 @@ class Pair:
 
     def parts(self) -> int:
         """Return the bytes that the second model keeps from a forward to the backward."""
-        return sum(h._source.tensor.nbytes for h in handles_of(self.near) if h.has_slice)
+        return sum(h._slice.nbytes for h in handles_of(self.near) if h.has_slice)
 
     def full(self) -> int:
         return sum(handle.full_nbytes for handle in handles_of(self.near))
@@ -164,7 +164,7 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
             loss(5)  # a forward without backward
             with torch.no_grad():
                 loss(6)
-            assert all(handle._source is None for handle in handles_of(model))
+            assert all(handle._cast is handle._slice is None for handle in handles_of(model))
             loss(7).backward()
 
         assert count(pair.run(evaluate)) == (3 * UNITS, UNITS)

@@ -104,18 +104,6 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
     return (grad.dtype, grad.device) != (shard.dtype, shard.device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GatherSource:
-    """A tensor that a handle keeps for the next gather, in the compute dtype.
-
-    Attributes:
-        is_slice: it is this rank's slice of the full buffer, for a gather among nearby ranks; else the cast shard.
-    """
-
-    tensor: torch.Tensor
-    is_slice: bool
-
-
 class FlatParamHandle:
     """One bucket: the parameters of a unit that share a dtype and a ``requires_grad`` (and a user's label).
 
@@ -165,7 +153,9 @@ class FlatParamHandle:
             ("lengths", groups.shard_rank), lambda: _lengths_and_parts(layout, groups.shard_rank)
         )
         self.full_precision = False
-        self._source: GatherSource | None = None  # kept for the next gather
+        # kept for the next gather: the shard in the compute dtype, or a slice of the full buffer for nearby ranks
+        self._cast: torch.Tensor | None = None
+        self._slice: torch.Tensor | None = None
         self.unit_name = "its unit"
 
         self._shard = self._put_at_rest(shard)
@@ -236,8 +226,7 @@ class FlatParamHandle:
         resident = not self.groups.sharded and not differs
         size = self.layout.padded_numel
         buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
-        views = parameter_views(self.layout, buffer)
-        self._copies[dtype] = copy = FullCopy(self.layout, buffer, views, leaves, resident=resident, differs=differs)
+        self._copies[dtype] = copy = FullCopy(self.layout, buffer, leaves, resident=resident)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
                 memory.explain = functools.partial(_error_of_use, weakref.ref(self), weakref.ref(copy), index)
@@ -303,10 +292,6 @@ class FlatParamHandle:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> BufferState:
-        return self.copy.state
-
-    @property
     def shard(self) -> torch.Tensor:
         """This rank's part of the flat vector, detached; ``layout.shard_numel`` elements in ``layout.dtype``."""
         return self._shard
@@ -348,10 +333,10 @@ class FlatParamHandle:
         assert copy.pooled is not None
         # first the source: an upload does not wait, as the memory does, until the compute has left a full buffer
         if nearby:
-            assert self._source is not None
-            source = self._source.tensor
+            assert self._slice is not None
+            source = self._slice
         elif self.groups.sharded:
-            source = self._whole_shard(copy, communicator.streams, keep_cast=keep_cast)
+            source = self._cast_shard(copy.tensor.dtype, communicator.streams, keep=keep_cast)
         else:
             source = self._shard  # the copy moves and casts it
         if copy.state is not BufferState.SHARDED:
@@ -363,17 +348,16 @@ class FlatParamHandle:
         copy.enter(BufferState.GATHERING)
         return Gather(copy.tensor, source, copy.cut)
 
-    def _whole_shard(self, copy: FullCopy, streams: Streams, *, keep_cast: bool) -> torch.Tensor:
-        """Return the shard in the dtype of ``copy``: the cast that an earlier gather has kept, or a new one. With
-        ``keep_cast``, keep it."""
-        kept, self._source = self._source, None
-        if kept is not None and not kept.is_slice and kept.tensor.dtype == copy.tensor.dtype:
-            shard = kept.tensor
-        else:
-            shard = self._shard_as(copy.tensor.dtype, streams) if copy.differs else self._shard
-        if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
-            self._source = GatherSource(shard, is_slice=False)
-        return shard
+    def _cast_shard(self, dtype: torch.dtype, streams: Streams, *, keep: bool) -> torch.Tensor:
+        """Return the shard in ``dtype``: the cast that an earlier gather has kept, or a new one, which this one may
+        ``keep``."""
+        cast = self._cast
+        self.forget_source()
+        if cast is None or cast.dtype != dtype:
+            cast = self._shard_as(dtype, streams)
+        if keep and dtype != self._shard.dtype and self._shard.device == self.device:
+            self._cast = cast
+        return cast
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """Return the shard on the device, in ``dtype``. It is uploaded first, so that the device casts it."""
@@ -390,19 +374,18 @@ class FlatParamHandle:
     @property
     def has_slice(self) -> bool:
         """Whether a slice of the full buffer is kept for the next gather."""
-        kept = self._source
-        return kept is not None and kept.is_slice and kept.tensor.dtype == self.copy.tensor.dtype
+        return self._slice is not None and self._slice.dtype == self.copy.tensor.dtype
 
     def keep_slice(self, nearby: Groups) -> None:
         """Keep this rank's slice of the filled full buffer for gathers among the ranks ``nearby``. The current stream
         has filled the buffer, and gathers again."""
         if not self.has_slice:
-            part = self.full.view(nearby.shard_size, -1)[nearby.shard_rank]
-            self._source = GatherSource(part.clone(), is_slice=True)
+            self.forget_source()
+            self._slice = self.full.view(nearby.shard_size, -1)[nearby.shard_rank].clone()
 
     def forget_source(self) -> None:
         """Let the next gather read the shard, which may have changed."""
-        self._source = None
+        self._cast = self._slice = None
 
     def wait(self) -> None:
         """Wait until the full buffer is filled (for the current stream)."""
@@ -558,7 +541,7 @@ def gather(
         # owns the memory, uses it again.
         is_over = isinstance(error, OSError) or not issues or not communicator.streams.asynchronous_work
         for handle in handles:
-            if handle.state is BufferState.GATHERING:
+            if handle.copy.state is BufferState.GATHERING:
                 if is_over:
                     handle.copy.enter(BufferState.UNSHARDED)
                     handle.release(pool, None)
@@ -607,6 +590,6 @@ def _error_of_use(
         return "a parameter was read after its unit was deleted"
     if copy is None or copy.state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
         return f"{handle.describe_sharded(index)}. {_KEPT}"
-    if written and not copy.keeps_writes:
+    if written and copy.pooled is not None:
         return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
     return None

@@ -71,33 +71,30 @@ class FullCopy:
         memories: the plain tensor of each leaf: the leaf itself, or the local tensor of a ``DTensor``.
         state: of the memory; changed by ``enter`` alone.
         pending: the gather in flight, or the last one.
-        pooled: the memory of the buffer; None if it is the shard's.
-        differs: whether the shard has another dtype or device.
-        keeps_writes: whether a write to a leaf is a write to the shard.
+        pooled: the memory of the buffer; None if it is the shard's, so that a write to a leaf writes the shard.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
         tensor: torch.Tensor,
-        views: list[torch.Tensor],
         leaves: list[nn.Parameter],
         *,
         resident: bool,
-        differs: bool,
     ) -> None:
-        """Point the leaves, the whole vector's behind those of the parameters, at the ``views`` of ``tensor``, whose
-        memory is released unless it is ``resident``."""
+        """Point the leaves, the whole vector's behind those of the parameters, at views of ``tensor``, whose memory is
+        released unless it is ``resident``."""
         count = len(layout.params)
         self.tensor, self.all_leaves = tensor, leaves
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
         self.pending: Work | None = None
-        self._views = [*views, tensor[: layout.numel]][: len(leaves)]  # made while there is memory
+        self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]][
+            : len(leaves)
+        ]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
         # Versions and flags without changes of users. The engine writes to ``tensor``, not to the leaves' counters.
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
-        self.keeps_writes, self.differs = resident, differs
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
@@ -138,12 +135,13 @@ class FullCopy:
         for index, (leaf, flag) in enumerate(zip(self.all_leaves, self._flags)):
             if pointers[index] != own_pointers[index]:
                 memory, view = self.memories[index], self._views[index]
-                if taken is not None and not leaf.requires_grad and _is_replacement(memory, view):
+                fits = (memory.numel(), memory.dtype, memory.device) == (view.numel(), view.dtype, view.device)
+                if taken is not None and not leaf.requires_grad and fits:
                     taken.append((index, memory.detach().reshape(view.shape)))
                 else:
                     found.append((index, "given other data"))
                 memory.data = view
-            elif versions[index] != self._written[index] and not self.keeps_writes:
+            elif versions[index] != self._written[index] and self.pooled is not None:
                 found.append((index, "changed in place"))
             if flags[index] is not flag:
                 leaf.requires_grad_(flag)
@@ -167,10 +165,6 @@ class FullCopy:
     def outdate(self) -> None:
         """Let autograd refuse to read the leaves that it has saved so far."""
         set_versions(self._unchecked, [leaf._version + 1 for leaf in self._unchecked])
-
-
-def _is_replacement(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    return (tensor.numel(), tensor.dtype, tensor.device) == (view.numel(), view.dtype, view.device)
 
 
 RELEASED_VERSION = 1 << 30  # the version of a leaf without memory

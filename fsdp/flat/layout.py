@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fsdp.placement.boxes import dense_stride, memory_order
+
 Computed = TypeVar("Computed")
 
 
@@ -223,12 +225,7 @@ def _laid_out(
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
-    stride = []
-    step = 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
+    return dense_stride(shape, range(len(shape)))
 
 
 def _placed(spec: ParamSpec, offset: int) -> ParamRecord:
@@ -248,16 +245,9 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the strides visit each of the ``numel`` elements from the first on exactly once."""
     if len(shape) != len(stride):
         return False
-    if 0 in shape:
-        return True
-    step = 1
-    for dim_stride, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:  # the stride is never used, and torch allows any
-            continue
-        if dim_stride != step:
-            return False
-        step *= size
-    return True
+    dense = dense_stride(shape, memory_order(shape, stride))
+    # of a size of 1 the stride is never used, and torch allows any
+    return 0 in shape or all(size == 1 or one == other for size, one, other in zip(shape, stride, dense))
 
 
 def _elements(alignment: int, itemsize: int, argument: str) -> int:

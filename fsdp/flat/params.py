@@ -92,8 +92,9 @@ class ParamGuard:
         """
         if not self._checks:
             return
-        copy = self._handle.copy
-        taken: list[tuple[int, torch.Tensor]] | None = None if torch.is_grad_enabled() or copy.differs else []
+        copy, shard = self._handle.copy, self._handle.shard
+        fits = (copy.tensor.dtype, copy.tensor.device) == (shard.dtype, shard.device)
+        taken: list[tuple[int, torch.Tensor]] | None = [] if fits and not torch.is_grad_enabled() else None
         found = copy.undo_writes(taken)
         for index, values in taken or ():
             self._write(index, values)
@@ -116,13 +117,13 @@ class ParamGuard:
 
     def mark(self) -> Mark:
         """Record the values that a forward computes with."""
-        return Mark(self._handle.copy, Values(self._views.params if self._checks else ()))
+        return Mark(self._handle.copy, Values.of(self._views.params if self._checks else ()))
 
     def has_values_of(self, before: Mark) -> bool:
         """Whether the values are those of the mark ``before``."""
         if self._handle.copy is not before.buffer:
             return False
-        return not self._checks or before.params.are_those_of(self._views.params)
+        return not self._checks or before.params == Values.of(self._views.params)
 
     def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
         """Raise RuntimeError if the leaves ``expected``, by index, have changed since the mark ``before``."""
@@ -132,7 +133,7 @@ class ParamGuard:
                 "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
                 "forward again"
             )
-        for position in before.params.changed(self._views.params) if self._checks else ():
+        for position in before.params.changed(Values.of(self._views.params)) if self._checks else ():
             visible = self._views.visible[position]
             if any(index in expected for index in visible.members):
                 raise RuntimeError(
@@ -143,14 +144,14 @@ class ParamGuard:
 
     def values(self) -> Values:
         """Record the shard and the visible parameters, for a buffer that stays gathered from pass to pass."""
-        return Values([self._handle.shard, *self._views.params])
+        return Values.of([self._handle.shard, *self._views.params])
 
     def check_kept(self) -> None:
         """Raise RuntimeError if a buffer that stayed gathered differs from the shard, with ``FSDP_DEBUG=1``.
 
         Waits for the device.
         """
-        if not self._compares_values or self._handle.copy.keeps_writes:
+        if not self._compares_values or self._handle.copy.pooled is None:
             return
         index = self._handle.first_difference()
         if index is not None:
@@ -201,8 +202,7 @@ class ParamGuard:
                 memory = None if layer.memory is None else layer.memory[index]
                 self._check_fits(index, new, layer.tensors[index] if memory is None else memory)
                 self._views.adopt(index, new, self._write(index, new))
-            changes = layer.before.diff(Snapshot(layer.tensors))
-            for index in [change.index for change in changes if change.moved]:
+            for index in layer.before.moved(Snapshot(layer.tensors)):
                 memory, tensor = self._memory_of(index), layer.tensors[index]
                 self._check_fits(index, tensor, memory, cast=summoned is not None)
                 point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])
@@ -213,8 +213,8 @@ class ParamGuard:
         The layer was popped, with the tensors ``found`` in place of its own.
         """
         present = [before if tensor is None else tensor for before, tensor in zip(layer.tensors, found)]  # or deleted
-        changes = layer.before.diff(Snapshot(present))
-        written = {change.index for change in changes if change.replaced or change.moved or change.written}
+        before, now = layer.before, Snapshot(present)
+        written = {*before.values.changed(now.values), *before.moved(now)}
         with torch.no_grad():
             if layer.compares_values:
                 written |= {i for i, tensor in enumerate(found) if tensor is not None and self._differs(i, tensor)}
@@ -225,7 +225,7 @@ class ParamGuard:
             for index, tensor in enumerate(found):
                 if tensor is not None and tensor.grad is not None:
                     self._views.take_grad(index, tensor.grad)
-        if any(change.flag for change in changes):
+        if before.flags != now.flags:
             self._views.take_flags([None if tensor is None else tensor.requires_grad for tensor in found])
 
     def _memory_of(self, index: int) -> torch.Tensor:

@@ -344,7 +344,7 @@ class FlatViews(CommonViews):
         if handle.groups.sharded:
             memory = [None] * len(values)
             tensors: list[Any] = [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
-        elif handle.state is BufferState.RESIDENT:
+        elif handle.copy.state is BufferState.RESIDENT:
             tensors = list(handle.leaves)
         else:
             tensors = self._parameters_over(values, [leaf.requires_grad for leaf in handle.leaves])

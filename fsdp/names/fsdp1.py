@@ -283,7 +283,7 @@ class HandleNames:
 
     def needs_unshard(self) -> bool:
         """Return True if a gather has to fill the full buffer."""
-        return self._bucket.groups.sharded and self._bucket.state is BufferState.SHARDED
+        return self._bucket.groups.sharded and self._bucket.copy.state is BufferState.SHARDED
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Return True if ``tensor`` has the size of this rank's shard, not of the full buffer."""

@@ -140,7 +140,7 @@ def _released(shape: list[int]) -> str:
         for unit in every_unit()
         for handle in unit.handles
         for index, leaf in enumerate(handle.leaves)
-        if sorted(leaf.shape) == sorted(shape) and handle.state is BufferState.SHARDED
+        if sorted(leaf.shape) == sorted(shape) and handle.copy.state is BufferState.SHARDED
     )
     more = [f"{len(names) - _SHOWN} others of that shape"] if len(names) > _SHOWN else []
     which = " or ".join([*names[:_SHOWN], *more]) or f"a parameter of shape {tuple(shape)}"

@@ -193,7 +193,7 @@ class Unsharder:
                 self.make_room(unit)
                 self.gather(unit)
             elif refill and found.generation != self.generation:
-                if found.values is None or not all(map(Values.are_those_in, unit.values(), found.values)):
+                if unit.values() != found.values:
                     torch.clear_autocast_cache()  # the casts are of old values
                     self.gather(unit)
                 else:
