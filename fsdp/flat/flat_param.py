@@ -351,8 +351,7 @@ class FlatParamHandle:
     def _cast_shard(self, dtype: torch.dtype, streams: Streams, *, keep: bool) -> torch.Tensor:
         """Return the shard in ``dtype``: the cast that an earlier gather has kept, or a new one, which this one may
         ``keep``."""
-        cast = self._cast
-        self.forget_source()
+        cast, self._cast, self._slice = self._cast, None, None
         if cast is None or cast.dtype != dtype:
             cast = self._shard_as(dtype, streams)
         if keep and dtype != self._shard.dtype and self._shard.device == self.device:

@@ -25,6 +25,7 @@ from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
+from fsdp.flat.registration import Site
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 ONE_UNIT_ONLY = (
@@ -34,15 +35,6 @@ ONE_UNIT_ONLY = (
 _TORCH = "torch.distributed.fsdp"  # never imported
 _GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # FSDP2 gathers tensor subclasses by these
 ALIGNMENT = 16  # bytes; collectives and kernels have slow paths for less aligned memory
-
-
-@dataclass
-class Site:
-    """One registration of a parameter: ``module.<attribute>``, known in the unit as ``name``."""
-
-    module: nn.Module
-    attribute: str
-    name: str
 
 
 @dataclass

@@ -119,23 +119,18 @@ class ParamGuard:
         """Record the values that a forward computes with."""
         return Mark(self._handle.copy, Values.of(self._views.params if self._checks else ()))
 
-    def has_values_of(self, before: Mark) -> bool:
-        """Whether the values are those of the mark ``before``."""
-        if self._handle.copy is not before.buffer:
-            return False
-        return not self._checks or before.params == Values.of(self._views.params)
-
-    def check_unchanged(self, before: Mark, expected: AbstractSet[int]) -> None:
-        """Raise RuntimeError if the leaves ``expected``, by index, have changed since the mark ``before``."""
+    def check_unchanged(self, before: Mark, bucket: int, expected: AbstractSet[tuple[int, int]]) -> None:
+        """Raise RuntimeError if a leaf of ``expected``, by ``bucket`` and index, has changed since the mark ``before``."""
         if self._handle.copy is not before.buffer:
             raise RuntimeError(
                 f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
                 "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
                 "forward again"
             )
-        for position in before.params.changed(Values.of(self._views.params)) if self._checks else ():
+        now = Values.of(self._views.params if self._checks else ())
+        for position in before.params.changed(now) if before.params != now else ():
             visible = self._views.visible[position]
-            if any(index in expected for index in visible.members):
+            if any((bucket, index) in expected for index in visible.members):
                 raise RuntimeError(
                     f"{visible.name!r} of {self._handle.unit_name} was changed in place, or replaced, between a "
                     "forward and its backward, which would compute with other values than the forward did. Change "

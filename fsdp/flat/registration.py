@@ -20,6 +20,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torch import nn
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.metadata import Infos, ParamInfo, SharedParamInfo
-from fsdp.flat.ownership import OwnedParam, Site
 from fsdp.flat.snapshot import Snapshot, flag_of
 
 Guard = tuple[Any, Any, Any]  # an entry that refuses forwards of a module: dictionary, key, value
@@ -82,20 +82,19 @@ class _InUnit:
             )
 
 
-class Slot:
-    """One registration of a parameter: ``module.<attribute>``.
+@dataclass(slots=True)
+class Site:
+    """One registration of a parameter: ``module.<attribute>``, known in the unit as ``name``."""
 
-    Attributes:
-        index: the number of the parameter in the layout.
-        plain: whether a dictionary write is enough. A class with a ``__setattr__`` of its own (torch's RNNs) keeps
-            records, which a dictionary write would bypass.
-    """
+    module: nn.Module
+    attribute: str
+    name: str
 
-    __slots__ = ("attribute", "index", "module", "name", "plain")
-
-    def __init__(self, site: Site, index: int) -> None:
-        self.module, self.attribute, self.name, self.index = site.module, site.attribute, site.name, index
-        self.plain = type(site.module).__setattr__ is nn.Module.__setattr__
+    @property
+    def is_plain(self) -> bool:
+        """Whether a dictionary write is enough. A class with a ``__setattr__`` of its own (torch's RNNs) keeps records,
+        which a dictionary write would bypass."""
+        return type(self.module).__setattr__ is nn.Module.__setattr__
 
     def current(self) -> Any:
         """Return the tensor that is here now. ``nn.Module`` registers a parameter that a user assigns."""
@@ -105,7 +104,7 @@ class Slot:
     def put(self, tensor: Any, *, hidden: bool) -> None:
         """Register ``tensor`` here, or make it a plain attribute if it is ``hidden``."""
         registered = self.module._parameters
-        if not self.plain:
+        if not self.is_plain:
             before = dict(registered)
             registered.pop(self.attribute, None)  # nn.Module takes no plain tensor in the place of a parameter
             setattr(self.module, self.attribute, tensor)
@@ -205,27 +204,27 @@ class Registration:
     """
 
     def __init__(
-        self, handle: FlatParamHandle, owned: list[OwnedParam], home: nn.Module | None, guards: Sequence[Guard] = ()
+        self, handle: FlatParamHandle, sites: list[list[Site]], home: nn.Module | None, guards: Sequence[Guard] = ()
     ) -> None:
-        """``home`` is the module that gets the flat parameter, for buckets that register one. ``guards`` are in place
-        while the modules cannot compute with the registered tensors."""
+        """``sites`` are those of each parameter. ``home`` is the module that gets the flat parameter, for buckets that
+        register one. ``guards`` are in place while the modules cannot compute with the registered tensors."""
         self.handle = handle
         self._home, self._guards = home, guards
-        self._slots_of = [[Slot(site, index) for site in item.sites] for index, item in enumerate(owned)]
-        self._slots = list(itertools.chain(*self._slots_of))
-        for slot in self._slots:
-            if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
-                slot.module.__dict__["flatten_parameters"] = _keep_layout
-        further = [(slot, slots[0]) for slots in self._slots_of for slot in slots[1:]]
-        handle.flat_param._param_infos = Infos(ParamInfo, [slots[:1] for slots in self._slots_of])
+        self._sites = sites
+        self._each = [(index, site) for index, several in enumerate(sites) for site in several]
+        for _, site in self._each:
+            if isinstance(site.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
+                site.module.__dict__["flatten_parameters"] = _keep_layout
+        further = [(site, several[0]) for several in sites for site in several[1:]]
+        handle.flat_param._param_infos = Infos(ParamInfo, [several[:1] for several in sites])
         handle.flat_param._shared_param_infos = Infos(SharedParamInfo, further) if further else ()
         self.name = ""
         if home is not None:
             names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
             self.name = next(name for name in names if name not in home._parameters)
         # the entries of ``_parameters`` while the base and the leaves are plain attributes
-        hidden = self._slots if home is not None else []
-        self._free = _Entries([(slot.module._parameters, slot.attribute, None) for slot in hidden])
+        hidden = self._each if home is not None else []
+        self._free = _Entries([(site.module._parameters, site.attribute, None) for _, site in hidden])
         self.base = Layer([])
         self._leaves, self._leaves_of = Layer([]), list[Any]()  # and the list of the full buffer that they are from
         self.shows_leaves = False
@@ -289,8 +288,8 @@ class Registration:
         if self._home is not None:
             self._home._parameters[self.name] = None
             return
-        for slot in self._slots:
-            slot.module._parameters[slot.attribute] = None
+        for _, site in self._each:
+            site.module._parameters[site.attribute] = None
 
     def show(self) -> None:
         """Write the uppermost layer to the modules, unless they show it."""
@@ -302,8 +301,8 @@ class Registration:
             if before is None or not before.hidden:
                 self._free.write()
         elif self._home is not None and layer.flat_place is None:
-            for slot in self._slots:
-                slot.module.__dict__.pop(slot.attribute, None)
+            for _, site in self._each:
+                site.module.__dict__.pop(site.attribute, None)
         layer.entries.write()
         if layer is self.base:
             for dictionary, key, guard in self._guards:
@@ -313,20 +312,20 @@ class Registration:
                 dictionary.pop(key, None)
 
     def _make_entries(self, layer: Layer) -> None:
-        hidden, tensors, slots = layer.hidden, layer.tensors, self._slots
+        hidden, tensors = layer.hidden, layer.tensors
         each: list[tuple[dict[str, Any], str, Any]] = []
         if self._home is not None:
             each.append((self._home._parameters, self.name, tensors[-1] if hidden else None))
         if layer.flat_place is not None:
-            each += [(slot.module._parameters, slot.attribute, None) for slot in slots]
+            each += [(site.module._parameters, site.attribute, None) for _, site in self._each]
             module, name = layer.flat_place
             layer.entries = _Entries([*each, (module._parameters, name, tensors[0])])
             return
         each += [
-            (slot.module.__dict__ if hidden else slot.module._parameters, slot.attribute, tensors[slot.index])
-            for slot in slots
+            (site.module.__dict__ if hidden else site.module._parameters, site.attribute, tensors[index])
+            for index, site in self._each
         ]
-        puts = [functools.partial(s.put, tensors[s.index], hidden=hidden) for s in slots if not s.plain]
+        puts = [functools.partial(s.put, tensors[index], hidden=hidden) for index, s in self._each if not s.is_plain]
         layer.entries = _Entries(each, puts)
 
     # -- assignments of users ------------------------------------------------------------------------------------------
@@ -340,8 +339,7 @@ class Registration:
 
     def registered(self) -> list[torch.Tensor | None]:
         """Return the tensor that is registered in the first place of each parameter of the layout."""
-        first = [slots[0] for slots in self._slots_of]
-        return [slot.module._parameters.get(slot.attribute) for slot in first]
+        return [several[0].module._parameters.get(several[0].attribute) for several in self._sites]
 
     def replaced(self) -> Iterator[tuple[int, Any]]:
         """Yield the index and the new tensor of each parameter that a user has replaced.
@@ -352,19 +350,18 @@ class Registration:
         """
         ours = (self.summoned or self.base).tensors
         strange = {
-            slot.index: (slot.name, current)
-            for slot in self._slots
-            if (current := slot.current()) is not ours[slot.index]
+            index: (site.name, current)
+            for index, site in self._each
+            if (current := site.current()) is not ours[index]
             and current is not None  # a user has deleted it
-            and not self.handle.is_leaf(current, slot.index)
+            and not self.handle.is_leaf(current, index)
         }
         for index, (name, new) in strange.items():
-            slots = self._slots_of[index]
-            if any(slot.current() is not new for slot in slots):
+            if any(site.current() is not new for site in self._sites[index]):
                 raise NotImplementedError(
                     f"Cannot writeback {name!r}: it is one registration of a shared parameter "
-                    f"({', '.join(slot.name for slot in slots)}); change the parameter in place instead, or replace "
-                    "all of them by the same one"
+                    f"({', '.join(site.name for site in self._sites[index])}); change the parameter in place instead, "
+                    "or replace all of them by the same one"
                 )
             if getattr(new, "_fsdp_flattened", False) and not getattr(new, "_fsdp_replaced", False):
                 raise RuntimeError(
@@ -376,51 +373,48 @@ class Registration:
 
     def put_back(self, index: int) -> None:
         """Register the tensor of the base again that a user has replaced."""
-        for slot in self._slots_of[index]:
-            slot.put(self.base.tensors[index], hidden=self._home is not None)
+        for site in self._sites[index]:
+            site.put(self.base.tensors[index], hidden=self._home is not None)
 
     def put_back_leaves(self) -> list[int]:
         """Register leaves again that a user has replaced, and return the indices of their parameters."""
         if self._leaves.entries.are_there:
             return []
         found = []
-        for slot in self._slots:
-            leaf, current = self.handle.leaves[slot.index], slot.current()
+        for index, site in self._each:
+            leaf, current = self.handle.leaves[index], site.current()
             if current is not leaf and current is not None:
-                found.append(slot.index)
-                slot.put(leaf, hidden=self._home is not None)
+                found.append(index)
+                site.put(leaf, hidden=self._home is not None)
         return found
 
     def renormalizes(self, index: int) -> bool:
         """Whether the forward of a module with parameter ``index`` rescales its rows."""
-        modules = [slot.module for slot in self._slots if slot.index == index]
+        modules = [site.module for of, site in self._each if of == index]
         return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None for m in modules)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def forbid_copies(self) -> None:
         """Refuse copies of modules with parameters of the bucket, except with the unit, or while it is summoned."""
-        for module, index in {slot.module: slot.index for slot in self._slots}.items():
+        for module, index in {site.module: index for index, site in self._each}.items():
             module.__dict__[_InUnit.ATTRIBUTE] = _InUnit(self, module, index)
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         """Fill the ``memo`` of a ``deepcopy`` of the modules, for which ``handle`` was copied."""
-        memo.update({id(slot.module.__dict__.get(_InUnit.ATTRIBUTE)): None for slot in self._slots})
+        memo.update({id(site.module.__dict__.get(_InUnit.ATTRIBUTE)): None for _, site in self._each})
         if self._home is not None:
             memo.update({id(tensor): tensor for tensor in self.base.tensors})  # until they are replaced
         memo[id(self.handle.flat_param)] = handle.flat_param
 
-    def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], nn.Module | None]:
-        """Return the sites in the copies of the modules, without parameters, and the copy of the module with the flat
-        parameter, which is removed there. ``memo`` has the copies."""
-        unknown: Any = None
-        owned = [OwnedParam(unknown, []) for _ in self.handle.layout.params]
-        for slot in self._slots:
-            owned[slot.index].sites.append(Site(memo[id(slot.module)], slot.attribute, slot.name))
+    def copied(self, memo: dict[int, Any]) -> tuple[list[list[Site]], nn.Module | None]:
+        """Return the sites in the copies of the modules, and the copy of the module with the flat parameter, which is
+        removed there. ``memo`` has the copies."""
         home = None if self._home is None else memo[id(self._home)]
         if home is not None:
             del home._parameters[self.name]
-        return owned, home
+        copies = [[replace(site, module=memo[id(site.module)]) for site in several] for several in self._sites]
+        return copies, home
 
 
 def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

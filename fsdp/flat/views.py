@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.flat.flat_param import FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
-from fsdp.flat.registration import Guard, Layer, Registration, ShardedPlaceholder
+from fsdp.flat.registration import Guard, Layer, Registration, ShardedPlaceholder, Site
 from fsdp.flat.tensor_parallel import local_of
 
 _hooks_of = operator.attrgetter("_backward_hooks")
@@ -191,7 +191,7 @@ class OriginalViews(CommonViews):
         changed = [handle.groups.sharded or tp is not None for tp in handle.tp]  # whether the base has another shape
         owners = {p.module: index for index, item in enumerate(owned) for p in item.sites if changed[index]}
         guards = [refuse(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
-        super().__init__(handle, Registration(handle, owned, None, guards))
+        super().__init__(handle, Registration(handle, [item.sites for item in owned], None, guards))
         handle.flat_param._params = self._originals
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
         self.follow_shard()
@@ -266,9 +266,8 @@ class OriginalViews(CommonViews):
 
     def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
         """Return the views of ``handle``, a copy, over the copies of the modules in ``memo``."""
-        owned, _ = self.registration.copied(memo)
-        for item, original in zip(owned, self._originals):
-            item.param = memo[id(original)]
+        sites, _ = self.registration.copied(memo)
+        owned = [OwnedParam(memo[id(original)], its) for original, its in zip(self._originals, sites)]
         return OriginalViews(handle, owned, self._refuse)
 
     def _attributes_of(self, index: int) -> torch.Tensor:
@@ -329,8 +328,8 @@ class OriginalViews(CommonViews):
 class FlatViews(CommonViews):
     """``use_orig_params=False``: the flat parameter is registered; the originals' names lead to plain attributes."""
 
-    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], home: nn.Module) -> None:
-        registration = Registration(handle, owned, home)
+    def __init__(self, handle: FlatParamHandle, sites: list[list[Site]], home: nn.Module) -> None:
+        registration = Registration(handle, sites, home)
         self._set_visible([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, registration)
@@ -425,9 +424,9 @@ class FlatViews(CommonViews):
 
     def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
         """Return the views of ``handle``, a copy, over the copies of the modules in ``memo``."""
-        owned, home = self.registration.copied(memo)
+        sites, home = self.registration.copied(memo)
         assert home is not None
-        return FlatViews(handle, owned, home)
+        return FlatViews(handle, sites, home)
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """Register new parameters over ``values``, under the original names, until ``end_summon``."""

@@ -107,7 +107,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
         if home is None:
             views = OriginalViews(handle, members, forward_refused)
         else:
-            views = FlatViews(handle, members, home)
+            views = FlatViews(handle, [item.sites for item in members], home)
         buckets.append(views)
         if compares:
             initial.append(InitialValues(views, samples))

@@ -286,8 +286,7 @@ class ForwardCall:
         if unit.policy.unshard_in_backward or unit.is_gathered:  # recomputations inside use the leaves
             unsharder.unshard(unit, refill=False)
         for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``show_leaves``
-            if not guard.has_values_of(before):
-                guard.check_unchanged(before, {index for of, index in expected if of == bucket})
+            guard.check_unchanged(before, bucket, expected)
         unsharder.prefetch(unit, begins=True)
 
     def _note_place(self) -> None:
