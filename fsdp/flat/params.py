@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ class ParamGuard:
         return Mark(self._handle.copy, Values.of(self._views.params if self._checks else ()))
 
     def check_unchanged(self, before: Mark, bucket: int, expected: AbstractSet[tuple[int, int]]) -> None:
-        """Raise RuntimeError if a leaf of ``expected``, by ``bucket`` and index, has changed since the mark ``before``."""
+        """Raise RuntimeError if a leaf of ``expected``, by ``bucket`` and index, was written since ``before``."""
         if self._handle.copy is not before.buffer:
             raise RuntimeError(
                 f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
@@ -202,27 +202,6 @@ class ParamGuard:
                 self._check_fits(index, tensor, memory, cast=summoned is not None)
                 point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])
 
-    def take_changes(self, layer: Layer, found: Sequence[Any]) -> None:
-        """Take over the changes of values, gradients and ``requires_grad`` in ``layer``.
-
-        The layer was popped, with the tensors ``found`` in place of its own.
-        """
-        present = [before if tensor is None else tensor for before, tensor in zip(layer.tensors, found)]  # or deleted
-        before, now = layer.before, Snapshot(present)
-        written = {*before.values.changed(now.values), *before.moved(now)}
-        with torch.no_grad():
-            if layer.compares_values:
-                written |= {i for i, tensor in enumerate(found) if tensor is not None and self._differs(i, tensor)}
-            for index in sorted(written) if layer.memory is None else ():
-                self._check_fits(index, found[index], layer.tensors[index], cast=True)
-                self._write(index, found[index])
-            self._views.note_writes(written)
-            for index, tensor in enumerate(found):
-                if tensor is not None and tensor.grad is not None:
-                    self._views.take_grad(index, tensor.grad)
-        if before.flags != now.flags:
-            self._views.take_flags([None if tensor is None else tensor.requires_grad for tensor in found])
-
     def _memory_of(self, index: int) -> torch.Tensor:
         """Return the memory of parameter ``index``: of the summoned one, else of this rank's part in the shard."""
         layer = self._registration.summoned or self._registration.base
@@ -234,8 +213,10 @@ class ParamGuard:
         memory, new = self._memory_of(index), local_of(new)
         return memory.copy_(new if new.shape == memory.shape else self._handle.part_of(index, new))
 
-    def _differs(self, index: int, new: torch.Tensor) -> bool:
+    def _differs(self, index: int, new: torch.Tensor | None) -> bool:
         """Compare ``new`` with the values of parameter ``index``, bit by bit."""
+        if new is None:
+            return False
         memory, new = self._memory_of(index), local_of(new).detach()
         new = new if new.shape == memory.shape else self._handle.part_of(index, new)
         both = (memory, new.to(memory.device, memory.dtype))
@@ -295,9 +276,18 @@ class ParamGuard:
         self._registration.push(layer)
 
     def drop_placeholders(self) -> None:
-        """Register the layer below the placeholders again; idempotent."""
+        """Register the layer below the placeholders again, and keep what users did to these; idempotent."""
         layer = self._registration.placeholders
-        if layer is not None:
-            found = self._registration.pop(layer)
-            if layer.keeps_writes:
-                self.take_changes(layer, found)
+        if layer is None:
+            return
+        found = self._registration.pop(layer)
+        if not layer.keeps_writes:
+            return
+        written = layer.written(found)
+        with torch.no_grad():
+            if layer.compares_values:
+                written |= {index for index, tensor in enumerate(found) if self._differs(index, tensor)}
+            for index in sorted(written):
+                self._check_fits(index, found[index], layer.tensors[index], cast=True)
+                self._write(index, found[index])
+        self._views.take_changes(layer, found, written)

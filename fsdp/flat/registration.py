@@ -182,6 +182,12 @@ class Layer:
         """Let ``tensor``, over the same memory, take the place of a tensor."""
         self.tensors[index] = tensor
 
+    def written(self, found: Sequence[Any]) -> set[int]:
+        """Return the indices of the tensors that were replaced or written, where ``found`` are registered now, or None
+        for a deleted one."""
+        now = Snapshot([before if tensor is None else tensor for before, tensor in zip(self.tensors, found)])
+        return {*self.before.values.changed(now.values), *self.before.moved(now)}
+
     @property
     def has_flags_of_before(self) -> bool:
         """Whether each tensor has the ``requires_grad`` of the snapshot."""

@@ -56,6 +56,18 @@ class CommonViews:
         self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params = [each.param for each in visible]
 
+    def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
+        """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
+        ``layer``, and count the writes to the parameters ``written``."""
+        self.note_writes(written)
+        with torch.no_grad():
+            for index, tensor in enumerate(found):
+                if tensor is not None and tensor.grad is not None:
+                    self.take_grad(index, tensor.grad)
+        flags = [None if tensor is None else tensor.requires_grad for tensor in found]
+        if any(flag not in (None, before) for flag, before in zip(flags, layer.before.flags)):
+            self.take_flags(flags)
+
     def note_writes(self, indices: Iterable[int]) -> None:
         """Let the version of each visible parameter grow of which a parameter of the layout was written."""
         changed = set(indices)
@@ -297,11 +309,8 @@ class OriginalViews(CommonViews):
             shown.grad = tp.around(original.grad, requires_grad=False).detach()
         return shown
 
-    def end_summon(self, *, write_grads: bool) -> tuple[Layer, Sequence[Any]]:
-        """Register the base again, with the gradients that users have set if ``write_grads``.
-
-        Returns the layer, and tensors with changes that are still to be taken over: none.
-        """
+    def end_summon(self, *, write_grads: bool) -> None:
+        """Register the base again, with the gradients that users have set if ``write_grads``."""
         hidden, with_grads = self._hidden_grads, self.shows_grads
         self._hidden_grads, self.shows_grads = [], False
         layer = self.registration.summoned
@@ -322,7 +331,6 @@ class OriginalViews(CommonViews):
                 self.set_grad(index, before)
                 if write_grads and now is not before:
                     self.take_grad(index, now)
-        return layer, ()
 
 
 class FlatViews(CommonViews):
@@ -434,15 +442,15 @@ class FlatViews(CommonViews):
         params = self._parameters_over(values, [requires_grad] * len(values))
         self.registration.push(Layer(params, values), summoned=True)
 
-    def end_summon(self, *, write_grads: bool) -> tuple[Layer, Sequence[Any]]:
-        """Register the base again. Returns the layer, and tensors with changes that are still to be taken over."""
+    def end_summon(self, *, write_grads: bool) -> None:
+        """Register the base again, with the gradients that users have set if ``write_grads``."""
         layer = self.registration.summoned
         assert layer is not None
         self.registration.pop(layer)
         if write_grads:
-            return layer, layer.tensors
-        self.take_flags([tensor.requires_grad for tensor in layer.tensors])
-        return layer, ()
+            self.take_changes(layer, layer.tensors, layer.written(layer.tensors))
+        else:
+            self.take_flags([tensor.requires_grad for tensor in layer.tensors])
 
 
 BucketViews = OriginalViews | FlatViews

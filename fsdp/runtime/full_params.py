@@ -119,9 +119,7 @@ def _end_summon(views: BucketViews, guard: ParamGuard, value: torch.Tensor, *, w
         if writes:
             guard.take_over()
     finally:
-        layer, found = views.end_summon(write_grads=writes)
-        if found:
-            guard.take_changes(layer, found)
+        views.end_summon(write_grads=writes)
     handle = views.handle
     if writes and value is not handle.shard:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
