@@ -331,40 +331,36 @@ def materialize(
     Raises:
         ValueError: ``param_init_fn`` left a parameter on the meta device.
     """
-    if not has_meta(module, ignored):
+    on_meta = meta_modules(module, ignored)
+    if not on_meta:
         return
-    modules = _breadth_first(module, ignored)
-    own = [owner for _, owner in modules if _is_meta(owner, ignored)]
     ties = [sites for _, sites in _sites_of(module, ignored) if len(sites) > 1]
     if param_init_fn is not None:
-        for _, owner in modules:
+        for _, owner in _breadth_first(module, ignored):
             param_init_fn(owner)
     else:
         device = resolve_device(device_id) if device_id is not None else default_device()
         with torch.no_grad():
-            for owner in own:
+            for _, owner in on_meta:
                 owner.to_empty(device=device, recurse=False)
                 owner.reset_parameters()  # type: ignore[operator]
     for first, *others in ties:  # each module has new parameters of its own
         for site in others:
             setattr(site.module, site.attribute, getattr(first.module, first.attribute))
-    for name, owner in modules:
-        if _is_meta(owner, ignored):
-            raise ValueError(
-                f"param_init_fn left parameters or buffers of {name or unit_name!r} ({type(owner).__name__}) on the "
-                "meta device; it has to give every module's own ones memory, for instance by "
-                "module.to_empty(device=..., recurse=False)"
-            )
+    for name, owner in meta_modules(module, ignored):
+        raise ValueError(
+            f"param_init_fn left parameters or buffers of {name or unit_name!r} ({type(owner).__name__}) on the meta "
+            "device; it has to give every module's own ones memory, for instance by "
+            "module.to_empty(device=..., recurse=False)"
+        )
 
 
 def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> None:
     """Raise AttributeError, with all names, if ``materialize`` without ``param_init_fn`` cannot initialize modules."""
-    if not has_meta(module, ignored):
-        return
     lacking = [
         f"{name or 'itself'} ({type(owner).__name__})"
-        for name, owner in _breadth_first(module, ignored)
-        if _is_meta(owner, ignored) and not callable(getattr(owner, "reset_parameters", None))
+        for name, owner in meta_modules(module, ignored)
+        if not callable(getattr(owner, "reset_parameters", None))
     ]
     if lacking:
         raise AttributeError(
@@ -381,16 +377,17 @@ def _breadth_first(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Mo
     return sorted(((name, owner) for owner, name in names.items()), key=lambda item: item[0].count(".") + bool(item[0]))
 
 
-def has_meta(module: nn.Module, ignored: Ignored) -> bool:
-    """Whether the unit of ``module`` has parameters or buffers on the meta device."""
-    return any(_is_meta(owner, ignored) for _, owner in own_modules(module) if owner not in ignored.modules)
-
-
-def _is_meta(owner: nn.Module, ignored: Ignored) -> bool:
-    for param in owner._parameters.values():
-        if param is not None and param.is_meta and param not in ignored.params:
-            return True
-    return any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values())
+def meta_modules(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the modules of the unit that have parameters or buffers on the meta device, breadth
+    first."""
+    return [
+        (name, owner)
+        for name, owner in _breadth_first(module, ignored)
+        if any(
+            param is not None and param.is_meta and param not in ignored.params for param in owner._parameters.values()
+        )
+        or any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values())
+    ]
 
 
 def move_to(

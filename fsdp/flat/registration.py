@@ -178,10 +178,6 @@ class Layer:
         self.before = Snapshot(self.tensors if keeps_writes or memory is not None else ())
         self.entries = _NO_ENTRIES  # while it is in a registration
 
-    def replace(self, index: int, tensor: Any) -> None:
-        """Let ``tensor``, over the same memory, take the place of a tensor."""
-        self.tensors[index] = tensor
-
     def written(self, found: Sequence[Any]) -> set[int]:
         """Return the indices of the tensors that were replaced or written, where ``found`` are registered now, or None
         for a deleted one."""
@@ -249,7 +245,7 @@ class Registration:
 
     def replace_base(self, index: int, tensor: Any) -> None:
         """Let ``tensor``, over the same memory, be the base of parameter ``index``."""
-        self.base.replace(index, tensor)
+        self.base.tensors[index] = tensor
         self._make_entries(self.base)
 
     def push_leaves(self) -> None:

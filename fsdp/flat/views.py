@@ -44,17 +44,13 @@ class CommonViews:
         shows_grads: whether full gradients are summoned.
     """
 
-    visible: Sequence[Visible]
-
-    def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
-        self.handle, self.registration = handle, registration
+    def __init__(self, handle: FlatParamHandle, registration: Registration, visible: list[Visible]) -> None:
+        self.handle, self.registration, self.visible = handle, registration, visible
+        self.present = [position for position, each in enumerate(visible) if not each.absent]
+        self.params: list[Any] = [each.param for each in visible]
         self.shows_grads = False
         self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
-
-    def _set_visible(self, visible: Sequence[Visible]) -> None:
-        self.visible = visible
-        self.present = [position for position, each in enumerate(visible) if not each.absent]
-        self.params = [each.param for each in visible]
+        self.follow_shard()
 
     def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -192,40 +188,37 @@ class OriginalViews(CommonViews):
 
     def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], refuse: RefuseForward) -> None:
         """``refuse`` makes the guards of modules whose parameters are shards between steps."""
-        self._originals: list[Any] = [item.param for item in owned]
         self._refuse = refuse
         visible = []
         for index, (item, piece) in enumerate(zip(owned, handle.layout.pieces(handle.groups.shard_rank))):
             has_elements = handle.layout.params[index].numel > 0 or handle.is_cut(index)
             absent = handle.groups.sharded and piece.numel == 0 and has_elements
             visible.append(Visible(item.name, item.param, (index,), absent))
-        self._set_visible(visible)
         changed = [handle.groups.sharded or tp is not None for tp in handle.tp]  # whether the base has another shape
         owners = {p.module: index for index, item in enumerate(owned) for p in item.sites if changed[index]}
         guards = [refuse(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
-        super().__init__(handle, Registration(handle, [item.sites for item in owned], None, guards))
-        handle.flat_param._params = self._originals
+        registration = Registration(handle, [item.sites for item in owned], None, guards)
+        super().__init__(handle, registration, visible)
+        handle.flat_param._params = self.params
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
-        self.follow_shard()
         if any(changed):
-            self.registration.forbid_copies()
+            registration.forbid_copies()
 
     def _make_base(self, values: list[torch.Tensor]) -> Layer:
-        point_at(self._originals, values)
-        return Layer(self._originals, values)
+        point_at(self.params, values)
+        return Layer(self.params, values)
 
     def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """Let the former tensor become independent."""
-        old, summoned = self._originals[index], self.registration.summoned
+        old, summoned = self.params[index], self.registration.summoned
         if summoned is not None:
-            summoned.replace(index, new)
+            summoned.tensors[index] = new
         if isinstance(new, DTensor):  # the user's plain tensor stays the parameter while it is sharded
             return
         new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
         old._fsdp_flattened, old._fsdp_replaced = False, True
         point_at([old, new], [old.data.clone(), memory])
-        self._originals[index] = new
-        self._set_visible([each._replace(param=new) if i == index else each for i, each in enumerate(self.visible)])
+        self.visible[index], self.params[index] = self.visible[index]._replace(param=new), new
         self.registration.replace_base(index, new)
         self._on_new_accumulator(index, new)
 
@@ -241,12 +234,12 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        return self.handle.has_tp or any(map(_hooks_of, self._originals))
+        return self.handle.has_tp or any(map(_hooks_of, self.params))
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:
             grad = super().hooked(index, grad)
-        hooks = self._originals[index]._backward_hooks
+        hooks = self.params[index]._backward_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             changed = hook(grad)
             if changed is not None:
@@ -270,7 +263,7 @@ class OriginalViews(CommonViews):
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         super().announce_copies(handle, memo)
-        for original in self._originals:
+        for original in self.params:
             empty = original.detach().new_empty(0)
             copied: Any = torch.Tensor._make_subclass(type(original), empty, original.requires_grad)
             copied.__dict__.update(original.__dict__)
@@ -279,24 +272,24 @@ class OriginalViews(CommonViews):
     def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
         """Return the views of ``handle``, a copy, over the copies of the modules in ``memo``."""
         sites, _ = self.registration.copied(memo)
-        owned = [OwnedParam(memo[id(original)], its) for original, its in zip(self._originals, sites)]
+        owned = [OwnedParam(memo[id(original)], its) for original, its in zip(self.params, sites)]
         return OriginalViews(handle, owned, self._refuse)
 
     def _attributes_of(self, index: int) -> torch.Tensor:
-        original: torch.Tensor = self._originals[index]
-        return original
+        param: torch.Tensor = self.params[index]
+        return param
 
     # -- full parameters -----------------------------------------------------------------------------------------------
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """Register parameters over ``values``, in their true shapes, until ``end_summon``; with ``grads`` or, if None,
         the present gradients."""
-        self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
-        point_at(self._originals, values)
-        for original, grad in zip(self._originals, grads or ()):
+        self._hidden_grads, self.shows_grads = [original.grad for original in self.params], grads is not None
+        point_at(self.params, values)
+        for original, grad in zip(self.params, grads or ()):
             original.grad = None  # of another shape
             original.grad = grad
-        shown = [self._summoned(index, original) for index, original in enumerate(self._originals)]
+        shown = [self._summoned(index, original) for index, original in enumerate(self.params)]
         self.registration.push(Layer(shown, values), summoned=True)
 
     def _summoned(self, index: int, original: Any) -> Any:
@@ -316,13 +309,13 @@ class OriginalViews(CommonViews):
         layer = self.registration.summoned
         assert layer is not None
         self.registration.pop(layer)
-        shown = [local_of(tensor.grad) for tensor in (layer.tensors if with_grads else self._originals)]
-        for original, tensor in zip(self._originals, layer.tensors):
+        shown = [local_of(tensor.grad) for tensor in (layer.tensors if with_grads else self.params)]
+        for original, tensor in zip(self.params, layer.tensors):
             original.grad = None
             original.requires_grad_(tensor.requires_grad)
-        point_at(self._originals, [memory for memory in self.registration.base.memory or () if memory is not None])
+        point_at(self.params, [memory for memory in self.registration.base.memory or () if memory is not None])
         for index, (before, now) in enumerate(zip(hidden, shown)):
-            sharded = [tensor.shape for tensor in (self._originals[index], before) if tensor is not None]
+            sharded = [tensor.shape for tensor in (self.params[index], before) if tensor is not None]
             if now is None:
                 self.set_grad(index, None if write_grads or not with_grads else before)
             elif not with_grads and now.shape in sharded:
@@ -338,12 +331,11 @@ class FlatViews(CommonViews):
 
     def __init__(self, handle: FlatParamHandle, sites: list[list[Site]], home: nn.Module) -> None:
         registration = Registration(handle, sites, home)
-        self._set_visible([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
-        super().__init__(handle, registration)
+        flat = Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)
+        super().__init__(handle, registration, [flat])
         handle.flat_param._params = None
         registration.forbid_copies()
-        self.follow_shard()
 
     def _make_base(self, values: list[torch.Tensor]) -> Layer:
         handle = self.handle
@@ -376,7 +368,7 @@ class FlatViews(CommonViews):
             torch.autograd.graph.increment_version(self.handle.flat_param)
             self.registration.put_back(index)
         else:
-            summoned.replace(index, new)
+            summoned.tensors[index] = new
 
     def unite_flags(self) -> None:
         """Freeze or unfreeze the flat parameter as users did with the plain attributes."""
