@@ -188,7 +188,8 @@ class ModelParams:
             self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name)))
             for handle, views in zip(unit.handles, unit.views):
                 modes.add(isinstance(views, FlatViews))
-                stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
+                whole = len(handle.layout.params)  # the index of the flat vector's own leaf
+                stands_for.update({leaf: handle.flat_param for index, leaf in handle.all_leaves if index == whole})
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
         self.use_orig_params = modes != {True}

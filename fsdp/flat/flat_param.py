@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp import environment
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, rank_names
@@ -51,7 +52,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
-from fsdp.flat.released import PLAIN_KINDS, CheckedLeaf, new_leaves
+from fsdp.flat.released import PLAIN_KINDS, CheckedLeaf
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 LOST_WRITE = (
@@ -212,7 +213,9 @@ class FlatParamHandle:
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         pairs = list(itertools.zip_longest(self.tp, params))
-        leaves = new_leaves(dtype, self.device, [param.requires_grad and tp is None for tp, param in pairs])
+        kind: Any = CheckedLeaf if environment.DEBUG.value else nn.Parameter
+        empty = functools.partial(torch.empty, 0, dtype=dtype, device=self.device)
+        leaves = [kind(empty(), param.requires_grad and tp is None) for tp, param in pairs]
         for index, (tp, param) in enumerate(pairs):
             if tp is not None:  # compilers compare the offset, which the DTensor keeps from its construction
                 local = leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
@@ -254,11 +257,6 @@ class FlatParamHandle:
     def is_mixed(self) -> bool:
         """Whether the layout's compute or reduce dtype differs from the shard's."""
         return (self.layout.compute_dtype, self.layout.reduce_dtype) != (self.layout.dtype, self.layout.dtype)
-
-    @property
-    def casts(self) -> bool:
-        """Whether the layout's compute dtype differs from the shard's."""
-        return self.layout.compute_dtype != self.layout.dtype
 
     @property
     def full(self) -> torch.Tensor:
@@ -427,11 +425,6 @@ class FlatParamHandle:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
         for copy in self._copies.values():
             copy.set_requires_grad(index, requires_grad)
-
-    @property
-    def wholes(self) -> list[nn.Parameter]:
-        """The leaves for the whole vector, in every dtype that was used."""
-        return [copy.whole for copy in self._copies.values() if copy.whole is not None]
 
     def is_cut(self, index: int) -> bool:
         """Whether tensor parallelism has cut parameter ``index``, so that no rank has all of it."""

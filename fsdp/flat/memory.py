@@ -100,7 +100,7 @@ class MemoryPool:
                 self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - needed)
-            block = self._new_block(needed)
+            block = host_memory.empty(needed, dtype=torch.uint8, device=self._device).untyped_storage()
         buffer.attach(block)
 
     def may_refill(self, buffer: PooledTensor) -> bool:
@@ -140,9 +140,6 @@ class MemoryPool:
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Make a tensor of the same kind of memory, for users to hold."""
         return host_memory.empty(numel, dtype=dtype, device=device)
-
-    def _new_block(self, nbytes: int) -> torch.UntypedStorage:
-        return host_memory.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
     def _shrink_to(self, nbytes: int) -> None:
         too_large = [i for i, (_, each, _) in enumerate(self._free) if each > self.kept_block_nbytes]

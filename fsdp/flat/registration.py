@@ -237,11 +237,12 @@ class Registration:
     # -- the stack -----------------------------------------------------------------------------------------------------
 
     def set_base(self, layer: Layer) -> None:
-        """Let ``layer`` be the base, and drop the layer of leaves, which may keep a former full buffer alive."""
+        """Register ``layer`` as the base, and drop the layer of leaves, which may keep a former full buffer alive."""
         self.base = layer
         self._make_entries(layer)
         if not self.shows_leaves:
             self._leaves, self._leaves_of = Layer([]), []
+        self.show()
 
     def replace_base(self, index: int, tensor: Any) -> None:
         """Let ``tensor``, over the same memory, be the base of parameter ``index``."""

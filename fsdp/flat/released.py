@@ -25,7 +25,6 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
-from fsdp import environment
 from fsdp.comm.host_memory import MAP_FIXED, map_at
 
 _MESSAGE = (
@@ -128,12 +127,6 @@ _described: list[_DLTensor] = []  # kept, because a tensor reads its description
 
 
 # -- leaves that check reads and writes --------------------------------------------------------------------------------
-
-
-def new_leaves(dtype: torch.dtype, device: torch.device, flags: list[bool]) -> list[Any]:
-    """Make empty parameters with these ``requires_grad``; under ``FSDP_DEBUG=1`` :class:`CheckedLeaf` s."""
-    kind: Any = CheckedLeaf if environment.DEBUG.value else torch.nn.Parameter
-    return [kind(torch.empty(0, dtype=dtype, device=device), flag) for flag in flags]
 
 
 class CheckedLeaf(torch.Tensor):

@@ -50,7 +50,6 @@ class CommonViews:
         self.params: list[Any] = [each.param for each in visible]
         self.shows_grads = False
         self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
-        self.follow_shard()
 
     def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -70,11 +69,6 @@ class CommonViews:
         params = [visible.param for visible in self.visible if not changed.isdisjoint(visible.members)]
         if params:
             torch.autograd.graph.increment_version(params)
-
-    def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
-        """Let ``new``, by which a user has replaced parameter ``index``, be the parameter. Its values are in ``memory``
-        already."""
-        raise AssertionError("each mode overrides this")
 
     def unite_flags(self) -> None:
         """Freeze and unfreeze parameters that have one ``requires_grad``, as one of them was."""
@@ -167,20 +161,11 @@ class CommonViews:
         """Return the tensor that has the attributes of parameter ``index``."""
         return self.handle.leaves[index]
 
-    # -- copies and changes of the shard -------------------------------------------------------------------------------
+    # -- copies --------------------------------------------------------------------------------------------------------
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         """Fill the ``memo`` of a ``deepcopy`` of the modules, for which ``handle`` was copied."""
         self.registration.announce_copies(handle, memo)
-
-    def follow_shard(self) -> None:
-        """Register tensors over the shard, which is new, or has moved or changed its dtype."""
-        self.registration.set_base(self._make_base(self.handle.sharded_views(self.handle.shard)))
-        self.registration.show()
-
-    def _make_base(self, values: list[torch.Tensor]) -> Layer:
-        """Make the layer over the parts of the shard, ``values``."""
-        raise AssertionError("each mode overrides this")
 
 
 class OriginalViews(CommonViews):
@@ -201,15 +186,19 @@ class OriginalViews(CommonViews):
         super().__init__(handle, registration, visible)
         handle.flat_param._params = self.params
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
+        self.follow_shard()
         if any(changed):
             registration.forbid_copies()
 
-    def _make_base(self, values: list[torch.Tensor]) -> Layer:
+    def follow_shard(self) -> None:
+        """Register tensors over the shard, which is new, or has moved or changed its dtype."""
+        values = self.handle.sharded_views(self.handle.shard)
         point_at(self.params, values)
-        return Layer(self.params, values)
+        self.registration.set_base(Layer(self.params, values))
 
     def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
-        """Let the former tensor become independent."""
+        """Let ``new``, by which a user has replaced parameter ``index``, be the parameter. Its values are in ``memory``
+        already. The former tensor becomes independent."""
         old, summoned = self.params[index], self.registration.summoned
         if summoned is not None:
             summoned.tensors[index] = new
@@ -335,10 +324,13 @@ class FlatViews(CommonViews):
         flat = Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)
         super().__init__(handle, registration, [flat])
         handle.flat_param._params = None
+        self.follow_shard()
         registration.forbid_copies()
 
-    def _make_base(self, values: list[torch.Tensor]) -> Layer:
+    def follow_shard(self) -> None:
+        """Register tensors over the shard, which is new, or has moved or changed its dtype."""
         handle = self.handle
+        values = handle.sharded_views(handle.shard)
         memory: list[torch.Tensor | None] = [*values]
         if handle.groups.sharded:
             memory = [None] * len(values)
@@ -347,7 +339,8 @@ class FlatViews(CommonViews):
             tensors = list(handle.leaves)
         else:
             tensors = self._parameters_over(values, [leaf.requires_grad for leaf in handle.leaves])
-        return Layer([*tensors, handle.flat_param], [*memory, handle.shard], hidden=True)
+        layer = Layer([*tensors, handle.flat_param], [*memory, handle.shard], hidden=True)
+        self.registration.set_base(layer)
 
     def _parameters_over(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
         """Make a parameter over each of ``values``, with the attributes that users have set."""

@@ -373,7 +373,9 @@ class Unsharder:
         """Change the compute dtype of the parameters as ``compute_in`` does, without the buffers."""
         if unit.precision.is_full is full_precision or not unit.handles:
             return
-        if unit.arrivals.expected and any(handle.casts for handle in unit.handles):
+        if unit.arrivals.expected and any(
+            handle.layout.compute_dtype != handle.layout.dtype for handle in unit.handles
+        ):
             raise RuntimeError(
                 f"{unit.name} would have to compute in mixed and in full precision at once. Forwards in eval mode with "
                 "FSDP_USE_FULL_PREC_IN_EVAL=1 are in full precision: give graphs of different precision backwards of "
