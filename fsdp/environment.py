@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
 
@@ -33,6 +33,9 @@ FOREIGN = {
 }
 
 
+VARIABLES: list[Variable[Any]] = []  # every one
+
+
 class Variable(Generic[_T]):
     """One environment variable. It is read at each use; an empty value counts as not set.
 
@@ -46,6 +49,7 @@ class Variable(Generic[_T]):
         the rest."""
         self.name, self.alike = name, alike
         self._default, self._parse, self._values = default, parse, values
+        VARIABLES.append(self)
 
     @property
     def value(self) -> _T:
@@ -67,11 +71,6 @@ def _flag(name: str, *, alike: bool = True) -> Variable[bool]:
     return Variable(name, False, {"0": False, "1": True}.__getitem__, "0 or 1", alike=alike)
 
 
-def _choice(name: str, *values: str) -> Variable[str]:
-    words = f"{', '.join(values[:-1])} or {values[-1]}"
-    return Variable(name, values[0], {value: value for value in values}.__getitem__, words)
-
-
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -79,7 +78,12 @@ def _positive(text: str) -> int:
     return number
 
 
-COLLECTIVES = _choice("FSDP_COLLECTIVES", "auto", "native", "direct", "shared")
+COLLECTIVES = Variable(
+    "FSDP_COLLECTIVES",
+    "auto",
+    {value: value for value in ("auto", "native", "direct", "shared")}.__getitem__,
+    "auto, native, direct or shared",
+)
 FORCE_SHARDED = _flag("FSDP_FORCE_SHARDED")
 USE_FULL_PREC_IN_EVAL = _flag("FSDP_USE_FULL_PREC_IN_EVAL")
 SKIP_WRITEBACK_CHECK = _flag("FSDP_SKIP_WRITEBACK_CHECK", alike=False)
@@ -87,15 +91,6 @@ SHARD_ALIGNMENT: Variable[int | None] = Variable(
     "FSDP_SHARD_ALIGNMENT", None, _positive, "a positive number of bytes, such as 16"
 )
 DEBUG = _flag("FSDP_DEBUG", alike=False)
-
-VARIABLES: list[Variable[bool] | Variable[str] | Variable[int | None]] = [
-    COLLECTIVES,
-    FORCE_SHARDED,
-    USE_FULL_PREC_IN_EVAL,
-    SKIP_WRITEBACK_CHECK,
-    SHARD_ALIGNMENT,
-    DEBUG,
-]
 
 
 def check() -> None:

@@ -260,9 +260,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self._ignored_modules = set(ignored.modules)
         check_not_wrapped(module, ignored)
         wraps_inside = auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes
-        if param_init_fn is None and (
-            wraps_inside or meta_modules(module, ignored)
-        ):  # before any of the tree is changed
+        if param_init_fn is None and (wraps_inside or meta_modules(module, ignored)):  # before the tree is changed
             check_initialisers(module, ignored, unit_name)
             owned_params(module, ignored, unit_name, options.groups)
         if wraps_inside:

@@ -304,8 +304,8 @@ class FSDP2Names(nn.Module):
                         "the stream of the replicas' reductions: leave stream out"
                     )
         check_idle(units, "set_all_reduce_hook()")
+        on_stream = hook if hook is None or streams is None else functools.partial(_run_on, stream, streams, hook)
         for unit in units:
-            on_stream = hook if hook is None or streams is None else _OnStream(hook, stream, streams)
             unit.choose(all_reduce_hook=on_stream)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -409,15 +409,10 @@ def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] 
     return [unit for unit in listed if unit.gathers and unit.context is context]
 
 
-class _OnStream:
-    """A hook that runs on a stream of the user's, between two waits of the streams for each other."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], Any], stream: Any, streams: Streams) -> None:
-        self._hook, self._stream, self._streams = hook, stream, streams
-
-    def __call__(self, shard: torch.Tensor) -> None:
-        with self._streams.joined(self._stream):
-            self._hook(shard)
+def _run_on(stream: Any, streams: Streams, hook: Callable[[torch.Tensor], Any], shard: torch.Tensor) -> None:
+    """Run ``hook`` on a stream of the user's, between two waits of the streams for each other."""
+    with streams.joined(stream):
+        hook(shard)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
