@@ -115,37 +115,32 @@ class FullCopy:
         self.all_leaves[index].requires_grad_(requires_grad)
         self._flags[index] = requires_grad
 
-    def undo_writes(self, taken: list[tuple[int, torch.Tensor]] | None = None) -> list[tuple[int, str]]:
-        """Return the writes of users to leaves since the last call that would be lost, as (index, verb).
+    def undo_writes(self) -> list[tuple[int, str, torch.Tensor | None]]:
+        """Return the writes of users to leaves since the last call that would be lost, as (index, verb, new data), with
+        the data where a frozen leaf was given some of the same size and dtype.
 
-        The leaves show the buffer again, with the ``requires_grad`` of before. Their values stay as written. Must be
-        called while there is memory. A write through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an
-        error at once.
-
-        Args:
-            taken: a list that receives (index, data) where a frozen leaf was given data of the same size and dtype. The
-                data is not copied to the buffer, which peers may still read. None: the data counts as lost.
+        The leaves show the buffer again, with the ``requires_grad`` of before. Values stay as written in place; other
+        data is not copied to the buffer, which peers may still read. Must be called while there is memory. A write
+        through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an error at once.
         """
         versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
         pointers = list(map(torch.Tensor.data_ptr, self.memories))
         own_pointers = list(map(torch.Tensor.data_ptr, self._views))
         if versions == self._written and flags == self._flags and pointers == own_pointers:
             return []
-        found = []
+        found: list[tuple[int, str, torch.Tensor | None]] = []
         for index, (leaf, flag) in enumerate(zip(self.all_leaves, self._flags)):
             if pointers[index] != own_pointers[index]:
                 memory, view = self.memories[index], self._views[index]
                 fits = (memory.numel(), memory.dtype, memory.device) == (view.numel(), view.dtype, view.device)
-                if taken is not None and not leaf.requires_grad and fits:
-                    taken.append((index, memory.detach().reshape(view.shape)))
-                else:
-                    found.append((index, "given other data"))
+                data = memory.detach().reshape(view.shape) if fits and not leaf.requires_grad else None
+                found.append((index, "given other data", data))
                 memory.data = view
             elif versions[index] != self._written[index] and self.pooled is not None:
-                found.append((index, "changed in place"))
+                found.append((index, "changed in place", None))
             if flags[index] is not flag:
                 leaf.requires_grad_(flag)
-                found.append((index, "frozen" if flag else "unfrozen"))
+                found.append((index, "frozen" if flag else "unfrozen", None))
         self._written = list(map(version_of, self.all_leaves))
         return found
 

@@ -92,15 +92,15 @@ class ParamGuard:
         """
         if not self._checks:
             return
-        copy, shard = self._handle.copy, self._handle.shard
-        fits = (copy.tensor.dtype, copy.tensor.device) == (shard.dtype, shard.device)
-        taken: list[tuple[int, torch.Tensor]] | None = [] if fits and not torch.is_grad_enabled() else None
-        found = copy.undo_writes(taken)
-        for index, values in taken or ():
-            self._write(index, values)
-        found += [(index, "replaced") for index in self._registration.put_back_leaves()]
-        if found:
-            index, change = found[0]
+        shard, lost = self._handle.shard, list[tuple[int, str]]()
+        for index, change, data in self._handle.copy.undo_writes():
+            if data is None or torch.is_grad_enabled() or (data.dtype, data.device) != (shard.dtype, shard.device):
+                lost.append((index, change))
+            else:
+                self._write(index, data)
+        lost += [(index, "replaced") for index in self._registration.put_back_leaves()]
+        if lost:
+            index, change = lost[0]
             remedy = _RENORMALIZED if self._registration.renormalizes(index) else LOST_WRITE
             raise RuntimeError(
                 f"parameter {self._handle.name_of(index)!r} of {self._handle.unit_name} was {change} inside of a "
