@@ -190,14 +190,14 @@ class FlatLayout:
 
     def owners(self, index: int) -> tuple[tuple[int, int, int], ...]:
         """Return the (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
-        return self.once(("owners", index), lambda: self._owners_of(self.params[index], index))
 
-    def _owners_of(self, param: ParamRecord, index: int) -> tuple[tuple[int, int, int], ...]:
-        if param.numel == 0:
-            return ()
-        first, last = param.offset // self.shard_numel, (param.end - 1) // self.shard_numel
-        pieces = ((rank, self.piece(index, rank)) for rank in range(first, last + 1))
-        return tuple((rank, piece.start, piece.end) for rank, piece in pieces)
+        def compute() -> tuple[tuple[int, int, int], ...]:
+            param = self.params[index]
+            ranks = range(param.offset // self.shard_numel, -(-param.end // self.shard_numel)) if param.numel else ()
+            pieces = ((rank, self.piece(index, rank)) for rank in ranks)
+            return tuple((rank, piece.start, piece.end) for rank, piece in pieces)
+
+        return self.once(("owners", index), compute)
 
 
 @lru_cache(maxsize=64)

@@ -324,8 +324,8 @@ class FlatViews(CommonViews):
         flat = Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)
         super().__init__(handle, registration, [flat])
         handle.flat_param._params = None
+        registration.forbid_copies()  # ``deepcopy`` is to find this before the placeholders
         self.follow_shard()
-        registration.forbid_copies()
 
     def follow_shard(self) -> None:
         """Register tensors over the shard, which is new, or has moved or changed its dtype."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+_CACHED = 1 << 14  # results of each cached function
+
 
 class Box(NamedTuple):
     """A rectangle of a tensor: the offset and the size of each dimension, in elements."""
@@ -33,9 +35,13 @@ class Box(NamedTuple):
     def whole(cls, shape: Sequence[int]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    @lru_cache(_CACHED)  # noqa: B019, a box is a value
     def overlap(self, other: Box) -> Box | None:
         """Return the box of the elements in both boxes, or None."""
-        return _overlap(self, other)
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other))
+        sizes = tuple(end - offset for end, offset in zip(ends, offsets))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def shifted(self, offsets: Sequence[int]) -> Box:
         """Return a box of the same sizes, with ``offsets`` added."""
@@ -47,8 +53,6 @@ class Box(NamedTuple):
             return values
         return values[tuple(slice(i - o, i - o + n) for o, i, n in zip(self.offsets, *inner))]
 
-
-_CACHED = 1 << 14  # results of each cached function
 
 Part = tuple[Box, torch.Tensor]  # a local tensor and the box that it is; the shapes are equal
 
@@ -144,14 +148,6 @@ class Placement:
     def is_replicated(self) -> bool:
         """True if every rank holds the same boxes."""
         return all(boxes == self.boxes[0] for boxes in self.boxes)
-
-
-@lru_cache(_CACHED)
-def _overlap(one: Box, other: Box) -> Box | None:
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other))
-    sizes = tuple(end - offset for end, offset in zip(ends, offsets))
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
 @lru_cache(_CACHED)
