@@ -195,7 +195,7 @@ class FlatParamHandle:
     def clone(self) -> FlatParamHandle:
         """Make a handle with the same values, in memory of its own."""
         shard = self._shard.clone()
-        with_whole = self.copy.whole is not None
+        with_whole = len(self.copy.all_leaves) > len(self.leaves)
         return FlatParamHandle(
             self.layout, shard, self.leaves, self.groups, self.device, self.offload, self.tp, with_whole=with_whole
         )

@@ -66,8 +66,8 @@ class FullCopy:
         tensor: ``layout.padded_numel`` elements; the shard itself if it is whole and has this dtype and device.
         leaves: one ``nn.Parameter`` per parameter of the layout, in its true shape, over ``tensor``; a ``DTensor``
             for a parameter of tensor parallelism.
-        whole: a leaf for the whole vector, without padding, if the modules have a flat parameter.
-        all_leaves: ``leaves``, and ``whole`` behind them.
+        all_leaves: ``leaves``, and behind them one for the whole vector, without padding, if the modules have a flat
+            parameter.
         memories: the plain tensor of each leaf: the leaf itself, or the local tensor of a ``DTensor``.
         state: of the memory; changed by ``enter`` alone.
         pending: the gather in flight, or the last one.
@@ -85,8 +85,7 @@ class FullCopy:
         """Point the leaves, the whole vector's behind those of the parameters, at views of ``tensor``, whose memory is
         released unless it is ``resident``."""
         count = len(layout.params)
-        self.tensor, self.all_leaves = tensor, leaves
-        self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
+        self.tensor, self.all_leaves, self.leaves = tensor, leaves, leaves[:count]
         self.pending: Work | None = None
         self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]][
             : len(leaves)

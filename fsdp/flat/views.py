@@ -365,8 +365,7 @@ class FlatViews(CommonViews):
 
     def unite_flags(self) -> None:
         """Freeze or unfreeze the flat parameter as users did with the plain attributes."""
-        whole = self.handle.copy.whole
-        assert whole is not None
+        whole = self.handle.copy.all_leaves[-1]
         flags = [tensor.requires_grad for tensor in self.registration.base.tensors[:-1]]
         if self.registration.summoned is None and set(flags) != {whole.requires_grad}:
             self.take_flags(flags)
