@@ -169,29 +169,6 @@ class FlatParamHandle:
         like = [*params, self.flat_param] if with_whole else params
         self.copy = self._make_copy(layout.compute_dtype, self._new_leaves(layout.compute_dtype, like))
 
-    @staticmethod
-    def flatten(
-        layout: FlatLayout,
-        params: list[nn.Parameter],
-        groups: Groups,
-        device: torch.device,
-        offload: CPUOffload,
-        tp: Sequence[TensorParallel | None],
-        *,
-        with_whole: bool,
-    ) -> FlatParamHandle:
-        """Make a handle with the values of ``params``, which do not change."""
-        zeros = functools.partial(torch.zeros, dtype=layout.dtype, device=device)
-        parts, end = list[torch.Tensor](), 0
-        for record, piece, param in zip(layout.params, layout.pieces(groups.shard_rank), params):
-            if piece.numel:
-                if piece.shard_offset > end:
-                    parts.append(zeros(piece.shard_offset - end))
-                parts.append(_piece_of(record, piece, param))
-                end = piece.shard_offset + piece.numel
-        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])
-        return FlatParamHandle(layout, shard, params, groups, device, offload, tp, with_whole=with_whole)
-
     def clone(self) -> FlatParamHandle:
         """Make a handle with the same values, in memory of its own."""
         shard = self._shard.clone()
@@ -498,6 +475,19 @@ class FlatParamHandle:
         if not self.groups.sharded:
             return whole
         return _piece_of(record, self.layout.piece(index, self.groups.shard_rank), whole)
+
+
+def shard_of(layout: FlatLayout, params: Sequence[torch.Tensor], rank: int, device: torch.device) -> torch.Tensor:
+    """Copy the parts of ``params`` that ``rank`` owns into a new shard."""
+    zeros = functools.partial(torch.zeros, dtype=layout.dtype, device=device)
+    parts, end = list[torch.Tensor](), 0
+    for record, piece, param in zip(layout.params, layout.pieces(rank), params):
+        if piece.numel:
+            if piece.shard_offset > end:
+                parts.append(zeros(piece.shard_offset - end))
+            parts.append(_piece_of(record, piece, param))
+            end = piece.shard_offset + piece.numel
+    return torch.cat([*parts, zeros(layout.shard_numel - end)])
 
 
 def gather(

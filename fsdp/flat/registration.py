@@ -10,8 +10,8 @@ The uppermost layer of a bucket is registered on the modules. From bottom to top
 4. Placeholders, while a state dict is made or loaded.
 
 Each layer is pushed when the use begins, and popped when it ends. Users may assign parameters at any time, which
-``params.py`` takes over. This file alone writes ``module._parameters``. An entry there is never removed: a parameter
-that is not registered leaves None, which ``nn.Module`` skips. So the plain module's order of parameters is kept.
+``params.py`` takes over. This file alone writes ``module._parameters``. The entry of an original parameter stays there,
+with None, which ``nn.Module`` skips, while the parameter is a plain attribute. That keeps the plain module's order.
 """
 
 from __future__ import annotations
@@ -303,8 +303,9 @@ class Registration:
         if layer.hidden:
             if before is None or not before.hidden:
                 self._free.write()
-        elif self._home is not None and layer.flat_place is None:
-            for _, site in self._each:
+        elif self._home is not None:
+            self._home._parameters.pop(self.name, None)
+            for _, site in self._each if layer.flat_place is None else ():
                 site.module.__dict__.pop(site.attribute, None)
         layer.entries.write()
         if layer is self.base:
@@ -317,8 +318,8 @@ class Registration:
     def _make_entries(self, layer: Layer) -> None:
         hidden, tensors = layer.hidden, layer.tensors
         each: list[tuple[dict[str, Any], str, Any]] = []
-        if self._home is not None:
-            each.append((self._home._parameters, self.name, tensors[-1] if hidden else None))
+        if self._home is not None and hidden:
+            each.append((self._home._parameters, self.name, tensors[-1]))
         if layer.flat_place is not None:
             each += [(site.module._parameters, site.attribute, None) for _, site in self._each]
             module, name = layer.flat_place

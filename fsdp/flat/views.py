@@ -226,8 +226,7 @@ class OriginalViews(CommonViews):
         return self.handle.has_tp or any(map(_hooks_of, self.params))
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        if self.handle.tp[index] is not None:
-            grad = super().hooked(index, grad)
+        grad = super().hooked(index, grad)
         hooks = self.params[index]._backward_hooks
         for hook in tuple(hooks.values()) if hooks else ():
             changed = hook(grad)

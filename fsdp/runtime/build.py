@@ -15,7 +15,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.lane import Lane
 from fsdp.comm.shared_memory import known_channel
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.flat_param import FlatParamHandle, shard_of
 from fsdp.flat.initial_values import InitialValues, sample
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
@@ -100,8 +100,15 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     ):
         params, placed = [item.param for item in members], [item.tp for item in members]
         samples = sample(params) if compares else []
-        handle = FlatParamHandle.flatten(
-            layout, params, options.groups, device, options.cpu_offload, placed, with_whole=not use_orig_params
+        handle = FlatParamHandle(
+            layout,
+            shard_of(layout, params, options.groups.shard_rank, device),
+            params,
+            options.groups,
+            device,
+            options.cpu_offload,
+            placed,
+            with_whole=not use_orig_params,
         )
         views: BucketViews
         if home is None:
