@@ -167,7 +167,7 @@ def same(actual: Tensor, expected: Tensor, case: str) -> None:
 
 def assert_no_casts_kept(model: FullyShardedDataParallel, case: str) -> None:
     __tracebackhide__ = True
-    assert all(handle._source is None for handle in handles_of(model)), case
+    assert all(handle._cast is handle._slice is None for handle in handles_of(model)), case
 
 
 def by_foreach(params: list[nn.Parameter]) -> None:
