@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,25 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 ON_ROOT: dict[str, Callable[[Any], None]] = {
     "one buffer": lambda root: root.set_reduce_scatter_max_input_buffers(1),
     "unused units": lambda root: root.set_reduce_scatter_unused_params(True),
+    "a divisor of the root's own unit": lambda root: root.set_gradient_divide_factor(1.0),
+    "a hook of the root's own unit": lambda root: root.set_all_reduce_hook(lambda shard: shard.mul_(3)),
 }
+
+
+def _recurses(method: Callable[..., Any]) -> bool:
+    """Return whether a switch sets nested units by default."""
+    recurse = inspect.signature(method).parameters.get("recurse")
+    return recurse is not None and recurse.default
+
+
+def test_switches_recurse_where_those_of_fully_shard_do() -> None:
+    switches = [
+        name for name in vars(FSDPModule) if name.startswith("set_") and hasattr(FullyShardedDataParallel, name)
+    ]
+    assert len(switches) > 5
+    for name in switches:
+        ours, torchs = getattr(FullyShardedDataParallel, name), getattr(FSDPModule, name)
+        assert _recurses(ours) == _recurses(torchs), name
 
 
 @pytest.mark.parametrize("name", [*SWITCHES, *ON_ROOT])

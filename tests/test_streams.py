@@ -161,7 +161,7 @@ def test_an_all_reduce_hook_runs_on_the_given_stream() -> None:
             used.add(tracer.current.name)
             shard.mul_(2)
 
-        training.model.set_all_reduce_hook(hook, stream=SimulatedStream("user"))
+        training.model.set_all_reduce_hook(hook, stream=SimulatedStream("user"), recurse=True)
         training.step()
         tracer.host_synchronisations.clear()
         training.steps()

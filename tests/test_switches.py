@@ -339,11 +339,11 @@ def test_sums_of_gradients_are_divided_by_any_number() -> None:
     for strategy, shard in [(FULL, 0), (NO_SHARD, 0), (HYBRID, 2), (HYBRID_2, 1), (HYBRID, 4)]:
         model = _on_four(strategy, shard)
         for step, factor in enumerate((1.0, 8, None)):
-            model.set_gradient_divide_factor(factor)
+            model.set_gradient_divide_factor(factor, recurse=True)
             model(per_rank(step, rank)).square().mean().backward()
             close(full_gradients(model), summed(range(step, step + 1), factor or 4), 4)
             model.zero_grad()
-        model.set_gradient_divide_factor(2)
+        model.set_gradient_divide_factor(2, recurse=True)
         copied = copy.deepcopy(model)  # the copy divides as the original does
         copied(per_rank(0, rank)).square().mean().backward()
         close(full_gradients(copied), summed(range(1), 2), 4)
@@ -352,20 +352,20 @@ def test_sums_of_gradients_are_divided_by_any_number() -> None:
 @on_ranks(1)
 def test_gradients_are_divided_on_one_rank() -> None:
     model = build(sharding_strategy=NO_SHARD)
-    model.set_gradient_divide_factor(4.0)
+    model.set_gradient_divide_factor(4.0, recurse=True)
     seen: list[int] = []
-    model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
+    model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()), recurse=True)
     model(per_rank(0, 0)).square().mean().backward()
     close(full_gradients(model), summed(range(1), 4), 1)
     assert len(seen) == 5
     for wrong, kind in (("2", TypeError), (True, TypeError), (0, ValueError), (float("nan"), ValueError)):
         with pytest.raises(kind, match="divide factor must be"):
-            model.set_gradient_divide_factor(wrong)
+            model.set_gradient_divide_factor(wrong, recurse=True)
     with pytest.raises(TypeError, match="callable or None"):
         model.set_all_reduce_hook(3)
     with pytest.raises(RuntimeError, match=r"divides gradients by 4\.0, and a hook divides by itself"):
         model.register_comm_hook(None, lambda state, grad: None)
-    model.set_gradient_divide_factor(None)
+    model.set_gradient_divide_factor(None, recurse=True)
     model.set_requires_all_reduce(False)
     with pytest.raises(RuntimeError, match="delays its reduction over replicas, and a hook reduces by itself"):
         model.register_comm_hook(None, lambda state, grad: None)
@@ -374,7 +374,7 @@ def test_gradients_are_divided_on_one_rank() -> None:
     with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(False\) with a communication hook"):
         model.set_requires_all_reduce(False)
     with pytest.raises(RuntimeError, match="with a communication hook, which divides by itself"):
-        model.set_gradient_divide_factor(2)
+        model.set_gradient_divide_factor(2, recurse=True)
 
 
 @on_ranks(4)
@@ -411,10 +411,10 @@ def test_an_all_reduce_hook_receives_the_reduced_gradients() -> None:
     rank = dist.get_rank()
     for strategy, shard in [(FULL, 0), (HYBRID, 2), (NO_SHARD, 0)]:
         model = _on_four(strategy, shard)
-        model.set_all_reduce_hook(lambda part: part.mul_(3))
+        model.set_all_reduce_hook(lambda part: part.mul_(3), recurse=True)
         model(per_rank(0, rank)).square().mean().backward()
         close(full_gradients(model), {k: 3 * v for k, v in summed(range(1), 4).items()}, 6)
-        model.set_all_reduce_hook(None)
+        model.set_all_reduce_hook(None, recurse=True)
         model.zero_grad()
         model(per_rank(0, rank)).square().mean().backward()
         close(full_gradients(model), summed(range(1), 4), 4)
@@ -425,7 +425,7 @@ def test_a_stream_for_the_all_reduce_hook_is_refused_on_cpu() -> None:
     """CPU has no streams."""
     model = build()
     with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
-        model.set_all_reduce_hook(lambda part: None, stream=object())
+        model.set_all_reduce_hook(lambda part: None, stream=object(), recurse=True)
     assert all(unit.policy.all_reduce_hook is None for unit in units_of(model))
 
 

@@ -213,13 +213,13 @@ class FSDP2Names(nn.Module):
         self._assert_state(TrainingState.IDLE)
         reduce_accumulated(join(self._fsdp_unit), units_of(self))
 
-    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = True) -> None:
-        """Set the divisor of the sum of the gradients over all ranks.
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Set the divisor of the sum of this unit's gradients over all ranks.
 
         Args:
             factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks, which
                 gives the mean.
-            recurse: set all units of this module. FSDP2 sets the unit of this module alone, as False does here.
+            recurse: set all units of this module. The default sets this unit alone, as in FSDP2.
 
         Raises:
             TypeError, ValueError: ``factor`` is no positive finite number.
@@ -236,7 +236,7 @@ class FSDP2Names(nn.Module):
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """Set the divisor of this unit's gradients: the older name of :meth:`set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor, recurse=False)
+        self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Choose whether this unit's reductions are plain sums in the collective, divided before or after it.
@@ -273,9 +273,9 @@ class FSDP2Names(nn.Module):
         self._choose(recurse, requires_all_reduce=required)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None, recurse: bool = True
+        self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None, recurse: bool = False
     ) -> None:
-        """Call ``hook(shard)`` with each reduced gradient before it is assigned to ``.grad``.
+        """Call ``hook(shard)`` with this unit's reduced gradients before they are assigned to ``.grad``.
 
         ``shard`` is this rank's 1-D part of a unit's gradient in the reduce dtype, reduced over all groups. The hook
         may change it in place, for example reduce it over ranks outside of this package's groups.
@@ -284,7 +284,7 @@ class FSDP2Names(nn.Module):
             hook: the function, or None to remove it.
             stream: accelerator stream to run the hook on; the stream of the reductions by default. Hybrid sharding
                 has a stream of its own for this and takes none; on CPU there are no streams.
-            recurse: set all units of this module; False: this unit alone.
+            recurse: set all units of this module. The default sets this unit alone, as in FSDP2.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -322,7 +322,7 @@ class FSDP2Names(nn.Module):
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many full gradients of this tree may wait for their reduction; the next one waits for the oldest.
 
-        The default is 2. ``recurse`` has no effect, since the buffers of the whole tree are counted.
+        The default is 2 (FSDP2's is 1). ``recurse`` has no effect, since the buffers of the whole tree are counted.
 
         Raises:
             RuntimeError: not called on the root.
@@ -340,7 +340,7 @@ class FSDP2Names(nn.Module):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Choose whether ranks may use different units: the constructor's ``reduce_unused`` as a switch of the tree.
 
-        ``recurse`` has no effect, since all units of a tree have the same choice.
+        Unlike FSDP2, which sets single units, all units of a tree have the same choice: ``recurse`` has no effect.
 
         Raises:
             RuntimeError: not called on the root, or during a forward or backward.

@@ -76,7 +76,7 @@ def delayed_all_reduce(device: torch.device) -> None:
 def all_reduce_hook(device: torch.device) -> str:
     """A hook changes the gradients once they are reduced over the replicas."""
     pair = Pair(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD)
-    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5))
+    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
     lag.C.set_lateness(40, {})
     for _ in range(4):
         pair.zero_grad()

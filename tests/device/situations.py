@@ -713,7 +713,7 @@ def switches(device: torch.device) -> str | None:
         pair.backward()
     pair.update()
     pair.check()
-    pair.model.set_gradient_divide_factor(3.0)
+    pair.model.set_gradient_divide_factor(3.0, recurse=True)
     pair.zero_grad()
     pair.backward()
     for p in pair.plain.parameters():
@@ -727,7 +727,7 @@ def all_reduce_hook(device: torch.device) -> str | None:
     """Change reduced gradients in a hook."""
     pair = Pair(device)
     lag.C.set_lateness(40, {})
-    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5))
+    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
     for _ in range(4):
         pair.zero_grad()
         pair.backward()

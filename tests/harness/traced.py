@@ -245,9 +245,9 @@ class Training:
         self.loss().backward()
         self.model.set_requires_all_reduce(True)
         self.step()
-        self.model.set_all_reduce_hook(lambda shard: shard.mul_(0.5))
+        self.model.set_all_reduce_hook(lambda shard: shard.mul_(0.5), recurse=True)
         self.step()
-        self.model.set_all_reduce_hook(None)
+        self.model.set_all_reduce_hook(None, recurse=True)
 
     def returned_parameter(self) -> None:
         self.model.module.returns_weight = True
