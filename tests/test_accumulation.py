@@ -725,6 +725,33 @@ def test_step_with_unreduced_gradients_is_refused() -> None:
         optimizer.step()  # without any gradients
 
 
+@pytest.mark.parametrize("by_keyword", [False, True])
+@on_ranks(2)
+def test_a_closure_may_reduce_what_was_accumulated(by_keyword: bool) -> None:
+    """Lightning runs the last micro-batch in the closure of `step()`. A closure that reduces nothing is refused."""
+    for strategy, orig in itertools.product((FULL, GRAD_OP), (True, False)):
+        models = [wrapped((strategy, orig)) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+        data = [Data(0, dist.get_rank()).tensor(index, 3, WIDTH) for index in range(2)]
+        for model in models:
+            with model.no_sync():
+                loss_of(model, data[0]).backward()
+
+        def closure(model: Any = models[0], last: Tensor = data[1]) -> Tensor:
+            loss = loss_of(model, last)
+            loss.backward()
+            return loss
+
+        loss = optimizers[0].step(closure=closure) if by_keyword else optimizers[0].step(closure)
+        assert torch.equal(loss, closure(models[1]))
+        optimizers[1].step()
+        assert_bit_equal(*map(full_parameters, models))
+        optimizers[0].zero_grad()
+        with pytest.raises(RuntimeError, match="never reduced"), models[0].no_sync():
+            optimizers[0].step(closure)
+        assert_bit_equal(*map(full_parameters, models))
+
+
 @on_ranks(2)
 def test_step_with_unreduced_gradients_warns_without_sharding() -> None:
     """The optimizer's first step warns that replicas differ, unless the program reduced the gradients itself."""

@@ -279,9 +279,10 @@ def watch_optimizers() -> None:
     names.__getstate__ = warn_and_get_state
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Follow users' changes, and check gradients; those of a closure after each call of it."""
     if torch.compiler.is_compiling() or current_backward() != NO_BACKWARD:
-        return
+        return None
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _optimizers.get(optimizer)
     first = known is None and not _own_steps
@@ -297,15 +298,28 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         known = (count, found)
         if not _own_steps:
             _optimizers[optimizer] = known
-    unsharded = []
-    for unit_ref in known[1]:
-        unit = unit_ref()
-        if unit is not None:
-            unit.before_step()
-            if unit.gradients.are_exposed:
-                unsharded.append(unit)
-    if first and any(unit.groups.reduces for unit_ref in known[1] if (unit := unit_ref()) is not None):
+    stepped = [unit for unit_ref in known[1] if (unit := unit_ref()) is not None]
+    for unit in stepped:
+        unit.before_step()
+    if first and any(unit.groups.reduces for unit in stepped):
         warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not stepped or not callable(closure):
+        _check_reduced(optimizer, stepped, first=first)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        for unit in stepped:
+            unit.before_step()
+        _check_reduced(optimizer, stepped, first=first)
+        return loss
+
+    return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": checked})
+
+
+def _check_reduced(optimizer: Optimizer, stepped: list[Any], *, first: bool) -> None:
+    unsharded = [unit for unit in stepped if unit.gradients.are_exposed]
     if unsharded:
         check_reduced(optimizer, unsharded, first=first)
 
