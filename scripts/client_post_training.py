@@ -209,7 +209,7 @@ def with_verl(part: Part, *, lora: bool = False, **options: Any) -> list[float]:
         language_model("tied llama").save_pretrained(source)  # verl loads one that is not tied on rank 0 alone
         tokenizer().save_pretrained(source)
     dist.barrier()
-    torch.manual_seed(1)  # adapters are drawn
+    torch.manual_seed(1)  # for equal adapters on all ranks: torch's FSDP1 does not synchronize them here
     adapters = {"lora_rank": 2, "target_modules": ["q_proj", "v_proj"]} if lora else {}
     single = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
     engine = FSDPEngineWithLMHead(
@@ -265,4 +265,5 @@ ROWS: list[Row] = [
     *(row(with_trl, f"{trainer} with LoRA", trainer=trainer, **HF_ORIG) for trainer in ("SFT", "DPO", "GRPO")),
     row(with_verl, "FSDPEngineWithLMHead", **ORIG),
     row(with_verl, "FSDPEngineWithLMHead, flat parameters", **FLAT),
+    row(with_verl, "FSDPEngineWithLMHead, LoRA", lora=True, **ORIG),
 ]

@@ -62,7 +62,7 @@ ensure_env() {
     { "${pip[@]}" coolname tabulate py-cpuinfo requests torch_optimizer "importlib-metadata<9" "pillow<12" </dev/null &&
       "${pip[@]}" --no-deps mosaicml==0.32.1 </dev/null; } || echo "Composer cannot be installed: without its rows" >&2
     # verl asks for older releases of transformers and tensordict.
-    local needed=(cloudpickle codetiming msgpack omegaconf orjson pillow protobuf pyvers requests torchdata wandb)
+    local needed=(cloudpickle codetiming jsonschema msgpack omegaconf orjson pillow protobuf pyvers requests torchdata wandb)
     local alone=(antlr4-python3-runtime==4.9.3 hydra-core pybind11 pylatexenc ray tensordict verl==0.9.1)
     { "${pip[@]}" "${needed[@]}" </dev/null && "${pip[@]}" --no-deps "${alone[@]}" </dev/null; } ||
       echo "verl cannot be installed: without its rows" >&2
