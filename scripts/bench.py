@@ -25,7 +25,8 @@ Workloads:
 * ``tiny``: 121 units of two layers with 2,000 parameters each;
 * ``lora``: a frozen GPT of 63 million parameters with adapters of rank 8, 64 tokens per rank;
 * ``accumulation``: the GPT of ``compute``, with four batches of 64 tokens in a step, three of them under ``no_sync``;
-* ``muon``: the optimizer's step of the GPT of ``compute``, with Muon for the matrices of its blocks;
+* ``muon``: the optimizer's step of the GPT of ``compute``, with Muon for the matrices of its blocks, one step a turn.
+  Muon's Newton-Schulz iterations run in float32, because most CPUs multiply bfloat16 matrices several times slower;
 * ``export``: all weights of the GPT of ``communication`` on rank 0, in bfloat16;
 * ``wrapping`` and ``from-meta``: no training. The GPT of ``communication`` is made, and wrapping it is timed, once a
   round. In ``from-meta`` the modules begin on the meta device and receive values while they are wrapped.
@@ -72,6 +73,7 @@ import fsdp.export
 import fsdp.optim
 import fsdp.wrap
 from fsdp.comm.lane import Lane
+from fsdp.comm.versions import ALL_GATHER
 
 OURS = ("native", "direct", "shared", "auto", "coalesced")
 OF_MUON, OF_EXPORT = ("owners", "everywhere"), ("stream", "state-dict")
@@ -368,21 +370,23 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 def received(calls: Callable[[], None]) -> tuple[int, float]:
     """Return the number of messages that this rank waited for, and the bytes that its peers put into its memory."""
-    found: list[tuple[str, Any]] = []
+    found: list[int] = []
     real = Lane.collective
 
     def counted(lane: Any, name: str, event: Any, *tensors: Any, **options: Any) -> Any:
-        found.append((name, tensors))
+        own = {ALL_GATHER: lambda: tensors[1].nbytes, "all_to_all_single": lambda: tensors[2][lane.group.rank()]}
+        found.append(tensors[0].nbytes - own.get(name, lambda: 0)())
         return real(lane, name, event, *tensors, **options)
 
     with mock.patch.object(Lane, "collective", counted):
         calls()
-    return len(found), float(sum(tensors[0].nbytes for _, tensors in found))
+    return len(found), float(sum(found))
 
 
 def stepping(options: argparse.Namespace, contender: str, workload: str) -> Measured:
     """Measure the optimizer's step alone; the gradients stay."""
     made = WORKLOADS[workload]
+    torch.Tensor.bfloat16 = torch.Tensor.float  # type: ignore[method-assign]  # Muon calls it before its iterations
     model: Any = wrapped(made.model(), "native", True)
     model(made.batch()).float().square().mean().backward()
     if contender == "owners":
@@ -446,7 +450,7 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
     prepare, step, traffic_of = made(options, contender, workload)
     dist.barrier()
     pipe.send(None)
-    n = 1 if WORKLOADS[workload].wraps_from else options.steps
+    n = 1 if workload == "muon" or WORKLOADS[workload].wraps_from else options.steps
     while pipe.recv():
         prepare()
         dist.barrier()
@@ -455,7 +459,8 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
             step()
         wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        prepare()
+        if WORKLOADS[workload].wraps_from:
+            prepare()
         highest = highest_pss(step)
         dist.barrier()
         pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest))
