@@ -53,6 +53,7 @@ from tests.harness.agreeing import (
     train,
     train_and_raise,
 )
+from tests.harness.fake_group import fake_group
 from tests.harness.models import ZOO
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
@@ -317,27 +318,21 @@ def test_detail_compares_handles_in_the_first_training_forward(reduce_unused: bo
 
 def test_detail_raises_where_gathered_handles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gathered integers are compared, and zeros from a group whose collectives are no-ops agree."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+    with fake_group(1, 4), detail():
+        train(build(Chain(UNEQUAL), None))
+        model = build(Chain(UNEQUAL), None)
+        real = getattr(dist, ALL_GATHER)
 
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-    try:
-        with detail():
-            train(build(Chain(UNEQUAL), None))
-            model = build(Chain(UNEQUAL), None)
-            real = getattr(dist, ALL_GATHER)
+        def gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert output.dtype is not torch.int64 or not output.any()
+            work = real(output, *args, **kwargs)
+            if output.dtype is torch.int64:
+                output.copy_(torch.tensor([1, 1, 1, 2])[: output.numel()])
+            return work
 
-            def gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-                assert output.dtype is not torch.int64 or not output.any()
-                work = real(output, *args, **kwargs)
-                if output.dtype is torch.int64:
-                    output.copy_(torch.tensor([1, 1, 1, 2])[: output.numel()])
-                return work
-
-            monkeypatch.setattr(dist, ALL_GATHER, gather)
-            with pytest.raises(RuntimeError, match=rf"^{OUT_OF_STEP}.*rank 3 gathers handles \[2\]"):
-                train(model)
-    finally:
-        dist.destroy_process_group()
+        monkeypatch.setattr(dist, ALL_GATHER, gather)
+        with pytest.raises(RuntimeError, match=rf"^{OUT_OF_STEP}.*rank 3 gathers handles \[2\]"):
+            train(model)
 
 
 # -- changes that all ranks make -----------------------------------------------------------------------------------
@@ -389,7 +384,6 @@ def recorded_store(group: Any) -> Iterator[mock.Mock]:
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @on_ranks(RANKS)
-@impatient
 def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> None:
     """From the third step on; the first step agrees before every collective. Later steps leave the store alone."""
     group = new_group()
@@ -402,7 +396,7 @@ def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> 
                 train(model)
             logs.append(log)
             calls.append(len(store.method_calls))
-        first_error(model, STEPS["skip a unit" if dist.get_rank() == ODD else "train"])
+        impatient(first_error)(model, STEPS["skip a unit" if dist.get_rank() == ODD else "train"])
         assert not any(calls[2:]) and store.method_calls, calls  # the divergence shows that calls are recorded
     for log in logs:
         for record in log.records:
@@ -423,10 +417,7 @@ def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> 
 
 def test_group_with_no_op_collectives_agrees() -> None:
     """A fake group of 8 ranks in one process trains under every strategy, also after an exception."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    try:
+    with fake_group(5, 8):
         for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD):
             model = build(Chain(UNEQUAL), None, strategy)
             with record_collectives() as log:
@@ -442,8 +433,6 @@ def test_group_with_no_op_collectives_agrees() -> None:
             )
             for record in log.records:
                 assert record.op == "all_reduce" or not str(record.label).startswith("agree"), record
-    finally:
-        dist.destroy_process_group()
 
 
 # -- dead ranks ----------------------------------------------------------------------------------------------------

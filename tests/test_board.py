@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm import board as boards
 from fsdp.comm import threads
 from fsdp.comm.board import Board
 from fsdp.comm.lane import Lane
+from tests.harness.fake_group import fake_group
 from tests.harness.pool import Died, run_fresh
 
 
@@ -87,8 +87,7 @@ def test_rank_that_retries_a_barrier_counts_once(ranks_on_machines: Any) -> None
 
 @pytest.mark.parametrize("size", [16, 256])
 def test_waiting_rank_makes_a_bounded_number_of_store_calls(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=size)
-    try:
+    with fake_group(1, size):
         model = FSDP(torch.nn.Linear(3, 3))
         model(torch.ones(2, 3)).sum().backward()
         lane = Lane.of(dist.group.WORLD)
@@ -96,8 +95,6 @@ def test_waiting_rank_makes_a_bounded_number_of_store_calls(size: int, monkeypat
         monkeypatch.setattr(boards, "group_store", lambda group: store)  # until here the fake group agreed with itself
         lane.slow()
         assert 8 < len(store.method_calls) < 40, store.method_calls
-    finally:
-        dist.destroy_process_group()
 
 
 def test_ranks_poll_all_peers_in_turns_and_neighbours_first(ranks_on_machines: Any) -> None:

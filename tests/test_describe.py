@@ -16,7 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.tools.text import Table, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 
 WIDTH = 7
 
@@ -83,24 +83,6 @@ def test_figures_equal_those_of_parameters_and_gradients() -> None:
     assert {unit.strategy for unit in fsdp.describe(kept).units} == {"FULL_SHARD, kept after forward"}
 
 
-def _remarks() -> list[str]:
-    """Return the first model's description as text, and the remarks on each of several models."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    usual = fsdp.describe(_wrapped(Net(), Block, mixed_precision=precision))
-    pair = nn.ModuleList([_wrapped(Block()), nn.Linear(2, 3)])
-    scaled = Net()
-    scaled.scales = nn.ModuleList(nn.PReLU() for _ in range(5))  # more modules with fewer parameters
-    several = {
-        "whole": _wrapped(scaled),
-        "nothing": _wrapped(Net(), nn.LSTM),
-        "most": _wrapped(Net(), nn.LayerNorm),
-        "low": _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).bfloat16(), nn.Linear),
-        "unmanaged": pair,
-        "fine": _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), nn.Linear),
-    }
-    return [str(usual), *("\n".join(fsdp.describe(model).remarks) for model in several.values())]
-
-
 def test_tools_refuse_arguments_that_are_no_model_or_no_parameter() -> None:
     with pytest.raises(ValueError, match=r"describe\(\) is for wrapped models, and nothing in this Net is: wrap it"):
         fsdp.describe(Net())
@@ -125,11 +107,24 @@ def test_tools_refuse_arguments_that_are_no_model_or_no_parameter() -> None:
         fsdp.FullyShardedDataParallel.group(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
+@on_ranks(2)
 def test_remarks_name_probable_mistakes() -> None:
-    text, whole, nothing, most, low, unmanaged, fine = run_ranks(2, _remarks)[1]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    scaled = Net()
+    scaled.scales = nn.ModuleList(nn.PReLU() for _ in range(5))  # more modules with fewer parameters
+    models = [
+        _wrapped(scaled),
+        _wrapped(Net(), nn.LSTM),
+        _wrapped(Net(), nn.LayerNorm),
+        _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).bfloat16(), nn.Linear),
+        nn.ModuleList([_wrapped(Block()), nn.Linear(2, 3)]),
+        _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), nn.Linear),
+    ]
+    whole, nothing, most, low, unmanaged, fine = ("\n".join(fsdp.describe(model).remarks) for model in models)
+    text = str(fsdp.describe(_wrapped(Net(), Block, mixed_precision=precision)))
     rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
-    precision = "float32 -> bfloat16 -> float32"
-    assert rows[1] == ["(root) Net", "49", "18.9%", "1", "71%", "FULL_SHARD", "2", precision, "100 B", "28 B", "100 B"]
+    dtypes = "float32 -> bfloat16 -> float32"
+    assert rows[1] == ["(root) Net", "49", "18.9%", "1", "71%", "FULL_SHARD", "2", dtypes, "100 B", "28 B", "100 B"]
     assert rows[2][:6] == ["blocks.0 to blocks.1: 2 x Block", "70", "27.0%", "0", "0%", "FULL_SHARD"]
     assert rows[3][:6] == ["blocks.2 Block", "70", "27.0%", "0", "80%", "FULL_SHARD"]
     assert rows[4][:2] == ["4 units", "259"]

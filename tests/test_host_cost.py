@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.fake_group import fake_group
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 PACKAGE = str(Path(fsdp.__file__).parent)
@@ -30,11 +30,8 @@ PACKAGE = str(Path(fsdp.__file__).parent)
 
 @pytest.fixture
 def group_of_eight() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
+    with fake_group(0, 8):
+        yield
 
 
 def chain(units: int, layers: int, **options: Any) -> nn.Module:

@@ -28,7 +28,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import adamw, assert_bit_equal, named_optim_state, named_parameters
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.shapes import LENGTH, SHAPES, VOCABULARY, Inputs, Shape
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, wrap
 
@@ -197,13 +197,10 @@ def count_gathered(shape: Shape) -> int:
     return max(counts)
 
 
-def cached_shape() -> int:
-    return count_gathered(SHAPES["Cached"])
-
-
+@on_ranks(2)
 def test_caches_keep_no_unit_unsharded() -> None:
     """Every layer receives an object with tensors of earlier layers; of six units two are unsharded at a time."""
-    assert all(count <= 2 for count in run_ranks(2, cached_shape))
+    assert count_gathered(SHAPES["Cached"]) <= 2
 
 
 @on_ranks(2)
@@ -322,15 +319,17 @@ def train_library(name: str) -> None:
 
 @_needs("transformers")
 @pytest.mark.parametrize("name", MODELS)
+@on_ranks(2, timeout=180)
 def test_transformers(name: str) -> None:
-    run_ranks(2, train_library, name, timeout=180)
+    train_library(name)
 
 
 @_needs("transformers", "peft")
 @pytest.mark.parametrize("name", ADAPTED)
+@on_ranks(2, timeout=180)
 def test_peft(name: str) -> None:
     """The root's frozen norm lies between units and a trained head."""
-    run_ranks(2, train_library, name, timeout=180)
+    train_library(name)
 
 
 @_needs("transformers", "peft")
@@ -359,15 +358,12 @@ def test_peft_saves_and_loads_adapters_inside_units(tmp_path: Path) -> None:
         unpatch()
 
 
-def llama_with_a_cache() -> int:
+@_needs("transformers")
+@on_ranks(2, timeout=180)
+def test_transformers_caches_keep_no_unit_unsharded() -> None:
     with foreign_code():
         shape = Shape("Llama", lambda: small_llama(use_cache=True).double(), text_inputs, layers_of, recompute)
-        return count_gathered(shape)
-
-
-@_needs("transformers")
-def test_transformers_caches_keep_no_unit_unsharded() -> None:
-    assert all(count <= 2 for count in run_ranks(2, llama_with_a_cache, timeout=180))
+        assert count_gathered(shape) <= 2
 
 
 @_needs("transformers")

@@ -358,7 +358,11 @@ def test_lists_among_the_states_are_saved_without_pickle(whole: bool, tmp_path: 
             assert torch.equal(one[4], other[4]) and torch.equal(one[5], other[5])
 
 
-def _torchao(uop: bool, root: Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.parametrize("uop", [True, False])
+@on_ranks(2)
+def test_states_of_torchao_come_back_in_their_class(uop: bool, tmp_path: Path) -> None:
+    """Within one code of the class, which cannot represent every block's largest negative value."""
     from torchao.optim import AdamW8bit
 
     torch.compiler.set_stance("force_eager")
@@ -372,7 +376,7 @@ def _torchao(uop: bool, root: Path) -> None:
         optimizer = AdamW8bit(model.parameters(), lr=1e-3)
         train(model, optimizer, 4)
         fresh = AdamW8bit(model.parameters(), lr=1e-3)
-        transfer(form, model, optimizer, fresh, root)
+        transfer(form, model, optimizer, fresh, tmp_path)
         for before, after in zip(optimizer.state.values(), fresh.state.values(), strict=True):
             for name in before:
                 assert type(before[name]) is type(after[name])
@@ -381,10 +385,3 @@ def _torchao(uop: bool, root: Path) -> None:
                     old, new = old.dequantize(), new.dequantize()
                 assert (old - new).abs().max() <= 0.01 * old.abs().max(), name
         train(model, fresh, 1)  # the optimizer can step
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.parametrize("uop", [True, False])
-def test_states_of_torchao_come_back_in_their_class(uop: bool, tmp_path: Path) -> None:
-    """Within one code of the class, which cannot represent every block's largest negative value."""
-    run_ranks(2, _torchao, uop, tmp_path)

@@ -42,6 +42,7 @@ from tests.harness.agreeing import (
     Outcome,
     assert_out_of_step,
     build,
+    first_error,
     impatient,
     new_group,
     play,
@@ -245,13 +246,20 @@ def test_calls_work_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
     assert done == 2 * list(CALLS)
 
 
+@pytest.mark.parametrize("farther", [0, 1])
+@on_ranks(2)
 @impatient
-def fail_at_different_units(farther: int) -> dict[str, Tensor]:
-    """Fail on each rank, on rank `farther` one unit later; rank 0 is interrupted in the call and repeats it."""
+def test_calls_work_after_failures_at_different_units(farther: int) -> None:
+    """A failed rank blames no peer, and waits until all ranks have met and issued the same collectives.
+
+    Rank `farther` fails one unit later; rank 0 is interrupted in the call and repeats it.
+    """
     group = new_group()
     store = dist.distributed_c10d._world.pg_map[group][1]
     torch.manual_seed(0)
-    model = build(Chain(UNEQUAL), group)
+    chain = Chain(UNEQUAL)
+    expected = copy.deepcopy(chain.state_dict())
+    model = build(chain, group)
     for _ in range(2):
         train(model)
     train_and_raise(model, 2 if dist.get_rank() == farther else 1)
@@ -271,23 +279,18 @@ def fail_at_different_units(farther: int) -> dict[str, Tensor]:
         with mock.patch.object(Lane, "slow", look_once), pytest.raises(KeyboardInterrupt):
             state_dict_by(False)(model)
     with mock.patch.object(Lane, "slow", look_and_tell):
-        state: dict[str, Tensor] = state_dict_by(False)(model)
+        state = state_dict_by(False)(model)
     train(model)
-    return state
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
-@pytest.mark.parametrize("farther", [0, 1])
-def test_calls_work_after_failures_at_different_units(farther: int) -> None:
-    """A failed rank blames no peer, and waits until all ranks have met and issued the same collectives."""
-    torch.manual_seed(0)
-    expected = Chain(UNEQUAL).state_dict()
-    for state in run_ranks(2, fail_at_different_units, farther):
-        assert all(torch.equal(state[key], value) for key, value in expected.items())
-
-
+@pytest.mark.parametrize(
+    "call", ["load_state_dict()", "optim_state_dict()", "full optim_state_dict()", "optim_state_dict_to_load()"]
+)
+@on_ranks(2)
 @impatient
-def interrupt_a_call(call: str) -> tuple[str, float]:
-    """Interrupt rank 1 inside a call while rank 0 waits for the call's communication."""
+def test_interrupt_in_a_call_reaches_the_waiting_rank(call: str) -> None:
+    """The message on rank 0, which waits for the call's communication, names it; afterwards the call works."""
     torch.manual_seed(0)
     plain = Chain(UNEQUAL)
     model = build(copy.deepcopy(plain), new_group())
@@ -323,18 +326,9 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     seconds = time.monotonic() - started
     make()
     train(model)
-    return str(caught.value), seconds
-
-
-@pytest.mark.parametrize(
-    "call", ["load_state_dict()", "optim_state_dict()", "full optim_state_dict()", "optim_state_dict_to_load()"]
-)
-def test_interrupt_in_a_call_reaches_the_waiting_rank(call: str) -> None:
-    """The message names the call; afterwards the call works."""
-    (error, seconds), _ = run_ranks(2, interrupt_a_call, call)
-    assert f"rank 1 failed in the {call.removeprefix('full ')} of the root unit" in error and seconds < PATIENT / 2, (
-        error
-    )
+    if not interrupted:
+        error, failure = str(caught.value), f"rank 1 failed in the {call.removeprefix('full ')} of the root unit"
+        assert failure in error and seconds < PATIENT / 2, error
 
 
 class RootLast(nn.Module):
@@ -349,23 +343,18 @@ class RootLast(nn.Module):
         return self.l2(x) if self.swapped else self.l1(x)
 
 
+@pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
+@on_ranks(2)
 @impatient
-def error_of_another_inner_unit(strategy: ShardingStrategy, good: int) -> Outcome:
+def test_rank_behind_the_backward_of_its_peers(strategy: ShardingStrategy, good: int) -> None:
+    """Peers used a gather that the odd rank had prefetched, and are in their backward while it waits in its forward."""
     model = build(RootLast(), new_group(), strategy, use_orig_params=False)
     for _ in range(good):
         train(model)
     model.module.swapped = dist.get_rank() == ODD
     started = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
-        train(model)
-    return Outcome(0, str(caught.value), time.monotonic() - started)
-
-
-@pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
-def test_rank_behind_the_backward_of_its_peers(strategy: ShardingStrategy, good: int) -> None:
-    """Peers used a gather that the odd rank had prefetched, and are in their backward while it waits in its forward."""
-    outcomes = run_ranks(2, error_of_another_inner_unit, strategy, good)
-    assert_out_of_step(outcomes, 0, "unit 'l1'", "unit 'l2'")
+    error = first_error(model)
+    assert_out_of_step([Outcome(0, error, time.monotonic() - started)], 0, "unit 'l1'", "unit 'l2'")
 
 
 @on_ranks(2)

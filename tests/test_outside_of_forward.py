@@ -25,7 +25,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.models import MlpBlock
 from tests.harness.passes import GRAD_OP, NONE, WIDTH, Mlp, seeded, wrapped
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 
@@ -128,9 +128,10 @@ def check_averages(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> N
 
 
 @pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
+@on_ranks(2)
 def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: Program) -> None:
     """Every path to such a parameter counts, as with DistributedDataParallel."""
-    run_ranks(2, check_averages, program)
+    check_averages(program)
 
 
 @on_ranks(2)
@@ -147,9 +148,10 @@ def test_gradients_that_arrive_after_the_reduction_are_averaged() -> None:
         reference.check(model, case, ulps=16, ulps_after_step=REASSOCIATED)
 
 
+@on_ranks(2)
 def test_hooks_see_gradients_of_parameters_used_outside_of_forward_once() -> None:
     """Gradient hooks see the plain model's gradients; post-accumulate hooks see the average."""
-    run_ranks(2, check_averages, hooked, [kind for kind in KINDS if kind[1]])
+    check_averages(hooked, [kind for kind in KINDS if kind[1]])
 
 
 def norm_of(model: nn.Module) -> Tensor:
