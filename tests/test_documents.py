@@ -26,7 +26,7 @@ DOCUMENTS = [
     for path in sorted(ROOT.glob(f"{folder}README.md"))
 ]
 FILES = {  # files that a document's snippets are expected to write
-    "README.md": {"checkpoints", "weights"},
+    "README.md": {"checkpoints"},
     "fsdp/checkpoint/README.md": {"step_1000", "checkpoints", "model.safetensors", "dcp"},
     "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
 }
