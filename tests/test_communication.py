@@ -22,7 +22,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -50,7 +50,7 @@ from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name
 from tests.harness.pairs import by_turns, pairwise
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
@@ -385,16 +385,6 @@ def test_collectives_of_a_unit_used_twice(strategy: ShardingStrategy, use_orig_p
 # -- order ---------------------------------------------------------------------------------------------------------
 
 
-def record_case(name: str, strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[str, str, int]]:
-    case = ZOO[name]
-    model = wrap(case, strategy, use_orig_params)
-    with record_collectives() as log:
-        for step in range(3):
-            with model.no_sync() if step == 1 else nullcontext():
-                case.loss(model, case.make_batch(step, 2)).backward()
-    return [(str(r.label), r.op, r.nbytes) for r in log.records]
-
-
 @on_ranks(2)
 def test_cast_does_not_change_the_order() -> None:
     """Each unit is still reduced when the last gradient arrives, by other nodes of the graph."""
@@ -409,22 +399,6 @@ def test_cast_does_not_change_the_order() -> None:
                 model(torch.ones(2, 5, dtype=dtype)).sum().backward()
             orders.append(order(log))
         assert orders[1:] == [orders[1]] * 3, orders
-
-
-@pytest.mark.parametrize(
-    ("name", "second"),
-    [
-        ("encoder-decoder", SHARD_GRAD_OP),
-        ("used-twice", NO_SHARD),
-        ("unused", SHARD_GRAD_OP),
-        ("lora", NO_SHARD),
-        ("segment-reentrant", SHARD_GRAD_OP),
-    ],
-)
-def test_order_is_equal_on_all_ranks(name: str, second: ShardingStrategy) -> None:
-    for strategy in (FULL_SHARD, second):
-        first, *rest = run_ranks(3, record_case, name, strategy, strategy is FULL_SHARD)
-        assert first and rest == [first] * 2
 
 
 # -- prefetch ------------------------------------------------------------------------------------------------------
@@ -481,37 +455,6 @@ def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], Collectiv
                 mark_backward(wrapper.module.before, "again backward")
 
 
-def trace_passes(name: str, strategy: ShardingStrategy, delayed: bool, options: dict[str, Any]) -> list[list[str]]:
-    """Return the events of each of four steps: "issue gather X", "wait gather X", "forward X", "backward X" ..."""
-    case = ZOO.get(name)
-    if case is None:
-        model = wrap(NestedChain(), strategy, True, wrap_policy=ModuleWrapPolicy({Piece, Nested}), **options)
-    else:
-        model = wrap(case, strategy, True, **options)
-    logs: list[CollectiveLog] = []
-    mark_passes(model, lambda: logs[-1])
-    steps = []
-    with ExitStack() as stack:
-        if delayed:
-            stack.enter_context(delay_collectives(seed=1, max_ms=1.0))
-        for step in range(4):
-            with record_collectives() as log:
-                logs.append(log)
-                if case is None:
-                    model(torch.ones(2, 5)).sum().backward()
-                else:
-                    case.loss(model, case.make_batch(step, 2)).backward()
-            moved = {record.index for record in data(log)}
-            steps.append(
-                [
-                    str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"
-                    for event, entry in log.events
-                    if event == "mark" or entry in moved
-                ]
-            )
-    return steps
-
-
 def only(events: list[str], prefix: str) -> list[str]:
     return [event.removeprefix(prefix + " ") for event in events if event.startswith(prefix + " ")]
 
@@ -535,38 +478,39 @@ def overlapped(events: list[str], computes: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    ("name", "delayed"), [("encoder-decoder", True), ("nested", False), ("nested", True), ("mlp", False)]
-)
-def test_prefetch_follows_the_recorded_order(name: str, delayed: bool) -> None:
+@on_ranks(2)
+def test_prefetch_follows_the_recorded_order() -> None:
     """Later steps gather in the order of the first, which gathers on demand.
 
     Every unit but the first of a pass is gathered while the preceding unit computes.
     """
-    forward = {
-        "encoder-decoder": ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
-        "nested": ["first", "outer", "outer.inner.0", "outer.inner.1", "last"],
-        "mlp": ["blocks.0", "blocks.1", "blocks.2"],
-    }[name]
-    backward = {"nested": ["last", "outer", "outer.inner.1", "outer.inner.0", "first"]}.get(name, forward[::-1])
-    forward, backward = ([ROOT, *(f"unit {unit!r}" for unit in units)] for units in (forward, backward))
-    for steps in run_ranks(2, trace_passes, name, FULL_SHARD, delayed, {}):
-        for number, events in enumerate(steps):
-            ahead, back = split(events)
-            assert only(ahead, "forward") == forward and only(back, "backward") == backward
-            assert only(ahead, "issue gather") == forward, f"step {number}"
-            assert only(back, "issue gather") == backward[1:], f"step {number}"  # the root was kept
-            assert overlapped(ahead, "forward") == (0 if number == 0 else len(forward) - 1), f"step {number}"
-            assert overlapped(back, "backward") == (0 if number == 0 else len(backward) - 1), f"step {number}"
-
-
-def test_forward_gathers_under_shard_grad_op_overlap() -> None:
-    forward = [ROOT, *(f"unit 'blocks.{index}'" for index in range(3))]
-    for steps in run_ranks(2, trace_passes, "mlp", SHARD_GRAD_OP, True, {}):
-        for number, events in enumerate(steps):
-            ahead, back = split(events)
-            assert only(ahead, "issue gather") == forward and not only(back, "issue gather")
-            assert overlapped(ahead, "forward") == (0 if number == 0 else 3)
+    model = wrap(NestedChain(), FULL_SHARD, True, wrap_policy=ModuleWrapPolicy({Piece, Nested}))
+    forward, backward = (
+        [ROOT, *(f"unit {unit!r}" for unit in units)]
+        for units in (
+            ["first", "outer", "outer.inner.0", "outer.inner.1", "last"],
+            ["last", "outer", "outer.inner.1", "outer.inner.0", "first"],
+        )
+    )
+    logs: list[CollectiveLog] = []
+    mark_passes(model, lambda: logs[-1])
+    for step in range(4):
+        with delay_collectives(seed=1, max_ms=1.0), record_collectives() as log:
+            logs.append(log)
+            model(torch.ones(2, 5)).sum().backward()
+        moved = {record.index for record in data(log)}
+        ahead, back = split(
+            [
+                str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"
+                for event, entry in log.events
+                if event == "mark" or entry in moved
+            ]
+        )
+        assert only(ahead, "forward") == forward and only(back, "backward") == backward
+        assert only(ahead, "issue gather") == forward, f"step {step}"
+        assert only(back, "issue gather") == backward[1:], f"step {step}"  # the root was kept
+        assert overlapped(ahead, "forward") == (0 if step == 0 else len(forward) - 1), f"step {step}"
+        assert overlapped(back, "backward") == (0 if step == 0 else len(backward) - 1), f"step {step}"
 
 
 # -- an order that changes -----------------------------------------------------------------------------------------
