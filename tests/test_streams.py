@@ -28,6 +28,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.memory import MemoryPool
+from fsdp.optim import WholeParamOptimizer
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
@@ -350,7 +351,7 @@ def test_no_race_when_a_tree_joins_another() -> None:
 
 
 def lines_that_synchronize() -> set[tuple[str, int]]:
-    """Return the engine's lines that call `record()` and `wait()`; exchanges are in `test_streams_exchange.py`."""
+    """Return the engine's lines that call `record()` and `wait()`; exchanges are below."""
     found = set()
     for path in (path for path in Path(PACKAGE).rglob("*.py") if path.parent.name != "placement"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -551,3 +552,51 @@ def test_communication_overlaps_with_compute(strategy: ShardingStrategy) -> None
         if tracer.marks[f"backward of {index}"].get(reduce, 0) >= reduction.time:
             found.append(f"the backward of {index} waits for the reduction of {before}")
     assert not found, found
+
+
+# -- exchanges between shards and owners of whole parameters -----------------------------------------------------------
+
+UNITS, STEPS = 3, 2
+EXCHANGE = "WholeParamOptimizer"
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def trace_exchanges(*drop: Sync) -> StreamTracer:
+    """Trace steps with owners, without the synchronisations of `drop`."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH + unit, WIDTH + unit + 1) for unit in range(UNITS)))
+    with trace_streams(drop=drop, check=False) as tracer:
+        model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+        tracer.watch(model)
+        optimizer = WholeParamOptimizer(model, sgd, select=lambda name, shape: len(shape) == 2, rest=sgd)
+        for _ in range(STEPS):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del model, optimizer
+    return tracer
+
+
+@on_ranks(2)
+def test_exchanges_run_beside_the_computation_without_a_race() -> None:
+    """Each is issued on the gather stream, and does not come after the unit that is stepped meanwhile."""
+    tracer = trace_exchanges()
+    assert tracer.races == []
+    exchanges = [each for each in tracer.collectives if each.label == EXCHANGE]
+    assert len(exchanges) == UNITS + STEPS * 2 * UNITS  # the first ones show the values to the inner optimizer
+    assert {each.stream for each in exchanges} == {tracer.streams.gather}
+
+
+@on_ranks(2)
+def test_each_synchronisation_of_an_exchange_is_needed() -> None:
+    syncs: list[Any] = [None, None]
+    dist.all_gather_object(syncs, trace_exchanges().syncs)
+    own = sorted({sync for found in syncs for sync in found if sync.recorded.file == "placement/redistribute.py"})
+    assert len(own) == 2
+    for sync in own:
+        races: list[Any] = [None, None]  # on an owner, or on the rank that sends to it
+        dist.all_gather_object(races, trace_exchanges(sync).races)
+        assert any(races), f"{sync} is superfluous"
