@@ -58,7 +58,7 @@ from tests.harness.oracle import (
     run_plain,
     sgd,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import BLOCKS, run_fsdp, wrap
 
 
@@ -205,14 +205,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
+@on_ranks("run.world_size")
 def test_parity(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-# -- in the rank processes ---------------------------------------------------------------------------------------
-
-
-def compare(run: Run) -> None:
     """Train `run` and DDP, and compare with every reference on rank 0."""
     os.environ["FSDP_COLLECTIVES"] = run.collectives
     forward, kind, backward = run.prefetch.split()

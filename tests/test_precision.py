@@ -42,7 +42,7 @@ from tests.harness.oracle import (
     named_parameters,
     rank_batch,
 )
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
 from tests.harness.sharded import run_fsdp, wrap
 
@@ -177,11 +177,8 @@ RUNS = [
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
+@on_ranks("run.world_size")
 def test_parity_with_a_plain_model_with_the_same_casts(run: Run) -> None:
-    run_ranks(run.world_size, compare, run)
-
-
-def compare(run: Run) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, precision = ZOO[run.case], PRECISIONS[run.precision]
     schedule = Schedule(3, micro=run.micro, reduce_each=run.reduce_each)

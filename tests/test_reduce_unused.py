@@ -27,7 +27,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import WIDTH, Block
 from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.strategies import STRATEGIES
@@ -303,28 +303,21 @@ def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: i
 # -- costs and refusals --------------------------------------------------------------------------------------------
 
 
-def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:
-    """Return the gathers and reductions of each step."""
+@pytest.mark.parametrize(
+    "orders, units", [(([0, 1, 2, 3], [0, 3]), 4), (([0, 2], [1, 3]), 4), (([1], [1, 2]), 2), (([3, 2, 0], [3, 0]), 3)]
+)
+@on_ranks(2)
+def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
+    orders: tuple[list[int], ...], units: int
+) -> None:
+    """On every rank, once the order is known; a unit that no rank uses is neither gathered nor reduced."""
     model = build(seeded(Chain), ShardingStrategy.FULL_SHARD, True)
-    counts = []
     for step in range(3):
         with record_collectives() as log:
             model(Data(dist.get_rank(), 2).tensor(step, 3, WIDTH), orders[dist.get_rank()]).sum().backward()
         for record in log.records:
             assert str(record.label).startswith("agree ") == (record.op == "all_reduce"), record
-        counts.append((log.count("all_gather"), log.count("reduce_scatter")))
-    return counts
-
-
-@pytest.mark.parametrize(
-    "orders, units", [(([0, 1, 2, 3], [0, 3]), 4), (([0, 2], [1, 3]), 4), (([1], [1, 2]), 2), (([3, 2, 0], [3, 0]), 3)]
-)
-def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
-    orders: tuple[list[int], ...], units: int
-) -> None:
-    """On every rank, once the order is known; a unit that no rank uses is neither gathered nor reduced."""
-    for counts in run_ranks(2, count, orders):
-        assert counts[-1] == (2 * units + 1, units + 1), counts
+    assert (log.count("all_gather"), log.count("reduce_scatter")) == (2 * units + 1, units + 1)
 
 
 DISAGREEMENTS = {

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -40,7 +40,11 @@ def build(**options: Any) -> nn.Module:
     return nn.Sequential(Repacking(**options), nn.Linear(3, 5, dtype=torch.float64), Repacking(**options))
 
 
-def evaluate_and_train(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_a_repacked_frozen_weight_goes_to_the_shards(use_orig_params: bool, strategy: ShardingStrategy) -> None:
+    """Evaluation and training equal those of the plain model, bit for bit, before and after the change."""
     plain = build()
     model = wrap(copy.deepcopy(plain), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Repacking}))
     x = torch.arange(10.0, dtype=torch.float64).reshape(2, 5)
@@ -59,13 +63,6 @@ def evaluate_and_train(use_orig_params: bool, strategy: ShardingStrategy) -> Non
         assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3]), number
     packed = {name: value.reshape(-1) for name, value in plain.state_dict().items()}
     assert_bit_equal({name: value.reshape(-1) for name, value in full_parameters(model).items()}, packed)
-
-
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_a_repacked_frozen_weight_goes_to_the_shards(use_orig_params: bool, strategy: ShardingStrategy) -> None:
-    """Evaluation and training equal those of the plain model, bit for bit, before and after the change."""
-    run_ranks(2, evaluate_and_train, use_orig_params, strategy)
 
 
 @on_ranks(2)

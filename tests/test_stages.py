@@ -49,7 +49,7 @@ from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.pairs import pairwise
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
 from tests.harness.small import error_of
@@ -174,8 +174,6 @@ def build(strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1) 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees allocated, not mapped, memory
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def measure(
     strategy: ShardingStrategy, use_orig_params: bool, distance: int, expected: dict[str, int]
 ) -> dict[str, int]:
@@ -352,16 +350,19 @@ MEASURED += [(2, FULL_SHARD, False, 0), (2, FULL_SHARD, True, 2), (2, SHARD_GRAD
 
 @needs_meter
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params", "distance"), MEASURED)
+@on_ranks("world_size")
+@mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees allocated, not mapped, memory
+@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_orig_params: bool, distance: int) -> None:
     """The allocated bytes differ from the formulas by less than NOISE."""
     expected = expect(strategy, world_size, distance)
-    for measured in run_ranks(world_size, measure, strategy, use_orig_params, distance, expected):
-        wrong = [
-            f"{stage}: {nbytes:,} bytes, expected {expected[stage]:,} ({nbytes - expected[stage]:+,})"
-            for stage, nbytes in measured.items()
-            if abs(nbytes - expected[stage]) > NOISE
-        ]
-        assert not wrong, f"{len(wrong)} of {len(measured)} stages are off by more than {NOISE:,}:\n" + "\n".join(wrong)
+    measured = measure(strategy, use_orig_params, distance, expected)
+    wrong = [
+        f"{stage}: {nbytes:,} bytes, expected {expected[stage]:,} ({nbytes - expected[stage]:+,})"
+        for stage, nbytes in measured.items()
+        if abs(nbytes - expected[stage]) > NOISE
+    ]
+    assert not wrong, f"{len(wrong)} of {len(measured)} stages are off by more than {NOISE:,}:\n" + "\n".join(wrong)
 
 
 # -- registered parameters --------------------------------------------------------------------------------------------

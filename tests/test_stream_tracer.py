@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.runtime import hooks
-from tests.harness.pool import run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.stream_tracer import SimulatedStream, StreamRace, trace_streams
 
 
@@ -77,17 +77,14 @@ def test_autograd_runs_a_node_on_the_stream_of_its_forward() -> None:
     assert ordered == []
 
 
-def trace_collectives() -> tuple[list[str], list[str]]:
+@on_ranks(1)
+def test_collectives_run_on_the_current_stream_and_give_no_work_to_wait_for() -> None:
     with trace_streams(check=False) as tracer:
         streams = tracer.streams
         x = torch.ones(3)
         dist.all_reduce(x, async_op=True).wait()
         with streams.on_reduce_stream():
             dist.all_reduce(x)
-    return tracer.races, tracer.host_synchronisations
-
-
-def test_collectives_run_on_the_current_stream_and_give_no_work_to_wait_for() -> None:
-    (races, noted), *_ = run_ranks(1, trace_collectives)
+    races, noted = tracer.races, tracer.host_synchronisations
     assert len(races) == 1 and races[0].endswith("allreduce_ (no unit) on the reduce stream, as memory of no unit")
     assert len(noted) == 1 and noted[0].startswith("allreduce_ (no unit) hands out a work object")

@@ -33,7 +33,7 @@ from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 from tests.harness.traced import WIDTH, Block, BlockTower, Chain, Training
@@ -131,9 +131,9 @@ def assert_clean(tracer: StreamTracer) -> None:
     assert not tracer.host_synchronisations, "\n".join(tracer.host_synchronisations)
 
 
-@pytest.mark.parametrize(("setting", "ranks"), [(each, each.ranks) for each in SETTINGS], ids=str)
-@on_ranks("ranks")
-def test_training_has_no_race_and_no_host_wait(setting: Setting, ranks: int) -> None:
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@on_ranks("setting.ranks")
+def test_training_has_no_race_and_no_host_wait(setting: Setting) -> None:
     """The host does not wait once the order of the units is known."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
@@ -513,11 +513,12 @@ def read_summoned(model: FSDP) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False)])
+@on_ranks(1)
 def test_the_host_waits_before_it_accesses_offloaded_tensors(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """Gradients arrive before the optimizer reads them; shards are read before a write."""
-    assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
+    assert trace_offloaded(strategy, use_orig_params, None) == []
     for broken in ("settle", "on_host"):
-        assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken
+        assert trace_offloaded(strategy, use_orig_params, broken) != [], broken
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------

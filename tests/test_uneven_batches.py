@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import save
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import PATIENT, impatient, new_group
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
 
@@ -212,29 +212,24 @@ def test_join_ends_early_where_requested_and_validates_its_arguments() -> None:
             next(iter(fsdp.join(model, uneven)))
 
 
+@on_ranks(2)
 @impatient
-def _save_after_uneven_loops(path: str) -> tuple[str, float]:
-    """Train on one batch more on rank 1, and save after the loop; return the error and the seconds until then."""
-    rank = dist.get_rank()
+def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """One rank saves while a second one trains: the error names both, and `fsdp.join` as the remedy."""
     group = new_group()
     model = build(process_group=group)
     optimizer = optimizer_of(model)
     started = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        for batch in batches(rank, 2 + rank):
+        for batch in batches(dist.get_rank(), 2 + dist.get_rank()):
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-        save(path, model, optimizer, process_group=group)
-    return str(caught.value), time.monotonic() - started
-
-
-def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """One rank saves while a second one trains: the error names both, and `fsdp.join` as the remedy."""
-    for error, seconds in run_ranks(2, _save_after_uneven_loops, str(tmp_path)):
-        assert seconds < PATIENT / 2, error
-        assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
-        assert "fsdp.join(model, loader)" in error, error
+        save(tmp_path, model, optimizer, process_group=group)
+    error = str(caught.value)
+    assert time.monotonic() - started < PATIENT / 2, error
+    assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
+    assert "fsdp.join(model, loader)" in error, error
     assert not any(tmp_path.iterdir())
 
 

@@ -358,9 +358,9 @@ def run_fresh(
 def on_ranks(world_size: int | str, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test's body on `world_size` kept ranks, as `run_ranks` does, with the test's arguments.
 
-    A string names the parameter of the test that holds the number of ranks. The test is a function of its module's top
-    level. Parameters and fixtures are pickled, so `tmp_path` can be used and `monkeypatch` cannot. Marks stay above the
-    decorator:
+    A string names the parameter of the test that holds the number of ranks, or as "run.world_size" an attribute of it.
+    The test is a function of its module's top level. Parameters and fixtures are pickled, so `tmp_path` can be used and
+    `monkeypatch` cannot. Marks stay above the decorator:
 
         @pytest.mark.parametrize("strategy", STRATEGIES)
         @on_ranks(2)
@@ -372,7 +372,10 @@ def on_ranks(world_size: int | str, *, timeout: float = 60.0) -> Callable[[Calla
         def test(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
             where = body.__module__, body.__qualname__
-            size = kwargs[world_size] if isinstance(world_size, str) else world_size
+            size = world_size
+            if isinstance(size, str):
+                name, *attributes = size.split(".")
+                size = functools.reduce(getattr, attributes, kwargs[name])
             run_ranks(size, _run_body, where, args, kwargs, timeout=timeout)
 
         return test
