@@ -992,6 +992,13 @@ def host_waits(device: torch.device) -> str | None:
     return str(found)
 
 
+@case
+def priorities(device: torch.device) -> None:
+    """Give the streams of gathers and reductions precedence over the computation's."""
+    Pair(device).train(1)
+    assert lag.C.priorities(device.index)[:3] == [0, -1, -1]
+
+
 # -- a training on CPU beside the device -------------------------------------------------------------------------------
 
 
