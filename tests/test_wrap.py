@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -186,14 +185,6 @@ def test_a_tied_parameter_counts_once() -> None:
     with pytest.raises(ValueError, match="is shared with"):  # the two are in one unit, or in none
         auto_wrap(nn.Sequential(root), policy, set(), set(), Wrapper, {})
     assert numels[root] == sum(p.numel() for p in Transformer(tied=True).parameters()) - 44
-
-
-@pytest.mark.parametrize("name", our_wrap.__all__)
-def test_policy_signatures_equal_torchs(name: str) -> None:
-    ours, theirs = inspect.signature(getattr(our_wrap, name)), inspect.signature(getattr(torch_wrap, name))
-    assert list(ours.parameters) == list(theirs.parameters)
-    for mine, other in zip(ours.parameters.values(), theirs.parameters.values(), strict=True):
-        assert (mine.kind, mine.default) == (other.kind, other.default)
 
 
 def test_size_policy_defaults_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
