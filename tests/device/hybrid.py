@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp import CPUOffload, MixedPrecision
 from fsdp import ShardingStrategy as S
-from tests.device import lag, parity, pool
-from tests.device.pairs import Pair, offload
+from tests.device import parity, pool, situations
+from tests.device.pairs import offload
 
 CASES: dict[str, pool.Case] = {}
 
@@ -62,8 +62,7 @@ add("full4.low", S.FULL_SHARD, low=True, passes=(False, True))
 def delayed_all_reduce(device: torch.device) -> None:
     """Gradients are reduced over the replicas in the last of three backwards only."""
     for extra in ({}, offload()):
-        pair = Pair(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD, **extra)
-        lag.C.set_lateness(40, {})
+        pair = situations.late_pair(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD, **extra)
         for _ in range(4):
             pair.zero_grad()
             for last in (False, False, True):
@@ -73,18 +72,9 @@ def delayed_all_reduce(device: torch.device) -> None:
         pair.check()
 
 
-def all_reduce_hook(device: torch.device) -> str:
-    """A hook changes the gradients once they are reduced over the replicas."""
-    pair = Pair(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD)
-    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
-    lag.C.set_lateness(40, {})
-    for _ in range(4):
-        pair.zero_grad()
-        pair.backward()
-        for param in pair.plain.parameters():
-            param.grad.mul_(0.5)
-        pair.update()
-    return pair.check()
+def all_reduce_hook(device: torch.device) -> str | None:
+    """Change gradients in a hook once they are reduced over the replicas."""
+    return situations.all_reduce_hook(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD)
 
 
 CASES |= {"delayed_all_reduce": delayed_all_reduce, "all_reduce_hook": all_reduce_hook}

@@ -45,6 +45,13 @@ def case(function: pool.Case) -> pool.Case:
     return function
 
 
+def late_pair(device: torch.device, **options: Any) -> Pair:
+    """Return a pair whose kernels run up to 40 ms late once it is built."""
+    pair = Pair(device, **options)
+    lag.C.set_lateness(40, {})
+    return pair
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "the result") -> None:
     assert (actual.detach().cpu() - expected.detach()).abs().max() < 1e-9, f"{what} is wrong"
 
@@ -185,8 +192,7 @@ def fail(pair: Pair, where: str, block: int = 2) -> None:
 
 def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
     """Train on after a forward or backward that raised, or overwrite the shards at once."""
-    pair = Pair(device, **options)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, **options)
     pair.train(2)
     for _ in range(2):
         fail(pair, where)
@@ -470,8 +476,7 @@ def thread_trains(device: torch.device) -> str | None:
 def summon_writes(device: torch.device) -> str | None:
     """Write to summoned parameters."""
     for options in ({}, offload(), {"use_orig_params": True}, {"use_orig_params": True, **offload()}):
-        pair = Pair(device, **options)
-        lag.C.set_lateness(40, {})
+        pair = late_pair(device, **options)
         for _ in range(3):
             pair.step()
             with FSDP.summon_full_params(pair.model, writeback=True), torch.no_grad():
@@ -486,8 +491,7 @@ def summon_writes(device: torch.device) -> str | None:
 @case
 def summon_forward(device: torch.device) -> str | None:
     """Run a forward inside ``summon_full_params``, and show gradients."""
-    pair = Pair(device, use_orig_params=True)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, use_orig_params=True)
     for _ in range(3):
         pair.step()
         x = pair.batch()
@@ -522,8 +526,7 @@ def state_dicts(device: torch.device) -> str | None:
             with FSDP.state_dict_type(pair.model, kind, config), FSDP.state_dict_type(other.model, kind, config):
                 other.model.load_state_dict(pair.model.state_dict())
             other.check()
-    pair = Pair(device, use_orig_params=True)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, use_orig_params=True)
     pair.train(2)
     state = FSDP.optim_state_dict(pair.model, pair.mine)
     for values in pair.mine.state.values():
@@ -541,8 +544,7 @@ def background_save(device: torch.device) -> str | None:
     root = [f"{os.environ['LAG_PLACE']}/saves"]
     os.makedirs(root[0], exist_ok=True)
     for options in ({}, offload(), {"use_orig_params": True}):
-        pair = Pair(device, **options)
-        lag.C.set_lateness(40, {})
+        pair = late_pair(device, **options)
         pair.train(2)
         saved = async_save(root[0] + "/a", pair.model, pair.mine)
         fill(pair.model, float("nan"))
@@ -564,8 +566,7 @@ def background_save(device: torch.device) -> str | None:
 @case
 def moves(device: torch.device) -> str | None:
     """Move a model to CPU and back, and copy it."""
-    pair = Pair(device)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device)
     pair.train(2)
     pair.model.to("cpu")
     pair.model.to(device)
@@ -608,8 +609,7 @@ def comm_hooks(device: torch.device) -> str | None:
 @case
 def optimizer_in_backward(device: torch.device) -> str | None:
     """Step optimizers in hooks of the parameters."""
-    pair = Pair(device, use_orig_params=True)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, use_orig_params=True)
     for p in pair.model.parameters():
         optimizer = torch.optim.SGD([p], lr=0.1)
         p.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()))
@@ -624,8 +624,7 @@ def optimizer_in_backward(device: torch.device) -> str | None:
 @case
 def freezing(device: torch.device) -> str | None:
     """Freeze and unfreeze parameters between steps."""
-    pair = Pair(device, use_orig_params=True)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, use_orig_params=True)
     for frozen in (True, False, True):
         for a, b in zip(list(pair.model.parameters())[2:5], list(pair.plain.parameters())[2:5]):
             a.requires_grad_(not frozen), b.requires_grad_(not frozen)
@@ -687,8 +686,7 @@ def dropout_checkpoint(device: torch.device) -> str | None:
 @case
 def switches(device: torch.device) -> str | None:
     """Change the settings of a tree between steps."""
-    pair = Pair(device)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device)
     units = [m for m in FSDP.fsdp_modules(pair.model) if m is not pair.model]
     pair.train(2)
     for name, argument in (
@@ -723,10 +721,9 @@ def switches(device: torch.device) -> str | None:
 
 
 @case
-def all_reduce_hook(device: torch.device) -> str | None:
+def all_reduce_hook(device: torch.device, **options: Any) -> str | None:
     """Change reduced gradients in a hook."""
-    pair = Pair(device)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, **options)
     pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
     for _ in range(4):
         pair.zero_grad()
@@ -740,8 +737,7 @@ def all_reduce_hook(device: torch.device) -> str | None:
 @case
 def coalesced(device: torch.device) -> str | None:
     """Send the collectives of small units together."""
-    pair = Pair(device, coalesce_nbytes=1 << 16)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device, coalesce_nbytes=1 << 16)
     pair.train(5)
     return pair.check()
 
@@ -749,8 +745,7 @@ def coalesced(device: torch.device) -> str | None:
 @case
 def uneven(device: torch.device) -> str | None:
     """Train with more batches on one rank than on the second."""
-    pair = Pair(device)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device)
     batches = [pair.batch() for _ in range(3 + dist.get_rank())]
     for x in fsdp.join(pair.model, batches):
         pair.mine.zero_grad()
@@ -781,8 +776,7 @@ def two_models(device: torch.device) -> str | None:
 @case
 def several_forwards(device: torch.device) -> str | None:
     """Run several forwards before their backwards."""
-    pair = Pair(device)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(device)
     for _ in range(4):
         pair.zero_grad()
         a, b = pair.batch(), pair.batch()
@@ -799,8 +793,7 @@ def other_device(device: torch.device) -> str | None:
     """Train on a device that is not the current one."""
     here, away = device.index, torch.device("lag", (device.index + 1) % lag.C.device_count())
     group = dist.new_group()
-    pair = Pair(away, process_group=group)
-    lag.C.set_lateness(40, {})
+    pair = late_pair(away, process_group=group)
     pair.train(5)
     assert lag.C.current_device() == here
     pair.zero_grad()
@@ -843,8 +836,7 @@ def debug_mode(device: torch.device) -> str | None:
     """Train with FSDP_DEBUG=1."""
     os.environ["FSDP_DEBUG"] = "1"
     try:
-        pair = Pair(device, use_orig_params=True)
-        lag.C.set_lateness(40, {})
+        pair = late_pair(device, use_orig_params=True)
         pair.train(4)
         return pair.check()
     finally:
