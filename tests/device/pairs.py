@@ -85,20 +85,27 @@ class Pair:
         for _ in range(steps):
             self.step()
 
-    def values(self) -> dict[str, Tensor]:
-        with FSDP.summon_full_params(self.model, writeback=False):
-            named = self.model.named_parameters()
-            return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu() for name, value in named}
-
     def check(self, bound: float = 1e-9) -> str:
-        """Compare the parameters of both; the largest difference in words."""
-        values = self.values()
-        worst = max(
-            (values[name].double() - value.detach()).abs().max().nan_to_num(nan=9e9).item()
-            for name, value in self.plain.named_parameters()
-        )
-        assert worst <= bound, f"parameters differ by {worst:.1e}"
-        return f"differ by {worst:.0e}"
+        return check_parameters(self.model, self.plain, bound)
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    """Return the full parameters of a sharded model on CPU, by the plain model's names."""
+    with FSDP.summon_full_params(model, writeback=False):
+        named = model.named_parameters()
+        return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu() for name, value in named}
+
+
+def check_parameters(model: Any, plain: nn.Module, bound: float = 1e-9) -> str:
+    """Compare the parameters of both models; the largest difference in words."""
+    values, expected = values_of(model), dict(plain.named_parameters())
+    assert values.keys() == expected.keys(), (list(values), list(expected))
+    worst, name = max(
+        ((values[name].double() - value.detach().double()).abs().max().nan_to_num(nan=9e9).item(), name)
+        for name, value in expected.items()
+    )
+    assert worst <= bound, f"{name} differs by {worst:.1e}"
+    return f"differ by {worst:.0e}"
 
 
 def offload(**more: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fsdp import ShardingStrategy as S
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
+from tests.device.pairs import check_parameters, offload
 
 WIDTH, ROWS, STEPS = 33, 6, 8  # no size divides by two; rows per rank and pass
 # Which of the passes of a step are synchronised
@@ -127,18 +128,7 @@ def train(
         scaling.step(mine)
         scaling.update()
         theirs.step()
-    with FSDP.summon_full_params(model, writeback=False):
-        named = model.named_parameters()
-        values = {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu() for name, value in named}
-    expected = dict(plain.named_parameters())
-    assert values.keys() == expected.keys(), (list(values), list(expected))
-    differences = {
-        name: (values[name].double() - value.detach().double()).abs().max().nan_to_num(nan=9e9).item()
-        for name, value in expected.items()
-    }
-    worst = max(differences, key=lambda name: differences[name])
-    assert differences[worst] <= bound, f"{worst} differs by {differences[worst]:.2e}"
-    return f"differ by {differences[worst]:.0e}"
+    return check_parameters(model, plain, bound)
 
 
 CASES: dict[str, pool.Case] = {}
@@ -148,7 +138,7 @@ def add(name: str, **options: Any) -> None:
     CASES[name] = lambda device: train(device, **options)
 
 
-OFFLOAD = {"cpu_offload": CPUOffload(offload_params=True)}
+OFFLOAD = offload()
 SINGLE = {"dtype": torch.float32, "bound": 2e-5}
 LOW = {"dtype": torch.float32, "bound": 2e-2}
 

@@ -35,7 +35,7 @@ from fsdp.checkpoint import async_save, load, save
 from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
-from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on
+from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on, values_of
 
 CASES: dict[str, pool.Case] = {}
 
@@ -751,7 +751,7 @@ def uneven(device: torch.device) -> str | None:
         pair.mine.zero_grad()
         pair.model(x.to(device)).square().mean().backward()
         pair.mine.step()
-    values = pair.values()
+    values = values_of(pair.model)
     every = [None] * dist.get_world_size()
     total = sum(v.sum().item() for v in values.values())
     dist.all_gather_object(every, total)
