@@ -73,12 +73,13 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
 def test_control_messages_stay_off_the_device() -> None:
     """On NCCL they would run on the compute stream, and the host that waits for them would drain it."""
     rank, group = dist.get_rank(), new_group()
-    calls: list[Any] = []
+    devices, used = set[str](), list[Any]()
     values = torch.tensor([rank, -rank])
     real = dist.all_reduce
 
     def all_reduce(tensor: Tensor, **options: Any) -> Any:
-        calls.append((tensor.device.type, options["group"] is group))
+        devices.add(tensor.device.type)
+        used.append(options["group"])
         return real(tensor, **options)
 
     def backend(group: Any, device: torch.device) -> str:
@@ -90,11 +91,15 @@ def test_control_messages_stay_off_the_device() -> None:
             stack.enter_context(mock.patch.object(module, "backend_of", backend))
         collectives_module.agree(values, group, AWAY, "agree")
         assert collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "").tolist() == [[0, 7], [1, 7]]
-        equal, differing = (Lane.of(group, AWAY).ask("ask", number, largest=rank) for number in (1, rank))
+        lane = Lane.of(group, AWAY)
+        equal, differing = (lane.ask("ask", number, largest=rank) for number in (1, rank))
         assert [equal.result(), differing.result()] == [1, None]
         assert equal.poll()
+        lane.replace_carrier(lambda: None)
+        assert lane.ask("ask", 2, largest=rank).result() == 1
     assert values.tolist() == [1, 0]
-    assert set(calls) == {("cpu", False)}
+    assert devices == {"cpu"} and group not in used and lane.carrier.group not in used
+    assert len(set(used)) == 2, "control messages of the new group go over a side group of its own"
 
 
 def event(over: bool) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp import environment
 from fsdp.comm.board import Board, processes
 from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
-from fsdp.comm.groups import group_timeout
+from fsdp.comm.groups import group_timeout, is_registered
 from fsdp.comm.issuing import NEW_GROUP
 from fsdp.comm.work import OutOfStep
 
@@ -37,7 +37,8 @@ class Arrivals:
         self.calls = Calls(group, TREES)
         self._names, self._rank = names, names[group.rank()]
         self._timeout = group_timeout(group).total_seconds()
-        self.board.live()
+        # From now on peers detect the end of this process. Ranks of an unknown group are not named by global ranks.
+        self._processes = processes() if is_registered(group) else None
 
     def meet(self, doing: str, progress: Sequence[int], state: Sequence[Any], *, trusted: bool) -> list[Any] | None:
         """Wait for all ranks; return the state of each rank if they differ, or if this rank is not ``trusted``.
@@ -108,16 +109,17 @@ class Arrivals:
             RuntimeError: the process of a rank has ended, even of one that has never used the group.
             OutOfStep: peers are in different calls.
         """
-        known = processes()
-        ended = () if known is None else known.dead()
-        dead = {*self.board.dead(), *(place for place, rank in enumerate(self._names) if rank in ended)}
-        if dead:
-            names = ", ".join(f"rank {self._names[place]}" for place in sorted(dead))
+        if ended := self.ended():
             raise RuntimeError(
-                f"the process of {names} has ended, and all ranks have to come to the first use of a model: "
-                f"{NEW_GROUP}; or start again, and resume from the last checkpoint"
+                f"the process of {ranks_in_words(ended)} has ended, and all ranks have to come to the first use of a "
+                f"model: {NEW_GROUP}; or start again, and resume from the last checkpoint"
             )
         self.calls.raise_if_diverged()
+
+    def ended(self) -> list[int]:
+        """Return the global ranks of the group whose processes have ended; see :meth:`Board.dead`."""
+        dead = self._processes.dead() if self._processes is not None else []
+        return [rank for rank in self._names if rank in dead]
 
     def gone_on(self, progress: Sequence[int], has_met: Callable[[], bool] | None = None) -> str | None:
         """Describe the ranks that wait here for this rank, while it waits for a collective of theirs.

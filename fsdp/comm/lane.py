@@ -160,7 +160,6 @@ class Lane(Issuer):
             raise self._accuse(first_difference(dict(zip(self.names, texts.values()))))
         if self._calls is None:
             self._board = Board(self.group, f"{name:x}")  # a store may remember an earlier lane
-            self._board.live()
             self._calls = Calls(self.group, f"{name:x}")
         self._history.make_room(len(layout))
         self._trees.add(tree)
@@ -511,8 +510,8 @@ class Lane(Issuer):
         self._raise_if_left()
         if (found := self._calls.difference()) is not None:
             raise self._out_of_step(found)
-        if dead := self._board.dead():
-            ended = f"the process of {', '.join(f'rank {self.names[rank]}' for rank in dead)} has ended"
+        if dead := self.arrivals.ended():
+            ended = f"the process of {calls.ranks_in_words(dead)} has ended"
             raise self._accuse(
                 f"{ended}, and rank {self._rank}, which {self._report().where}, waits for it. {self._explain()}. If it "
                 f"has not failed, it has left out a call. {calls.REMEDY}",
@@ -630,7 +629,7 @@ class Lane(Issuer):
         if self._calls is None:
             return f"If a rank has failed, {NEW_GROUP}"
         words: list[str] = []
-        reports, dead = self._exchange_reports(_REPLIES), {self.names[rank] for rank in self._board.dead()}
+        reports, dead = self._exchange_reports(_REPLIES), self.arrivals.ended()
         for rank in self.names:
             if rank in dead:
                 words.append(f"rank {rank}: its process has ended")
