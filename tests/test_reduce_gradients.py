@@ -16,7 +16,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
-from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
+from tests.harness.pool import RankFailure, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
@@ -69,7 +69,13 @@ def test_reduce_gradients_equals_a_last_backward_outside_no_sync(
     assert float(model.clip_grad_norm_(1.0)) == float(other.clip_grad_norm_(1.0)) > 0
 
 
-def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> None:
+@pytest.mark.parametrize(("counts", "ranks"), [([2, 2], 2), ([3, 1], 2), ([0, 2], 2), ([1, 0, 4], 3)], ids=str)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+@on_ranks("ranks")
+def test_ranks_may_have_different_numbers_of_micro_batches(
+    strategy: ShardingStrategy, counts: list[int], ranks: int
+) -> None:
+    """Gradients of all micro-batches are summed and divided by the number of ranks; see `fsdp.join`."""
     model, own = build(strategy, True), [batch(dist.get_rank(), index) for index in range(counts[dist.get_rank()])]
     with model.no_sync():
         for x in own if strategy is NONE else fsdp.join(model, own):
@@ -79,17 +85,10 @@ def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> No
     plain = Model().double()
     for rank, count in enumerate(counts):
         for index in range(count):
-            plain(batch(rank, index)).square().mean().div(len(counts)).backward()
+            plain(batch(rank, index)).square().mean().div(ranks).backward()
     grads = full_gradients(model)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14, msg=name)
-
-
-@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [0, 2], [1, 0, 4]], ids=str)
-@pytest.mark.parametrize("strategy", [FULL, NONE])
-def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStrategy, counts: list[int]) -> None:
-    """Gradients of all micro-batches are summed and divided by the number of ranks; see `fsdp.join`."""
-    run_ranks(len(counts), _equals_one_large_batch, strategy, counts)
 
 
 @on_ranks(2)
