@@ -28,7 +28,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import passes
 from tests.harness.lockstep import Data, assert_at_rest
 from tests.harness.meter import Meter, meter_available
-from tests.harness.models import BlockWithUnused, MlpBlock
+from tests.harness.models import BlockWithUnused, Gain, MlpBlock
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
 from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, Mode, clear
 from tests.harness.pool import on_ranks
@@ -598,17 +598,6 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
         held(kept, "cleared after an unsynchronised pass")
         backward(True)
         clear(model)
-
-
-class Gain(nn.Module):
-    """One element, so that all ranks but one hold none of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
 
 
 @on_ranks(2)

@@ -38,6 +38,7 @@ from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.disk import FaultyDisk, on_disk
+from tests.harness.models import Gain
 from tests.harness.optim_states import FORMS
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
@@ -61,24 +62,13 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x) + self.frozen(x)) * self.scale
 
 
-class Tiny(nn.Module):
-    """A unit with empty shards on all ranks but one."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor([value]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
-
-
 class Everything(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(7, 5)
         self.register_buffer("shift", torch.randn(5))
         self.blocks = nn.Sequential(Block(5, 3), checkpoint_wrapper(Block(3, 5)))
-        self.tiny, self.idle = Tiny(1.5), Tiny(0.5)  # the second is trained by no optimizer
+        self.tiny, self.idle = Gain(1.5), Gain(0.5)  # the second is trained by no optimizer
         self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.tokens.weight
@@ -95,7 +85,7 @@ def plain(seed: int) -> Everything:
 
 
 def build(seed: int, strategy: ShardingStrategy, mode: bool) -> tuple[FullyShardedDataParallel, Optimizer]:
-    model = wrap(plain(seed), strategy, mode, wrap_policy=ModuleWrapPolicy({Block, Tiny}))
+    model = wrap(plain(seed), strategy, mode, wrap_policy=ModuleWrapPolicy({Block, Gain}))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad and "idle" not in name]
     rest = [param for name, param in trained if "blocks" not in name]
     groups = [{"params": [param for name, param in trained if "blocks" in name], "lr": 0.02}, {"params": rest}]

@@ -23,7 +23,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.fully_sharded_data_parallel import _get_grad_norm
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import MlpBlock
+from tests.harness.models import Gain, MlpBlock
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pairs import pairwise
 from tests.harness.passes import HostReads
@@ -36,17 +36,6 @@ ORDERS = (2.0, 1.0, math.inf, 0.5, 3.0, -1.0)
 WIDTH = 7
 
 
-class Scale(nn.Module):
-    """One element: all ranks but the first hold only padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 class Model(nn.Module):
     """Parameters of the root, two blocks, a unit of one element, a frozen and an unused parameter."""
 
@@ -54,7 +43,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
         self.first, self.second = MlpBlock(WIDTH, 13), MlpBlock(13, 11)
-        self.scale = Scale()
+        self.scale = Gain()
         self.frozen = nn.Parameter(torch.ones(11), requires_grad=False)
         self.unused = nn.Parameter(torch.ones(3))
         self.head = nn.Linear(11, 5)
@@ -63,7 +52,7 @@ class Model(nn.Module):
         return self.head(self.scale(self.second(self.first(self.embed(x)))) * self.frozen)
 
 
-UNITS = {MlpBlock, Scale}
+UNITS = {MlpBlock, Gain}
 TREES = ("sharded", "mixed", "mixed, whole root", "replicated")
 
 
@@ -77,7 +66,7 @@ def tree(kind: str, orig: bool, dtype: torch.dtype = torch.float32, **options: A
     policy = ModuleWrapPolicy(UNITS)
     if kind == "mixed":
         model.second = wrap(model.second, NONE, orig, wrap_policy=None)
-        policy = ModuleWrapPolicy({MlpBlock, Scale})
+        policy = ModuleWrapPolicy({MlpBlock, Gain})
         model.first = wrap(model.first, FULL, orig, wrap_policy=None)
         model.scale = wrap(model.scale, FULL, orig, wrap_policy=None)
         return wrap(model, FULL, orig, wrap_policy=None, **options)

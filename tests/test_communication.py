@@ -419,16 +419,6 @@ class Nested(nn.Module):
         return self.after(x)
 
 
-class NestedChain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.outer, self.last = Piece(), Nested(), Piece()
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.last(self.outer(self.first(x))))
-
-
 def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], CollectiveLog]) -> None:
     """Mark in the log when each unit begins to compute, before the pass's first operation inside it.
 
@@ -484,13 +474,11 @@ def test_prefetch_follows_the_recorded_order() -> None:
 
     Every unit but the first of a pass is gathered while the preceding unit computes.
     """
-    model = wrap(NestedChain(), FULL_SHARD, True, wrap_policy=ModuleWrapPolicy({Piece, Nested}))
+    policy = ModuleWrapPolicy({Piece, Nested})
+    model = wrap(Chain(Piece(), Nested(), Piece()), FULL_SHARD, True, wrap_policy=policy)
     forward, backward = (
-        [ROOT, *(f"unit {unit!r}" for unit in units)]
-        for units in (
-            ["first", "outer", "outer.inner.0", "outer.inner.1", "last"],
-            ["last", "outer", "outer.inner.1", "outer.inner.0", "first"],
-        )
+        [ROOT, *(f"unit 'units.{unit}'" for unit in units)]
+        for units in (["0", "1", "1.inner.0", "1.inner.1", "2"], ["2", "1", "1.inner.1", "1.inner.0", "0"])
     )
     logs: list[CollectiveLog] = []
     mark_passes(model, lambda: logs[-1])

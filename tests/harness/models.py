@@ -120,6 +120,17 @@ class Mlp(nn.Module):
         return self.head(self.blocks(x))
 
 
+class Gain(nn.Module):
+    """One element, so that all ranks but one hold none of it."""
+
+    def __init__(self, value: float = 1.5) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([value]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
 class UsedTwice(nn.Module):
     """One module called twice in one forward, other units in between."""
 
