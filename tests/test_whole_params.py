@@ -187,6 +187,31 @@ def train_beside(twin: PlainTwin, model: nn.Module, optimizer: Optimizer, steps:
         optimizer.zero_grad()
 
 
+class FailingOnce(torch.optim.Muon):
+    """A Muon optimizer whose first step raises an error before it changes anything."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise ArithmeticError("the first step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_step_after_a_failed_one_uses_new_values_and_gradients(use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params)
+    optimizer: Any = whole(model, lambda params: FailingOnce(params, lr=0.02, weight_decay=0.1))
+    loss_of(model, tokens(7)).backward()
+    with pytest.raises(ArithmeticError, match="the first step"):
+        optimizer.step()
+    assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
+    optimizer.zero_grad()
+    train_beside(PlainTwin(model), model, optimizer, 2)
+
+
 @on_ranks(4)
 def test_steps_with_replicas_equal_the_plain_models() -> None:
     model = wrapped(True, HYBRID, device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)))

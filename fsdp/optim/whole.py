@@ -256,7 +256,7 @@ class WholeParamOptimizer(Optimizer):
         for unit in self._units:
             unit.before_step()
             unit.check_gradients("WholeParamOptimizer.step()")
-        with self._calling("WholeParamOptimizer.step()"), _Groups(self._whole) as groups:
+        with self._calling("WholeParamOptimizer.step()"), self._hidden_afterwards(), _Groups(self._whole) as groups:
             for group in self._groups():
                 self._step_of(group, groups)
             if not groups.stepped:  # as without gradients
@@ -318,6 +318,16 @@ class WholeParamOptimizer(Optimizer):
             _start([item for each in current for item in each.to_shards()], channel)
             channel.flush()
             _drop(current)
+
+    @contextlib.contextmanager
+    def _hidden_afterwards(self) -> Iterator[None]:
+        """Hide the selected parameters' values at the end, and drop their memory, also after an exception."""
+        try:
+            yield
+        finally:
+            for each in self._selected:
+                each.hide()
+            _drop(self._selected)
 
     @contextlib.contextmanager
     def _calling(self, call: str) -> Iterator[None]:
@@ -395,14 +405,10 @@ def _values_shown(optimizer: WholeParamOptimizer) -> Iterator[None]:
             for several in by_unit.values():
                 _start([item for each in several for item in each.to_owner(gradient=False)], channel)
             channel.flush()
-    for each in optimizer._selected:
-        each.show()
-    try:
-        yield
-    finally:
+    with optimizer._hidden_afterwards():
         for each in optimizer._selected:
-            each.hide()
-        _drop(optimizer._selected)
+            each.show()
+        yield
 
 
 class _Groups:
