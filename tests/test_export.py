@@ -164,6 +164,9 @@ def test_export_inside_a_forward_or_of_a_plain_model_is_refused() -> None:
     outer(torch.ones(1, 3))
     with pytest.raises(ValueError, match="expected a model with wrapped modules"):
         fsdp.export.weights(nn.Linear(2, 2))
+    for rank in (1, -1):
+        with pytest.raises(ValueError, match=rf"to must be a rank of the default group, 0 to 0, or None, got {rank}"):
+            fsdp.export.weights(outer, to=rank)
 
 
 def test_export_on_some_ranks_only_raises() -> None:
@@ -235,3 +238,29 @@ def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
     with pytest.raises(RuntimeError, match=r"'base_model.model.first.lora_A.default.weight' is not in the unit of"):
         for _ in fsdp.export.weights(model, merge=fsdp.export.lora):
             pass
+
+
+@on_ranks(1)
+def test_disabled_and_merged_adapters_are_not_merged_again() -> None:
+    for name, value in (("disable_adapters", True), ("merged_adapters", ["default"])):
+        model = wrap(Adapted(), FULL, True)
+        base = full_parameters(model)["base_model.model.first.base_layer.weight"]
+        setattr(model.module.base_model.model.first, name, value)
+        merged = copied(fsdp.export.weights(model, merge=fsdp.export.lora))
+        assert torch.equal(merged["first.weight"], base), name
+
+
+@on_ranks(1)
+def test_adapters_of_another_kind_are_refused() -> None:
+    """Their base weights would be exported without the adapters."""
+
+    class Scaled(nn.Module):
+        """A layer like PEFT's IA3."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer, self.ia3_l = nn.Linear(3, 3), nn.ParameterDict({"default": torch.ones(3, 1)})
+
+    model = wrap(nn.Sequential(Scaled()), FULL, True)
+    with pytest.raises(NotImplementedError, match="0 is a Scaled, whose adapters are not LoRA"):
+        fsdp.export.weights(model, merge=fsdp.export.lora).metadata()

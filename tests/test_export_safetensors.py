@@ -120,6 +120,17 @@ def test_load_into_a_model_from_the_meta_device_with_renamed_keys(tmp_path: Path
     assert_bit_equal(full_parameters(target), {**full_parameters(model), "ignored": model.module.ignored.detach()})
 
 
+@on_ranks(1)
+def test_load_into_a_plain_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
+    """A copy into its tensors would do nothing."""
+    save_safetensors(wrap(nn.Linear(3, 2), FULL, True), tmp_path)
+    empty = nn.Linear(3, 2, device="meta")
+    with pytest.raises(RuntimeError, match="'weight' is on the meta device: call to_empty"):
+        load_safetensors(empty, tmp_path)
+    load_safetensors(empty.to_empty(device="cpu"), tmp_path)
+    assert empty.weight.abs().sum() > 0
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +202,16 @@ def test_error_while_writing_raises_on_all_ranks_and_leaves_no_file(tmp_path: Pa
     assert not os.listdir(tmp_path)
     save_safetensors(model, tmp_path, max_shard_size="400B")
     assert_bit_equal(content(tmp_path), without_ties(expected(model, None)))
+
+
+@on_ranks(2)
+def test_error_while_writing_the_index_leaves_no_file(tmp_path: Path) -> None:
+    model = build(True)
+    full = mock.patch.object(safetensors, "write_durably", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space left on device"):
+        save_safetensors(model, tmp_path, max_shard_size="400B")
+    dist.barrier()
+    assert not os.listdir(tmp_path)
 
 
 def save_while_rank_1_dies(folder: Path) -> None:

@@ -20,7 +20,7 @@ def lora(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[s
     A base weight becomes ``base + scaling * B @ A``, computed in float32 (float64 for float64 weights) and rounded once
     to the dtype of the stream. It is changed in the gathered copy; shards stay as they are. Names are those of the base
     model. Adapters are left out, and layers that were trained whole (``modules_to_save``) take the place of the
-    originals.
+    originals. Adapters that are disabled, or that PEFT has merged into the base weights already, are not added.
 
     Args:
         model: a model with layers of PEFT: ``base_layer``, ``lora_A``, ``lora_B``, ``scaling``, ``active_adapters``.
@@ -30,13 +30,16 @@ def lora(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[s
         NotImplementedError: an adapter is of another kind than LoRA for linear layers and embeddings.
         RuntimeError: a layer's adapters are in another unit than the base weight.
     """
-    layers = {path: module for path, module in plain_modules(model) if hasattr(module, "lora_A")}
+    adapted = {path: module for path, module in plain_modules(model) if hasattr(module, "base_layer")}
+    layers = {path: module for path, module in adapted.items() if hasattr(module, "lora_A")}
     for name, tensor in tensors.items():
         path, base, rest = name.partition(_BASE)
         if base and path in layers:
             if rest == "weight":
                 _merge(path, layers[path], tensor, tensors)
             yield _plain(f"{path}.{rest}"), tensor
+        elif base and path in adapted:
+            raise NotImplementedError(f"{path} is a {type(adapted[path]).__name__}, whose adapters are not LoRA")
         elif _SAVED in name:
             path, _, rest = name.partition(_SAVED)
             adapter, _, rest = rest.partition(".")
@@ -57,9 +60,13 @@ def _active(layer: Any) -> list[str]:
 
 def _merge(path: str, layer: Any, base: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Add the products of the active adapters to ``base``, the gathered weight of the layer at ``path``."""
+    if getattr(layer, "disable_adapters", False):
+        return
     wide = torch.float64 if base.dtype == torch.float64 else torch.float32
     total = base.to(wide)
     for adapter in _active(layer):
+        if adapter in getattr(layer, "merged_adapters", ()):
+            continue  # the base weight has it already
         transposed = bool(getattr(layer, "fan_in_fan_out", False))
         a, b = f"{path}.lora_A.{adapter}.weight", f"{path}.lora_B.{adapter}.weight"
         if adapter in getattr(layer, "lora_embedding_A", {}):

@@ -134,14 +134,15 @@ def save_safetensors(
         return f".{secrets.token_hex(4)}.incomplete"
 
     def publish() -> list[Path]:
-        final = [path / file.name for file in files]
-        for target in final:
-            os.replace(_temporary(target, suffix), target)
-        if len(files) > 1:
-            index = path / INDEX
-            write_durably(_temporary(index, suffix), _index_of(files))
-            os.replace(_temporary(index, suffix), index)
-            final.append(index)
+        final, index = [path / file.name for file in files], path / INDEX
+        try:
+            if len(files) > 1:
+                write_durably(_temporary(index, suffix), _index_of(files))
+                final.append(index)
+            for target in final:
+                os.replace(_temporary(target, suffix), target)
+        finally:
+            _temporary(index, suffix).unlink(missing_ok=True)
         disk.sync_directory(path)
         return final
 
@@ -415,6 +416,8 @@ def _matched(
         other = found[there]
         if other.shape != tensor.shape:
             problems.append(f"{there!r} has shape {other.shape} in {other.path.name} and {tensor.shape} in the model")
+        elif tensor.value is not None and tensor.value.is_meta:
+            problems.append(f"{tensor.names[0]!r} is on the meta device: call to_empty() of the module before")
         elif other.dtype.is_floating_point != tensor.dtype.is_floating_point:
             problems.append(f"{there!r} is of {other.dtype} in {other.path.name} and of {tensor.dtype} in the model")
         pairs.append((tensor, other))

@@ -89,7 +89,7 @@ def weights(
             the names and tensors to yield instead. See :func:`fsdp.export.lora`. Shards are never changed.
 
     Raises:
-        ValueError: ``model`` has no wrapped modules in it.
+        ValueError: ``model`` has no wrapped modules in it, or there is no rank ``to``.
         NotImplementedError: a parameter is placed by tensor parallelism.
         RuntimeError: while iterating, in a forward or backward, or where some ranks do not iterate.
     """
@@ -103,6 +103,9 @@ class WeightStream:
         params = ModelParams(model)
         if not params.units:
             raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
+        ranks = torch.distributed.get_world_size()
+        if to is not None and not 0 <= to < ranks:
+            raise ValueError(f"{LABEL}: to must be a rank of the default group, 0 to {ranks - 1}, or None, got {to}")
         for unit in params.units:
             if unit.groups.tp is not None:
                 raise NotImplementedError(
@@ -188,22 +191,19 @@ class WeightStream:
         units = [unit for unit in self._units if self._takes_part(unit)]
         memory: list[torch.Tensor | None] = [None, None]
         next_one: _Gathered | None = None
+        left_early = False
         for number in range(len(units) + 1):
             gathered = next_one
             next_one = self._start(units[number], memory, number % 2) if number < len(units) else None
             if gathered is None:
                 continue
             gathered.wait()
-            if not self._receives(gathered.unit):
+            if left_early or not self._receives(gathered.unit):
                 continue
             try:
                 yield gathered
             except GeneratorExit:  # the loop was left, and peers may go on
-                for left in range(number + 1, len(units) + 1):
-                    if next_one is not None:
-                        next_one.wait()
-                    next_one = self._start(units[left], memory, left % 2) if left < len(units) else None
-                raise
+                left_early = True
         for unit in units:
             join(unit).unsharder.settle_offloaded()
 
