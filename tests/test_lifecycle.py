@@ -37,9 +37,8 @@ from tests.harness.lockstep import assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
 from tests.harness.oracle import adamw, sgd
-from tests.harness.pairs import by_turns, pairwise
+from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
@@ -422,28 +421,6 @@ def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrat
 
 
 # -- unfinished and nested passes ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2], STRATEGIES, [False, True]))
-@on_ranks("world_size")
-def test_forward_without_backward_changes_no_later_step(
-    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """Same collectives, and at rest afterwards. Values are compared in test_backward.py."""
-    model = wrap(ZOO["mlp"], strategy, use_orig_params)
-    x = torch.ones(2, 7)
-    moved = []
-    for forwards in (1, 1, 3):
-        for _ in range(forwards - 1):
-            model(x)
-        with record_collectives() as log:
-            model(x).sum().backward()
-        moved.append([(r.label, r.nbytes) for r in log.records if r.dtype is not None and r.dtype.is_floating_point])
-    assert moved[2] == moved[1], "earlier forwards changed the number of gathers"
-    model(x)
-    with torch.no_grad():
-        model(x)
-    assert_at_rest(model, "after a forward without gradients")
 
 
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
