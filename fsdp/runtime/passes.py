@@ -196,10 +196,12 @@ class Passes:
         if current is None:
             with self.calling(kind, f"{kind} of {unit.name}", often=True):
                 return self.about_to(kind, unit)
+        first: Event | None = None
         for member, events in self._events[kind][id(unit)]:
             if member.lane.under_way is not current:
                 self._enter(member, current)
             event = events[full_precision]
+            first = first or event
             if self._negotiation is not None:
                 if member.lane is self._lanes[0]:
                     self._negotiation.agree(event)
@@ -211,7 +213,7 @@ class Passes:
                     member.compare_handles(unit)
             else:
                 member.lane.agree(event)
-        return self.event(kind, unit, full_precision=full_precision)
+        return first or self.event(kind, unit)
 
     def event(self, kind: str, unit: Unit, *, full_precision: bool = False) -> Event:
         """Return the event of a gather or reduction of ``unit``, over the first group."""
