@@ -88,7 +88,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     with torch.no_grad():
         full_grads = _full_grads(unit) if options.with_grads else None
         context.unsharder.reshard(unit)
-        values = unit.gather_vectors()
+        values = unit.gather_vectors([handle.shard for handle in unit.handles])
     offloaded = options.offload_to_cpu and is_device(unit.device)
     writes = options.writeback or not unit.groups.sharded  # parameters that are not sharded are shown themselves
     if options.rank0_only and unit.groups.shard_rank != 0:
@@ -180,7 +180,7 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     for param, part in zip(params, unit.views[bucket].sharded_grads(local)):
         if param.grad is not None:
             part.copy_(param.grad)
-    return unit.gather_now(bucket, local), present.tolist()
+    return unit.gather_vectors([local])[0], present.tolist()
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

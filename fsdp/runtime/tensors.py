@@ -119,7 +119,7 @@ def full_tensor(param: torch.Tensor) -> torch.Tensor:
     unit = location.unit
     with join(unit).calling("full_tensor()", often=True):
         unit.follow_parameters()
-        full = unit.gather_now(location.bucket, location.handle.shard.to(unit.device))
+        (full,) = unit.gather_vectors([location.handle.shard])
         return location.part_of(full).clone()
 
 

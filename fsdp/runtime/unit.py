@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
-from fsdp.comm.collectives import Communicator, Event, Gather, agree
+from fsdp.comm.collectives import Communicator, Gather, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
 from fsdp.comm.nodes import nearby_group
@@ -519,37 +519,19 @@ class Unit:
 
     # -- communicating outside of a step -------------------------------------------------------------------------------
 
-    def gather_now(self, bucket: int, shard: torch.Tensor) -> torch.Tensor:
-        """Gather a vector, of which each rank gives a ``shard``, outside of the step's schedule. Return ``shard``
-        itself if the unit is not sharded."""
-        if not self.groups.sharded:
-            return shard
-        self.announce(replicas=False)
-        full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        context = self.context
-        assert context is not None
-        label, number = context.passes.event(GATHER, self)
-        self.communicator.gather([Gather(full, shard)], Event(label, number + bucket)).wait()
-        return full
-
-    def gather_vectors(self) -> list[torch.Tensor]:
-        """Gather the full vector of each bucket in the parameters' dtype, as one collective, into new memory.
-
-        The vector of a unit that is not sharded is the shard itself, if the shard is on the unit's device.
-        """
-        if not (self.handles and self.groups.sharded):
-            return [handle.shard.to(self.device) for handle in self.handles]
-        context, communicator = self.context, self.communicator
+    def gather_vectors(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gather vectors, of each of which a rank gives one of ``shards``, as one collective, outside of the step's
+        schedule and into new memory. Return the shards, on the unit's device, if the unit is not sharded."""
+        if not (shards and self.groups.sharded):
+            return [shard.to(self.device) for shard in shards]
+        context, communicator, ranks = self.context, self.communicator, self.groups.shard_size
         assert context is not None
         event = context.passes.about_to(GATHER, self)
-        vectors = [
-            host_memory.empty(handle.layout.padded_numel, dtype=handle.shard.dtype, device=self.device)
-            for handle in self.handles
-        ]
+        vectors = [host_memory.empty(each.numel() * ranks, dtype=each.dtype, device=self.device) for each in shards]
         context.unsharder.gathers_follow_compute()
         with communicator.streams.on_gather_stream():
-            shards = [communicator.streams.upload(handle.shard) for handle in self.handles]
-            work = communicator.gather(list(map(Gather, vectors, shards)), event)
+            uploaded = map(communicator.streams.upload, shards)
+            work = communicator.gather(list(map(Gather, vectors, uploaded)), event)
         work.wait()
         context.unsharder.settle_offloaded()
         return vectors
