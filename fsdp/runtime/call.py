@@ -207,7 +207,7 @@ class ForwardCall:
                     if not unit.progress.has_several_modules or unit.progress.note_ran(module, unsharder.generation):
                         unsharder.leave_forward(unit)
                     else:
-                        unsharder.keep_to_others(unit)
+                        unsharder.keep_for_group(unit)
                     unsharder.prefetch(unit)
                 # last: an error before it is aborted
                 self.context.exit_forward(unit, backward_follows=bool(differentiable))
@@ -316,7 +316,7 @@ class ForwardCall:
         if not unit.is_running:
             unsharder.end_backward(unit)
         elif unit.progress.has_several_modules and not unit.progress.open_calls and unit.progress.depth == 0:
-            unsharder.keep_to_others(unit)  # the backward of another module may follow
+            unsharder.keep_for_group(unit)  # the backward of another module may follow
 
     def forget_backward(self) -> None:
         """Forget that a backward has entered the call."""

@@ -287,7 +287,7 @@ class Unsharder:
         unit.show_shards()
         self.becomes(unit, why)
 
-    def keep_to_others(self, unit: Unit) -> None:
+    def keep_for_group(self, unit: Unit) -> None:
         """Keep ``unit``, of which some modules have run, until the remaining modules run or the pass ends.
 
         The unit does not count against the limit of gathered units.
