@@ -103,9 +103,9 @@ def _check_memory(pair: Pair, here: tuple[int, ...]) -> None:
     """Check the memory between forward and backward, the gathers of the backward, and when memory is freed."""
     kept: list[bool] = []
     last = pair.near.module.layers[2]._fsdp_unit
-    with hooked(pair.near.module.layers[0], lambda _: kept.append(last.has_nearby_source)):
+    with hooked(pair.near.module.layers[0], lambda _: kept.append(last.has_slices)):
         loss = pair.loss(pair.near, 0)
-    assert last.has_nearby_source
+    assert last.has_slices
     context = pair.near._fsdp_unit.context
     assert pair.parts() == pair.full() // 2 and not any(unit.is_gathered for unit in context.units)
     with record_collectives() as recorded:
@@ -164,7 +164,7 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
             loss(5)  # a forward without backward
             with torch.no_grad():
                 loss(6)
-            assert all(handle._cast is handle._slice is None for handle in handles_of(model))
+            assert all(handle._slice is None for handle in handles_of(model))
             loss(7).backward()
 
         assert count(pair.run(evaluate)) == (3 * UNITS, UNITS)
@@ -201,7 +201,7 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
         assert count(pair.run(backward(13))) == (UNITS, UNITS)
         near.module.layers[1].set_unshard_in_backward(False)
         near(per_rank(0, rank))
-        assert near.module.layers[1]._fsdp_unit.has_nearby_source is False
+        assert near.module.layers[1]._fsdp_unit.has_slices is False
         near.module.layers[1].set_unshard_in_backward(True)
         pair.models = [copy.deepcopy(model) for model in pair.models]
         pair.near = pair.models[1]

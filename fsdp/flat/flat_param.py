@@ -10,8 +10,7 @@ tensor               elements  dtype          has memory                        
 ===================  ========  =============  ==============================================  ========================
 shard, the data of   shard     parameter      always; in host memory with CPU offload         the compute stream
 ``flat_param``
-cast shard           shard     compute        during a gather; if the backward gathers the    the gather stream
-                                              same values again, until then
+cast shard           shard     compute        during a gather                                 the gather stream
 slice for nearby     padded/k  compute        from a forward to the end of the backward, if   the gather stream
 ranks                                         units stay sharded over k ranks
 full buffer, and     padded    compute        while the unit is gathered                      the gather stream's pool
@@ -154,9 +153,7 @@ class FlatParamHandle:
             ("lengths", groups.shard_rank), lambda: _lengths_and_parts(layout, groups.shard_rank)
         )
         self.full_precision = False
-        # kept for the next gather: the shard in the compute dtype, or a slice of the full buffer for nearby ranks
-        self._cast: torch.Tensor | None = None
-        self._slice: torch.Tensor | None = None
+        self._slice: torch.Tensor | None = None  # this rank's slice of the full buffer, for a gather among nearby ranks
         self.unit_name = "its unit"
 
         self._shard = self._put_at_rest(shard)
@@ -300,7 +297,7 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def begin_gather(self, pool: MemoryPool, communicator: Communicator, *, keep_cast: bool, nearby: bool) -> Gather:
+    def begin_gather(self, pool: MemoryPool, communicator: Communicator, *, nearby: bool) -> Gather:
         """Give the full buffer memory, and return the gather that fills it; see :func:`gather`."""
         copy = self.copy
         if not communicator.is_chosen:
@@ -311,9 +308,9 @@ class FlatParamHandle:
             assert self._slice is not None
             source = self._slice
         elif self.groups.sharded:
-            source = self._cast_shard(copy.tensor.dtype, communicator.streams, keep=keep_cast)
+            source = self._shard_as(copy.tensor.dtype, communicator.streams)
         else:
-            source = self._shard  # the copy moves and casts it
+            source = self._shard  # where the unit is not sharded, the copy moves and casts it
         if copy.state is not BufferState.SHARDED:
             self.wait()
             if not pool.may_refill(copy.pooled):
@@ -322,16 +319,6 @@ class FlatParamHandle:
             pool.allocate(copy.pooled)
         copy.enter(BufferState.GATHERING)
         return Gather(copy.tensor, source, copy.cut)
-
-    def _cast_shard(self, dtype: torch.dtype, streams: Streams, *, keep: bool) -> torch.Tensor:
-        """Return the shard in ``dtype``: the cast that an earlier gather has kept, or a new one, which this one may
-        ``keep``."""
-        cast, self._cast, self._slice = self._cast, None, None
-        if cast is None or cast.dtype != dtype:
-            cast = self._shard_as(dtype, streams)
-        if keep and dtype != self._shard.dtype and self._shard.device == self.device:
-            self._cast = cast
-        return cast
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """Return the shard on the device, in ``dtype``. It is uploaded first, so that the device casts it."""
@@ -354,12 +341,11 @@ class FlatParamHandle:
         """Keep this rank's slice of the filled full buffer for gathers among the ranks ``nearby``. The current stream
         has filled the buffer, and gathers again."""
         if not self.has_slice:
-            self.forget_source()
             self._slice = self.full.view(nearby.shard_size, -1)[nearby.shard_rank].clone()
 
-    def forget_source(self) -> None:
+    def forget_slice(self) -> None:
         """Let the next gather read the shard, which may have changed."""
-        self._cast = self._slice = None
+        self._slice = None
 
     def wait(self) -> None:
         """Wait until the full buffer is filled (for the current stream)."""
@@ -434,7 +420,7 @@ class FlatParamHandle:
         The flat parameter and the leaves stay the same objects, except ``DTensor`` s, whose dtype is fixed. The full
         buffer must have been released.
         """
-        self.forget_source()
+        self.forget_slice()
         self.compute_in_full_precision(False)
         before = self.copy.all_leaves
         self.layout = dataclasses.replace(
@@ -496,21 +482,18 @@ def gather(
     communicator: Communicator,
     event: Event,
     *,
-    keep_cast: bool = False,
     nearby: bool = False,
 ) -> None:
     """Start filling the full buffers of a unit by one collective, on the current stream, even if they are filled.
 
     Args:
-        keep_cast: keep the shards in the compute dtype for the next gather of the same values;
-            :meth:`FlatParamHandle.forget_source` drops them.
         nearby: gather the slices that the ranks of ``communicator`` have kept.
     """
     parts, issues = [], False
     try:
         for handle in handles:
             if handle.copy.state is not BufferState.RESIDENT:
-                parts.append(handle.begin_gather(pool, communicator, keep_cast=keep_cast, nearby=nearby))
+                parts.append(handle.begin_gather(pool, communicator, nearby=nearby))
         if not parts:
             return
         issues = True

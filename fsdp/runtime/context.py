@@ -163,7 +163,7 @@ class RootContext:
         if self.failed or self.passes.in_backward or self.passes.diverged:  # the last pass ended in an error
             self._clear()
         self._adopt_stream()
-        self.unsharder.forget_sources()
+        self.unsharder.forget_slices()
         for other in self.units:
             self.unsharder.refresh(other)
         self.unsharder.begin_forward(unit, expects_backward=torch.is_grad_enabled(), logged=logs())
@@ -224,7 +224,7 @@ class RootContext:
         self.unsharder.end_forward(backward_follows=backward_follows)
         self.unsharder.settle_offloaded()  # even before a backward, which may be left out; shards may be written
         if not backward_follows:
-            self.unsharder.forget_sources()
+            self.unsharder.forget_slices()
             self.unsharder.rest()
         self.passes.end(wait=False)  # last: where the wait for a prefetched unit fails, the pass has failed
 
@@ -297,7 +297,7 @@ class RootContext:
             self.reset()
             raise
         self.unsharder.order.stop()
-        self.unsharder.forget_sources()
+        self.unsharder.forget_slices()
         self.unsharder.settle_offloaded()
         self.unsharder.rest()
 
@@ -375,7 +375,7 @@ class RootContext:
                 self.unsharder.drop_failed(unit)
         self.passes.give_up()
         self.failed = True
-        self.unsharder.forget_sources()
+        self.unsharder.forget_slices()
         self.unsharder.order.stop()
 
     def _clear(self) -> None:

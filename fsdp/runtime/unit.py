@@ -193,6 +193,7 @@ class Unit:
         before = self.context
         if before is not None and before is not tree:
             before.release(self)
+        self.forget_slices()
         nearby = None
         if self.policy.reshard_ranks:
             group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
@@ -362,7 +363,7 @@ class Unit:
         return sum(handle.full_nbytes for handle in self.handles)
 
     @property
-    def has_nearby_source(self) -> bool:
+    def has_slices(self) -> bool:
         """Whether the next gather reads the slices that the nearby ranks have kept."""
         return bool(self.handles) and all(handle.has_slice for handle in self.handles)
 
@@ -385,10 +386,10 @@ class Unit:
         for handle in self.handles:
             handle.wait()
 
-    def forget_sources(self) -> None:
+    def forget_slices(self) -> None:
         """Let the next gather read the shards, which may have changed."""
         for handle in self.handles:
-            handle.forget_source()
+            handle.forget_slice()
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 
@@ -466,7 +467,7 @@ class Unit:
 
     def begin_summon(self, *, everywhere: bool) -> None:
         """Enter ``summon_full_params``; ``everywhere``: the device of each rank has the full parameters."""
-        self.forget_sources()  # users are about to write parameters
+        self.forget_slices()  # users are about to write parameters
         self.summoned = Summoned.EVERYWHERE if everywhere else Summoned.PARTLY
 
     def end_summon(self) -> None:

@@ -70,19 +70,19 @@ class Unsharder:
     """
 
     def __init__(self, root: Unit, units: list[Unit], streams: Streams, passes: Passes, pool: MemoryPool) -> None:
-        """``units``, the root among them, may lose some later on."""
+        """``units``: of the tree, the root among them."""
         self.pool, self.passes = pool, passes
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.generation = 0
         self.expects_backward = self.logged = False
-        self._root, self._units, self._streams = root, units, streams
+        self._root, self._streams = root, streams
         # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
         self._gathered: dict[Unit, Gathered] = {}
         self._kept: dict[Unit, Gathered] = {}
         self._returned: set[Unit] = set()  # the last forward returned a parameter of these, which stays readable
         self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
-        self._sources_kept = True  # whether a handle may have kept the source of the next gather
+        self._with_slices = [unit for unit in units if unit.position.nearby is not None]
         self._meetings = 0  # number of meetings of the ranks when the order was begun
         self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
 
@@ -154,26 +154,17 @@ class Unsharder:
 
     def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
-        nearby = unit.position.nearby is not None and unit.has_nearby_source
+        nearby = unit.position.nearby is not None and unit.has_slices
         event = Event("")  # where nothing travels
         if unit.groups.sharded:
             event = self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
-        keep_cast = (
-            self.expects_backward
-            and unit.precision.casts
-            and unit.position.nearby is None
-            and not self.stays(unit)
-            and self.passes.forward is not None
-            and not self.passes.in_backward
-        )
-        self._sources_kept = self._sources_kept or keep_cast
         communicator = unit.position.nearby if nearby else unit.communicator
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         if self.logged:
             log(what, unit.name, self.generation)
         with profiled(what, unit.name), self._streams.on_gather_stream():
-            gather(unit.handles, self.pool, communicator, event, keep_cast=keep_cast, nearby=nearby)
+            gather(unit.handles, self.pool, communicator, event, nearby=nearby)
         for several in (self._gathered, self._kept):  # if it is filled again
             several.pop(unit, None)
         self._gathered[unit] = Gathered(why, self.generation)
@@ -218,7 +209,7 @@ class Unsharder:
         if unit.gathers:
             if not unit.is_gathered:
                 self.make_room(unit)
-            unit.forget_sources()
+            unit.forget_slices()
             self.gathers_follow_compute()
             self.gather(unit, Residence.PREFETCHED)
             self._gathered[unit].generation += 1
@@ -236,11 +227,10 @@ class Unsharder:
         if self._offloads:
             self._streams.settle()
 
-    def forget_sources(self) -> None:
+    def forget_slices(self) -> None:
         """Let the next gathers read the shards again, which may have changed."""
-        kept, self._sources_kept = self._sources_kept, False
-        for unit in self._units if kept else ():
-            unit.forget_sources()
+        for unit in self._with_slices:
+            unit.forget_slices()
 
     # -- resharding ----------------------------------------------------------------------------------------------------
 
@@ -262,7 +252,6 @@ class Unsharder:
         nearby = unit.position.nearby if backward_follows and found.generation == self.generation else None
         with self._streams.on_gather_stream():
             if nearby is not None and unit.policy.unshard_in_backward:
-                self._sources_kept = True
                 for handle in unit.handles:
                     handle.keep_slice(nearby.groups)
             for handle in unit.handles:
@@ -318,8 +307,8 @@ class Unsharder:
             if not unit.groups.sharded:  # the full buffers are the shards
                 unit.show_shards()
             return
-        if self._sources_kept:
-            unit.forget_sources()
+        if unit.position.nearby is not None:
+            unit.forget_slices()
         kept = not unit.policy.reshard_after_backward
         if not unit.gradients.synchronize:
             budget = unit is self._root and unit.policy.tree.keep_gathered_nbytes > 0
