@@ -25,7 +25,6 @@ class UnitPrecision:
 
     Attributes:
         asked: the user's ``MixedPrecision``, copied when the unit was made.
-        casts: the unit computes in another dtype than the parameters', unless in full precision.
         is_full: the unit computes and reduces in the parameters' own dtypes now.
         full_in_eval: the unit computes in full precision while the module is in eval mode.
     """
@@ -35,7 +34,6 @@ class UnitPrecision:
     ) -> None:
         """``ignored`` modules keep their buffers as they are."""
         self.asked = dataclasses.replace(asked)
-        self.casts = asked.param_dtype is not None
         self.full_in_eval = full_in_eval
         self.is_full = False
         self._module = module
