@@ -198,21 +198,17 @@ class Passes:
                 return self.about_to(kind, unit)
         first: Event | None = None
         for member, events in self._events[kind][id(unit)]:
-            if member.lane.under_way is not current:
+            lane = member.lane
+            if lane.under_way is not current:
                 self._enter(member, current)
             event = events[full_precision]
             first = first or event
-            if self._negotiation is not None:
-                if member.lane is self._lanes[0]:
-                    self._negotiation.agree(event)
-                    if member.detailed and kind == GATHER:
-                        member.compare_handles(unit)
-            elif member.detailed:
-                member.lane.agree_anew(event)
-                if kind == GATHER:
-                    member.compare_handles(unit)
-            else:
-                member.lane.agree(event)
+            if self._negotiation is None:
+                (lane.agree_anew if member.detailed else lane.agree)(event)
+            elif lane is self._lanes[0]:
+                self._negotiation.agree(event)
+            if member.detailed and kind == GATHER:
+                member.compare_handles(unit)
         return first or self.event(kind, unit)
 
     def event(self, kind: str, unit: Unit, *, full_precision: bool = False) -> Event:
