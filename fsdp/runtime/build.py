@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp.comm.groups import Groups
@@ -21,6 +22,7 @@ from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
 from fsdp.flat.ownership import (
     Ignored,
+    OwnedParam,
     bucket_layouts,
     count_writes,
     materialize,
@@ -79,13 +81,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     group = options.groups.shard or options.groups.replica
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
     if options.sync_module_states:
-        several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
-        lanes = [Lane.of(group, device) for group in several]
-        for lane in lanes:
-            lane.prepare("a model with the values of rank 0")
-        synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
-        for lane in lanes:
-            lane.settle()
+        _take_values_of_rank0([item.param.detach() for item in owned] + own_buffers(module), options.groups, device)
     home = None if use_orig_params else outermost_of(module)[0]
     buckets: list[BucketViews] = []
     compares = not options.sync_module_states and options.groups.data_parallel_size > 1
@@ -118,18 +114,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
         buckets.append(views)
         if compares:
             initial.append(InitialValues(views, samples))
-    for item in owned:
-        if not use_orig_params and item.param._backward_hooks:
-            warn_of_hooks(f"{item.name!r} of {name}")
-        replaced: list[Any] = [item.dtensor if item.dtensor is not None else item.param]
-        for param in {item.param, *replaced}:
-            param._fsdp_flattened = True
-            param._fsdp_owner = f"{item.name!r} of {name}"
-        if not use_orig_params or item.dtensor is not None:
-            replaced[0]._fsdp_replaced = True
-            item.dtensor = None
-        if not use_orig_params:
-            item.param = None  # type: ignore[assignment]
+    _mark(owned, name, use_orig_params=use_orig_params)
     precision = UnitPrecision(
         module, options.precision, ignored.modules, full_in_eval=options.policy.tree.use_full_prec_in_eval
     )
@@ -139,6 +124,31 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     tp = next((item.tp.group for item in owned if item.tp is not None), None)
     groups = options.groups if tp is None else replace(options.groups, tp=tp)
     return Unit(module, name, buckets, groups, device, options.policy, precision, initial=initial)
+
+
+def _take_values_of_rank0(tensors: list[torch.Tensor], groups: Groups, device: torch.device) -> None:
+    lanes = [Lane.of(group, device) for group in (groups.replica, groups.shard) if group is not None]
+    for lane in lanes:
+        lane.prepare("a model with the values of rank 0")
+    synchronize(tensors, groups)
+    for lane in lanes:
+        lane.settle()
+
+
+def _mark(owned: list[OwnedParam], unit_name: str, *, use_orig_params: bool) -> None:
+    """Mark the tensors of parameters that were flattened, and release those that are replaced."""
+    for item in owned:
+        name = f"{item.name!r} of {unit_name}"
+        if not use_orig_params and item.param._backward_hooks:
+            warn_of_hooks(name)
+        registered: Any = item.dtensor if item.dtensor is not None else item.param
+        for param in {item.param, registered}:
+            param._fsdp_flattened, param._fsdp_owner = True, name
+        if not use_orig_params or item.dtensor is not None:
+            registered._fsdp_replaced = True
+            item.dtensor = None
+        if not use_orig_params:
+            item.param = None  # type: ignore[assignment]
 
 
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
