@@ -215,8 +215,8 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     if rank == 0:
         handle.shard.copy_(values[:half])
 
-    def late(gather: Any) -> Any:
-        vectors = gather()
+    def late(gather: Any, shards: Any) -> Any:
+        vectors = gather(shards)
         with contextlib.suppress(RuntimeError):  # rank 0 has to wait for this rank
             if rank == 1:
                 store.wait(["written"], timedelta(seconds=0.5))

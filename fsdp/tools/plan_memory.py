@@ -4,7 +4,7 @@
 The peak is a closed form, evaluated when the backward computes each unit. It adds, in bytes:
 
 * full buffers of the unit, of the units around it, and of earlier units that stay gathered; two more for prefetching
-  and for memory that the pool keeps. Shards in the compute dtype, if that differs, until the gather for backward;
+  and for memory that the pool keeps;
 * reduce buffers: two, and those of units around that have gradients before and after; with gloo also the memory that a
   direct exchange receives into; the largest gradient of one parameter in the unit;
 * gradients of units whose backward is over, activations of units whose backward is to come.
@@ -73,13 +73,6 @@ class PlannedUnit:
         return sum(each.padded_numel * each.compute_dtype.itemsize for each in own)
 
     @property
-    def cast_nbytes(self) -> int:
-        """Bytes of the shards in the compute dtype, if that differs."""
-        layouts = [bucket.layout for bucket in self.buckets if self.groups.sharded]
-        casts = [each for each in layouts if each.compute_dtype != each.dtype]
-        return sum(each.shard_numel * each.compute_dtype.itemsize for each in casts)
-
-    @property
     def reduce_nbytes(self) -> int:
         """Bytes of the reduce buffers; without sharding these become the gradients."""
         return sum(bucket.reduce_nbytes for bucket in self.trained) if self.groups.sharded else 0
@@ -124,7 +117,6 @@ def peaks(units: Sequence[PlannedUnit], order: Sequence[int], on_cpu: bool) -> t
         before = [other for other in run[:place] if other not in around]
         full = sum(u.full_nbytes for u in {unit, *around, *before} if u.stays) + sum(spare)
         full += sum(other.full_nbytes for other in around if not other.stays)
-        full += sum(other.cast_nbytes for other in before if not other.stays)
         opened = sum(other.reduce_nbytes for other in [unit, *around] if other.open_early)
         held = full + opened + sum(reduces[:2]) + unit.leaf_nbytes
         over = [other for other in run[place:] if other is not unit] + [unit]
