@@ -420,9 +420,6 @@ def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrat
     assert max(growth) < NOISE, growth
 
 
-# -- unfinished and nested passes ---------------------------------------------------------------------------------
-
-
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
 
 
