@@ -299,7 +299,8 @@ class Ragged(Form):
                 f"this rank has its elements {part.start} to {part.end} and was given {value.start} to {value.end}; "
                 "let torch.distributed.checkpoint load into the state dict of this model instead"
             )
-        return Source(None, value.parts)
+        is_own = value.interval == part.interval and value.local.data_ptr() == part.local.data_ptr()
+        return Source(None, () if is_own and value.dtype == part.dtype else value.parts)
 
 
 class Local(Form):

@@ -22,7 +22,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.checkpoint.forms import Form, is_part
 from fsdp.checkpoint.snapshot import Snapshot, persistent_buffers
-from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
+from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors
 from fsdp.checkpoint.targets import UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -71,7 +71,7 @@ def load(
                     f'{error}\n\tAll keys begin with "module.", as those of DistributedDataParallel: take it away by '
                     'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")',
                 )
-            elif "Missing key" in str(error) and any(_is_flat(key) for key in state_dict):
+            elif "Missing key" in str(error) and any(flat_name(0) in str(key) for key in state_dict):
                 error.args = (
                     f"{error}\n\tThe state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it "
                     "inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
@@ -79,10 +79,6 @@ def load(
             if type(error) in (RuntimeError, NotLoaded) and form.mismatch is not RuntimeError:
                 raise form.mismatch(str(error)) from error
             raise
-
-
-def _is_flat(key: Any) -> bool:
-    return str(key).rpartition(".")[2].startswith("_flat_param")
 
 
 def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
@@ -214,10 +210,9 @@ class Loading:
 
     def finish(self) -> list[str]:
         """Register the parameters again after the walk; return errors of values that were assigned."""
-        for hooks in self._hooks:
-            hooks.active = None
-        self._snapshot.close()
-        return [clean_text(problem) for unit in self._units for problem in unit.finish(assign=self.assign)]
+        problems = [clean_text(problem) for unit in self._units for problem in unit.finish(assign=self.assign)]
+        self.release()
+        return problems
 
     def complete(self) -> None:
         """Write the values if all ranks can, otherwise restore and add to the error messages of ``nn.Module``."""

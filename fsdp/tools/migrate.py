@@ -72,14 +72,7 @@ _MODEL_METHODS = {  # of the wrapped model
     "register_comm_hook": "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
 }
 _SAFE_METHODS = {
-    "parameters",
-    "named_parameters",
-    "modules",
-    "named_modules",
-    "buffers",
-    "named_buffers",
-    "children",
-} | {
+    *("parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children"),
     *("state_dict", "load_state_dict", "train", "eval", "requires_grad_", "zero_grad", "to"),
 }
 _SHAPES = {
