@@ -201,7 +201,6 @@ class Loading:
             unit.restore()
         for hooks in self._hooks:
             hooks.active = None
-        self._snapshot.close()
 
     def abandon(self) -> None:
         """End a load that failed: register the parameters again, and restore the values that were loaded at once."""
@@ -254,7 +253,6 @@ class Loading:
 
     def undo(self) -> None:
         """Restore the values that were loaded at once."""
-        self._snapshot.close()
         self._snapshot.restore()
 
     def clean_keys(self, incompatible: Any) -> None:

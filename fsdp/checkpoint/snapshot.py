@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -51,23 +50,16 @@ class Snapshot:
             for each in optimizers
             for one in getattr(each, "inner_optimizers", [each])
         ]
-        self._extra_state: list[tuple[nn.Module, Any]] = []  # previous values, in the order of the changes
-        self._watched = [module for module in modules if _has_extra_state(module)]
-        for module in self._watched:
-            module.__dict__["set_extra_state"] = functools.partial(self._set_extra_state, module)
+        self._extra_state = [
+            (module, _copied_if_possible(module.get_extra_state())) for module in filter(_has_extra_state, modules)
+        ]
 
     def __enter__(self) -> Snapshot:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        self.close()
         if kind is not None:
             self.restore()
-
-    def close(self) -> None:
-        """Stop to note changes of extra state; idempotent."""
-        for module in self._watched:
-            module.__dict__.pop("set_extra_state", None)
 
     def restore(self) -> None:
         """Restore the state."""
@@ -76,40 +68,20 @@ class Snapshot:
                 register_instead(module, attribute, param)
                 if values is not None:
                     local_of(param.detach()).copy_(values)
-            self._restore_extra_state()
+            for module, state in self._extra_state:
+                _restore_extra_state(module, state)
             for module, attribute, buffer, values in self._buffers:
                 if values is not None:
                     buffer = buffer.copy_(values) if buffer.shape == values.shape else values.to(buffer.device)
                 module._buffers[attribute] = buffer
-        for one, attributes, state, groups in self._optimizers:
+        for one, attributes, states, groups in self._optimizers:
             one.__dict__.clear()
             one.__dict__.update(attributes)
             one.state.clear()
-            one.state.update(state)
+            one.state.update(states)
             for group, settings in zip(one.param_groups, groups):
                 group.clear()
                 group.update(settings)
-
-    def _set_extra_state(self, module: nn.Module, state: Any) -> None:
-        before = module.get_extra_state()
-        try:
-            before = copy.deepcopy(before)
-        except (NotImplementedError, RuntimeError, TypeError):  # cannot be copied
-            pass
-        self._extra_state.append((module, before))
-        type(module).set_extra_state(module, state)
-
-    def _restore_extra_state(self) -> None:
-        while self._extra_state:
-            module, state = self._extra_state.pop()
-            try:
-                module.set_extra_state(state)
-            except Exception as error:  # the module's own
-                warnings.warn(
-                    f"a state dict was not loaded, but the extra state of {type(module).__name__} has changed: its "
-                    f"set_extra_state() refuses what its get_extra_state() had returned before: {error}",
-                    stacklevel=2,
-                )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -120,8 +92,25 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _has_extra_state(module: nn.Module) -> bool:
     own, base = type(module), nn.Module
-    overridden = own.get_extra_state is not base.get_extra_state and own.set_extra_state is not base.set_extra_state
-    return overridden and "set_extra_state" not in module.__dict__
+    return own.get_extra_state is not base.get_extra_state and own.set_extra_state is not base.set_extra_state
+
+
+def _copied_if_possible(state: Any) -> Any:
+    try:
+        return copy.deepcopy(state)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return state
+
+
+def _restore_extra_state(module: nn.Module, state: Any) -> None:
+    try:
+        module.set_extra_state(state)
+    except Exception as error:  # the module's own
+        warnings.warn(
+            f"a state dict was not loaded, but the extra state of {type(module).__name__} has changed: its "
+            f"set_extra_state() refuses what its get_extra_state() had returned before: {error}",
+            stacklevel=3,
+        )
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
