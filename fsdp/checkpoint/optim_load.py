@@ -349,7 +349,7 @@ def optim_state_dict_to_load(
     saved = None if from_rank0 else with_values(given())
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(needs_exchange(value) for state in of_params for value in state.values())
-    present = {} if optim is None else optim.state
+    present = getattr(optim, "state", {})  # no optimizer, or a wrapper without states, has none
     exchanged: dict[Unit, list[str]] = {}
 
     def describe() -> Contents:
