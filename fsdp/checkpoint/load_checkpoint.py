@@ -93,9 +93,10 @@ def load(
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
         trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
         in_place: read into the parameters and existing optimizer states themselves, which takes about 16 MB of memory.
-            All blocks are verified first, so their files are read twice. Only if a file changes or cannot be read any
-            more between the two passes, the model and optimizer are left partly loaded, with an error on all ranks that
-            says so. False: read once, into new memory of the size of the shards, which excludes that.
+            (A dict of ``optimizer.state_dict()`` from before holds the same tensors.) All blocks are verified first, so
+            their files are read twice. Only if a file changes or cannot be read any more between the two passes, the
+            model and optimizer are left partly loaded, with an error on all ranks that says so. False: read once, into
+            new memory of the size of the shards, which excludes that.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -279,14 +280,7 @@ def _check_classes(
 # -- finding and reading -----------------------------------------------------------------------------------------------
 
 
-def fetched(
-    ranks: Ranks,
-    path: Path,
-    needed: Needed,
-    plan: Plan,
-    reading: Reading,
-    stack: ExitStack,
-) -> Found:
+def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Reading, stack: ExitStack) -> Found:
     """Find the checkpoint, and read and verify everything that this rank needs. ``stack`` keeps the files open."""
     whole: dict[str, FileRecord] = {}  # the files of the checkpoint, on rank 0
 
@@ -326,12 +320,7 @@ def fetched(
     return files.read_latest(path, read, find)
 
 
-def _read_parts(
-    contents: Contents,
-    needed: Needed,
-    plan: Plan,
-    own: int,
-) -> Found:
+def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Found:
     likes = {MODEL + name: like for name, like in needed.model.items()}
     in_model = {key: likes[key] for key in contents.tensors if key in likes}
     live: dict[str, torch.Tensor] = {}  # tensors that exist already
@@ -353,7 +342,7 @@ def _read_parts(
             contents.read(live)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
-                f"the files have changed since they were verified; the model and the optimizer are partly loaded, and "
+                "the files have changed since they were verified; the model and the optimizer are partly loaded, and "
                 f"have to be loaded again: {error}"
             ) from error
 
