@@ -175,9 +175,10 @@ def begin(root: Path) -> Path:
             disk.sync_directory(missing.parent)
     whole = sorted(_numbered(root, _NAME).items(), key=lambda item: -item[1])
     newest = next((number for name, number in whole if _is_checkpoint(root / name)), 0)
-    if (root / LATEST).is_dir() or (newest == 0 and not _may_replace(root / LATEST)):
+    latest = root / LATEST
+    if latest.is_dir() or (newest == 0 and latest.exists() and not latest.read_bytes().startswith(b"checkpoint_")):
         text = "expected a file that names the latest checkpoint; move it, or save into another directory"
-        raise FileExistsError(errno.EEXIST, text, str(root / LATEST))
+        raise FileExistsError(errno.EEXIST, text, str(latest))
     number = 1 + max([newest, *_unfinished(root).values()])
     while True:
         final = root / f"checkpoint_{number:08d}"
@@ -192,11 +193,6 @@ def begin(root: Path) -> Path:
         if not os.path.lexists(final):
             return temporary
         disk.remove(temporary)  # another saver was faster, and is through
-
-
-def _may_replace(latest: Path) -> bool:
-    """True if ``latest`` is absent, or may be a file of this package although there is no checkpoint beside it."""
-    return not latest.exists() or latest.read_bytes().startswith(b"checkpoint_")
 
 
 def seal(temporary: Path, records: dict[str, FileRecord], ranks: int) -> None:

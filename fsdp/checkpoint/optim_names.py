@@ -240,10 +240,6 @@ class ModelParams:
             "optimizer from the wrapped model's parameters()"
         )
 
-    def names_of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
-        """Return the names of a group's parameters, in their order."""
-        return [name for param in params for name in self.names(param)]
-
     def key_of_named(self, param: nn.Parameter) -> str:
         """Return the key of ``param`` for an optimizer that goes by names: the present name, wrappers' parts
         included."""

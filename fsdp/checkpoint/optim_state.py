@@ -88,7 +88,9 @@ def optim_state_dict(
     if "param_groups" in raw:
         full["param_groups"] = [
             {
-                key: params.names_of_group(by_key[one] for one in value) if key == "params" else copy.deepcopy(value)
+                key: [name for one in value for name in params.names(by_key[one])]
+                if key == "params"
+                else copy.deepcopy(value)
                 for key, value in group_.items()
             }
             for group_ in raw["param_groups"]

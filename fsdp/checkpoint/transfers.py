@@ -12,7 +12,7 @@ gathers within the shard group first, and a load exchanges within the tensor-par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,10 +112,14 @@ def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[L
                 items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
                 one = one._replace(memory=gets)
         finished.append(one)
+    _exchange(items, label)
+    return finished
+
+
+def _exchange(items: Mapping[Channel, list[Item]], label: str) -> None:
     for channel, several in items.items():
         redistribute(several, channel, label)
         channel.flush()
-    return finished
 
 
 def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) -> None:
@@ -152,9 +156,7 @@ def gathered(
             items.setdefault(channel, []).append(Item(part.dtype, part.stride(), has, needs, source.parts, gets))
             source = source._replace(parts=gets)
         found.append((held, source))
-    for channel, several in items.items():
-        redistribute(several, channel, label)
-        channel.flush()
+    _exchange(items, label)
     return found
 
 
