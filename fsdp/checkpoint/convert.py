@@ -57,8 +57,9 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
                 os.truncate(temporary, len(header) + position)
                 mapped = torch.from_file(str(temporary), shared=True, size=len(header) + position, dtype=torch.uint8)
                 data = mapped[len(header) :]
-                contents.read({k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)})
-                del mapped, data
+                targets = {k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)}
+                contents.read(contents.find(targets))
+                del mapped, data, targets
                 with open(temporary, "rb") as stream:
                     os.fsync(stream.fileno())
                 os.replace(temporary, file)

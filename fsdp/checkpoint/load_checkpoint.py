@@ -34,7 +34,7 @@ from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.optim_load import Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.rank_file import RankFile
+from fsdp.checkpoint.rank_file import Copy, RankFile
 from fsdp.checkpoint.save_checkpoint import aligned, classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
@@ -135,7 +135,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     def read(directory: Path, manifest: Manifest) -> Plain:
         with Contents(directory, manifest, manifest.files, reading) as contents:
             tensors = {key: contents.empty(key) for key in contents.tensors}
-            contents.read(tensors)
+            contents.read(contents.find(tensors))
             found = {**tensors, **contents.values(contents.others)}
             model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
             extras = [contents.extra(rank) for rank in range(manifest.ranks)]
@@ -223,7 +223,7 @@ def _load(
             undo.pop_all()
         if reading.in_place:
             ranks.together("load what was verified", found.again)
-            load_optimizers()  # again: states of another dtype are copies
+            load_optimizers()  # again, on all ranks: states of another dtype or class are copies
         loading.write()
         return found.extra
 
@@ -334,12 +334,13 @@ def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Fou
     for key, whole in contents.states.items():
         if whole.target is not None:
             (live if whole.exists else new)[key] = whole.target
-    contents.read(live, verify_only=True)
-    contents.read(new)
+    of_live, of_new = contents.find(live), contents.find(new)
+    contents.read(of_live, verify_only=True)
+    contents.read(of_new)
 
     def again() -> None:
         try:
-            contents.read(live)
+            contents.read(of_live)
         except (OSError, RuntimeError) as error:
             raise RuntimeError(
                 "the files have changed since they were verified; the model and the optimizer are partly loaded, and "
@@ -459,25 +460,35 @@ class Contents:
     def _dtype(self, key: str) -> torch.dtype:
         return torch_dtype(self.table[key].dtype)
 
-    def read(self, targets: Mapping[str, torch.Tensor], *, verify_only: bool = False) -> None:
-        """Read tensors into ``targets``, or with ``verify_only`` compare the checksums of their blocks."""
+    def find(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[Copy]]:
+        """Find the elements of ``targets``; return copies for ``read``, by the rank of the file."""
         parts = {key: parts_of(target) for key, target in targets.items()}
         by_rank: dict[int, dict[str, list[Part]]] = {}
         for key, several in parts.items():
             for rank in self.table[key].holders(box for box, _ in several):
                 by_rank.setdefault(rank, {})[key] = several
+        copies: dict[int, list[Copy]] = {}
         found: Counter[str] = Counter()
-        nbytes = sum(memory.nbytes for several in parts.values() for _, memory in several)
-        with bar("verifying" if verify_only else "loading", nbytes, self.reading.progress) as advance, torch.no_grad():
-            for rank, wanted in sorted(by_rank.items()):
-                file = self._file(rank)
-                with files.of_ours(file.path):
-                    found += file.read(wanted, advance, verify_only=verify_only)
+        for rank, wanted in sorted(by_rank.items()):
+            file = self._file(rank)
+            with files.of_ours(file.path):
+                copies[rank], in_file = file.find(wanted)
+            found += in_file
         for key, several in parts.items():
             needed = sum(box.numel for box, _ in several)
             if found[key] != needed:
                 words = f"{self.directory} has {found[key]} of {needed} elements of {key!r} for this rank"
                 raise files.damage(words)
+        return copies
+
+    def read(self, copies: Mapping[int, list[Copy]], *, verify_only: bool = False) -> None:
+        """Read what ``find`` has found, or with ``verify_only`` compare the checksums of the blocks."""
+        nbytes = sum(copy.nbytes for of_rank in copies.values() for copy in of_rank)
+        with bar("verifying" if verify_only else "loading", nbytes, self.reading.progress) as advance, torch.no_grad():
+            for rank, of_rank in copies.items():
+                file = self._file(rank)
+                with files.of_ours(file.path):
+                    file.read(of_rank, advance, verify_only=verify_only)
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
@@ -508,7 +519,7 @@ class Contents:
         scalars = {key: self.empty(key) for key in keys if not self._shape(key)}
         in_place = self.reading.in_place
         self.states = {k: Whole(self._dtype(k), self.table[k].shape, in_place) for k in keys if k not in scalars}
-        self.read(scalars)
+        self.read(self.find(scalars))
         values = self.values([*filter(wanted, self.others), GROUPS, OTHERS])
         return _optimizer_state({key: (scalars | self.states)[key] for key in keys} | values)
 

@@ -162,11 +162,12 @@ class _Stored(NamedTuple):
     end: int
 
 
-class _Copy:
+class Copy:
     """The way of elements from a stored box to a destination.
 
     Attributes:
         begin, end: the range of the data's bytes that holds all of the elements.
+        nbytes: the bytes of the elements alone.
     """
 
     def __init__(self, stored: _Stored, box: Box, target: torch.Tensor) -> None:
@@ -177,6 +178,7 @@ class _Copy:
             first = first * size + offset - outer
             last = last * size + offset - outer + inner - 1
         self._itemsize = stored.dtype.itemsize
+        self.nbytes = box.numel * self._itemsize
         self.begin = stored.begin + first * self._itemsize
         self.end = stored.begin + (last + 1) * self._itemsize
         in_order = last + 1 - first == box.numel and target.is_contiguous()
@@ -275,31 +277,32 @@ class RankFile:
     def _tensor(self, key: str) -> torch.Tensor:
         (stored,) = self._stored[key]
         tensor = torch.empty(stored.box.sizes, dtype=stored.dtype, device="cpu")
-        self.read({key: [(stored.box, tensor)]})
+        self.read(self.find({key: [(stored.box, tensor)]})[0])
         return tensor
 
-    def read(
-        self, targets: Mapping[str, Sequence[Part]], advance: Advance = no_progress, *, verify_only: bool = False
-    ) -> Counter[str]:
-        """Read the elements of ``targets`` that are in this file.
+    def find(self, targets: Mapping[str, Sequence[Part]]) -> tuple[list[Copy], Counter[str]]:
+        """Find the elements of ``targets`` that are in this file.
 
         Args:
             targets: by key, destinations and the boxes that they are: of any device and dtype, in any memory order.
-            verify_only: compare the checksums of the blocks with these elements, without writes.
 
         Returns:
-            the number of elements read, by key.
+            copies for ``read``, and the number of elements found, by key.
         """
         copies, found = [], Counter[str]()
         for key, parts in targets.items():
             for stored in self._stored.get(key, ()):
                 for box, memory in parts:
                     if (both := stored.box.overlap(box)) is not None:
-                        copies.append(_Copy(stored, both, box.cut(both, memory)))
+                        copies.append(Copy(stored, both, box.cut(both, memory)))
                         found[key] += both.numel
-        waiting = deque(sorted(copies, key=lambda copy: copy.begin))
+        return sorted(copies, key=lambda copy: copy.begin), found
+
+    def read(self, copies: Iterable[Copy], advance: Advance = no_progress, *, verify_only: bool = False) -> None:
+        """Read blocks, compare their checksums, and copy from them; with ``verify_only`` without writes."""
+        waiting = deque(copies)
         scratch = torch.empty(min(self._block, self._size), dtype=torch.uint8, device="cpu")
-        open_copies: list[_Copy] = []
+        open_copies: list[Copy] = []
         number = 0
         while waiting or open_copies:
             if not open_copies:
@@ -312,9 +315,8 @@ class RankFile:
             advance(end - begin)
             open_copies = [copy for copy in open_copies if copy.end > end]
             number += 1
-        return found
 
-    def _read_block(self, number: int, begin: int, end: int, copies: list[_Copy], scratch: torch.Tensor) -> None:
+    def _read_block(self, number: int, begin: int, end: int, copies: list[Copy], scratch: torch.Tensor) -> None:
         """Read one block: into a destination that takes all of it, or into ``scratch``, and from there."""
         direct = next((copy for copy in copies if copy.begin <= begin and copy.end >= end and copy.memory), None)
         if direct is not None and direct.memory is not None:

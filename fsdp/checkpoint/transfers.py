@@ -129,7 +129,8 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
     for held, source in arriving:
         part = held.part
         if source.placement is None:
-            copy_parts(source.parts, part.parts)
+            if source.parts:
+                copy_parts(source.parts, part.parts)
             continue
         target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
         placement = source.placement if source.spread is None else source.placement.inside(part.within)
