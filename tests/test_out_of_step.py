@@ -529,6 +529,26 @@ def test_a_rank_that_connects_slowly_after_a_divergence_is_waited_for() -> None:
     assert Lane.of(group).carrier.number == 1, Lane.of(group).carrier.number
 
 
+@on_ranks(RANKS)
+@impatient
+def test_passes_before_a_divergence_are_not_compared_after_the_ranks_have_met() -> None:
+    """Two ranks, whose last passes differ, wait for the third before the first pass of the next model."""
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    group, ask = new_group(), Lane.ask
+
+    def ask_late(lane: Lane, label: str, *args: Any, **options: Any) -> Any:
+        time.sleep(1 if dist.get_rank() == 0 and label == "agree on the layout" else 0)
+        return ask(lane, label, *args, **options)
+
+    with contextlib.suppress(RuntimeError):
+        model = new_model(group)
+        train(model)
+        STEPS["no backward" if dist.get_rank() == ODD else "train"](model)
+    del model
+    with mock.patch.object(Lane, "ask", ask_late):
+        train(new_model(group))
+
+
 @impatient
 def error_of_a_model_on_some_ranks(deviation: str) -> str:
     """Build a model in a group while the odd rank synchronizes another, raises, or exits."""

@@ -164,7 +164,8 @@ class History:
         self._followers.clear()
         self.recent.clear()
         self._habit = Habit()
-        self.meetings, self.passes, self.rounds, self.so_far = meetings + 1, passes, rounds, 0
+        self.meetings, self.passes, self.rounds = meetings + 1, passes, rounds
+        self.position = self.so_far = self.begun = 0
 
     @property
     def entries(self) -> list[Entry]:

@@ -79,6 +79,9 @@ class Entered(NamedTuple):
     neighbours: Sequence[Lane]
 
 
+_NO_PASS = Entered(Pass(""), -1, ORDER_REMEDY, ())
+
+
 class State(NamedTuple):
     """The progress of a rank at a meeting. Ranks with equal states have issued the same collectives."""
 
@@ -109,7 +112,7 @@ class Lane(Issuer):
         self.names = rank_names(group)
         self.arrivals = Arrivals(group, self.names)
         self._history = History()
-        self._latest = Entered(Pass(""), -1, ORDER_REMEDY, ())
+        self._latest = _NO_PASS
         self._questions: deque[Question] = deque()  # in flight
         self._trees: weakref.WeakSet[Any] = weakref.WeakSet()  # the trees that have joined
         self._joins = False  # a tree has joined, and no pass has begun since
@@ -460,6 +463,7 @@ class Lane(Issuer):
             passes=max(state.passes for state in states),
             rounds=max(state.rounds for state in states),
         )
+        self._latest = _NO_PASS  # the passes before the meeting may differ between ranks
         self.issued = self._at_meeting = max(state.issued for state in states)
         self._questions.clear()
         self._together = True
