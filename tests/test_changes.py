@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fsdp.export
 from fsdp import ShardingStrategy
@@ -18,6 +18,7 @@ from tests.harness.exports import FULL, HYBRID, NONE, Model, build, copied, expe
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
 
 
 def of_all_ranks(own: Changes) -> list[Changes]:
@@ -31,7 +32,7 @@ def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
     plain = Model().bfloat16()
     plain.load_state_dict(weights)
     for module in plain.modules():
-        if isinstance(module, torch.nn.Conv2d):
+        if isinstance(module, nn.Conv2d):
             module.to(memory_format=torch.contiguous_format)
     return plain, plain.state_dict()
 
@@ -98,3 +99,18 @@ def test_changes_that_do_not_fit_are_refused_before_a_write() -> None:
     other = fsdp.export.snapshot(build(True, as_it_is=True), dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="the snapshot is of another model"):
         fsdp.export.changes(model, other)
+
+
+@on_ranks(2)
+def test_changes_of_complex_tensors() -> None:
+    torch.manual_seed(0)
+    module: Any = nn.Module()
+    module.phases = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+    model = wrap(module, FULL, True)
+    state = model.state_dict()
+    snapshot = fsdp.export.snapshot(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.view(-1)[:1] += 1j
+    fsdp.export.apply_changes(state, of_all_ranks(fsdp.export.changes(model, snapshot)), version=0)
+    assert_bit_equal(state, model.state_dict())

@@ -183,6 +183,11 @@ def test_invalid_files_and_names_raise_on_all_ranks_and_change_nothing(tmp_path:
     found = {"0.weight": "embed.weight", "0.bias": "ignored"}
     with pytest.raises(RuntimeError, match=r"'embed.weight' has shape \(13, 7\) in model.safetensors and \(3, 3\)"):
         load_safetensors(target, tmp_path / "good", rename=found.__getitem__, strict=False)
+    plain = nn.BatchNorm1d(3)
+    save_safetensors(plain, tmp_path / "counted")
+    plain.num_batches_tracked = torch.tensor(True)
+    with pytest.raises(RuntimeError, match=r"'num_batches_tracked' is of torch.int64 in .* and of torch.bool in the"):
+        load_safetensors(plain, tmp_path / "counted")
     assert_bit_equal(model.state_dict(), before)
     load_safetensors(model, tmp_path / "good")
     train(model)

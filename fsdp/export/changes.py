@@ -122,7 +122,7 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
     for part in parts:
         before = snapshot.values[part.name]
         now = part.values.to(before.dtype)
-        places = (now.view(_BITS[now.itemsize]) != before.view(_BITS[now.itemsize])).nonzero().view(-1)
+        places = _different(now, before).nonzero().view(-1)
         if not places.numel():
             continue
         values, old = now[places], before[places]
@@ -133,6 +133,14 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
     snapshot.version += 1
     rank, ranks = _place()
     return Changes(snapshot.version, rank, ranks, digest.digest(), tuple(found))
+
+
+def _different(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two 1-D tensors of one dtype differ in a bit."""
+    if now.is_complex():
+        return _different(*(torch.view_as_real(each).view(-1) for each in (now, before))).view(-1, 2).any(1)
+    integer = _BITS[now.itemsize]
+    return now.view(integer) != before.view(integer)
 
 
 def apply_changes(state_dict: Mapping[str, torch.Tensor], parts: Iterable[Changes], *, version: int) -> int:

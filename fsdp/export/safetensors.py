@@ -418,7 +418,7 @@ def _matched(
             problems.append(f"{there!r} has shape {other.shape} in {other.path.name} and {tensor.shape} in the model")
         elif tensor.value is not None and tensor.value.is_meta:
             problems.append(f"{tensor.names[0]!r} is on the meta device: call to_empty() of the module before")
-        elif other.dtype.is_floating_point != tensor.dtype.is_floating_point:
+        elif _kind(other.dtype) != _kind(tensor.dtype):
             problems.append(f"{there!r} is of {other.dtype} in {other.path.name} and of {tensor.dtype} in the model")
         pairs.append((tensor, other))
     if strict:
@@ -429,6 +429,13 @@ def _matched(
     if problems:
         raise RuntimeError(f"the files do not fit the model, and nothing was loaded: {'; '.join(problems)}")
     return pairs
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return the kind of values of a dtype; a cast to another kind would lose them."""
+    if dtype.is_complex:
+        return "complex"
+    return "floating-point" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
 def _read(tensor: _Tensor, found: _Found, descriptor: int) -> torch.Tensor:
