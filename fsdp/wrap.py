@@ -14,11 +14,10 @@ the wrapper replaces it in all of them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -89,7 +88,7 @@ class ModuleWrapPolicy(_Policy):
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        return recurse or isinstance(module, tuple(self._module_classes))
+        return _module_wrap_policy(module, recurse, -1, self._module_classes)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module_classes})"
@@ -154,7 +153,7 @@ def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
     """Choose the instances of ``transformer_layer_cls``. Use it through ``functools.partial``."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
+    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
 
 
 def size_based_auto_wrap_policy(
@@ -186,6 +185,18 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
+def _module_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
+) -> bool:
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
+) -> bool:
+    return recurse or isinstance(module, tuple(module_classes))
+
+
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
@@ -196,7 +207,37 @@ def _or_policy(
 # Wrapping by hand
 
 
-_by_hand: Callable[..., nn.Module] | None = None  # the wrapper class and arguments of enable_wrap, in the whole process
+class _ConfigAutoWrap:
+    """The wrapper class and keyword arguments of :func:`wrap`, for the whole process; see :func:`enable_wrap`."""
+
+    in_autowrap_context: ClassVar[bool] = False
+    wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
+    kwargs: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._entering = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(kwargs: dict[str, Any]) -> None:
+        if _ConfigAutoWrap.in_autowrap_context:
+            raise NotImplementedError("enable_wrap contexts cannot be nested: leave the outer one first")
+        if "wrapper_cls" not in kwargs:
+            raise ValueError("expected a wrapper_cls, the class that wrap() applies")
+        _ConfigAutoWrap.in_autowrap_context = True
+        _ConfigAutoWrap.wrapper_cls = kwargs["wrapper_cls"]
+        _ConfigAutoWrap.kwargs = {name: value for name, value in kwargs.items() if name != "wrapper_cls"}
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        _ConfigAutoWrap.in_autowrap_context = False
+        _ConfigAutoWrap.wrapper_cls = None
+        _ConfigAutoWrap.kwargs = {}
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self._entering)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable_autowrap_context()
 
 
 @contextlib.contextmanager
@@ -208,14 +249,8 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
     Raises:
         NotImplementedError: inside another such context.
     """
-    global _by_hand
-    if _by_hand is not None:
-        raise NotImplementedError("enable_wrap contexts cannot be nested: leave the outer one first")
-    _by_hand = functools.partial(wrapper_cls, **wrapper_kwargs)
-    try:
+    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
-    finally:
-        _by_hand = None
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
@@ -223,7 +258,10 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     A dict attribute ``_wrap_overrides`` of the module overrides ``wrap_overrides``, which override the context's.
     """
-    return module if _by_hand is None else _by_hand(module, **_with_own_overrides(module, wrap_overrides))
+    if _ConfigAutoWrap.wrapper_cls is None:
+        return module
+    kwargs = {**_ConfigAutoWrap.kwargs, **wrap_overrides}
+    return _ConfigAutoWrap.wrapper_cls(module, **_with_own_overrides(module, kwargs))
 
 
 def _with_own_overrides(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -266,12 +304,30 @@ def auto_wrap(
         raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
     groups = groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
-    targets: _Targets = {}
-    sensitive: list[nn.Module] = []
     if policy is not None:
         _check_not_wrapped(root_module, wrapper_cls)
-        targets = _chosen(root_module, policy, ignored_modules, ignored_params, grouped, root_kwargs)
-        sensitive = _in_full_precision(root_module, root_kwargs.get("mixed_precision"), ignored_modules.union(grouped))
+    if policy is None:
+        targets: _Targets = {}
+    elif callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
+        targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+    elif callable(policy) and not isinstance(policy, type):
+        _check_callable(policy)
+        choice = _Choice(policy, ignored_modules, ignored_params, grouped)
+        choice.visit(root_module, only_children=True)
+        targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
+        del choice  # it would keep the original parameters alive during wrapping
+    else:
+        raise ValueError(
+            "expected auto_wrap_policy to be callable, a function or a policy object such as "
+            f"ModuleWrapPolicy({{Block}}), but got {policy!r}"
+        )
+    if policy is not None and not targets and any(True for _ in root_module.children()):
+        warn_user(
+            f"auto_wrap_policy {policy!r} matched no submodule of {type(root_module).__name__}: the whole module "
+            "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None."
+        )
+    kept_full = root_kwargs.get("mixed_precision") if policy is not None else None
+    sensitive = _in_full_precision(root_module, kept_full, {*ignored_modules, *grouped})
     targets = {
         module: {**targets.get(module, root_kwargs), **({"mixed_precision": None} if module in sensitive else {})}
         for module in root_module.modules()
@@ -285,49 +341,21 @@ def auto_wrap(
     _check_ties(root_module, {**dict(zip(targets, targets)), **grouped}, ignored_modules, ignored_params)
     for module in sensitive:
         _CastAround(module)
+    wrapped = _construct_wrap_fn(root_module, targets, wrapper_cls)
     around: Any = wrapper_cls
-    left = dict(targets)
+    done: set[nn.Module] = set()
 
     def wrap_in(modules: Collection[nn.Module]) -> None:
-        chosen = {module: left.pop(module) for module in modules if module in left}
-        _replace(root_module, lambda module: wrapper_cls(module, **chosen[module]) if module in chosen else None)
+        _post_order_apply(root_module, lambda module: wrapped(module) if module in modules else None)
+        done.update(modules)
 
     for group, arguments in groups:  # before the units around the group's modules, after the units inside them
-        wrap_in({module for member in members_of(group).values() for module in member.modules()})
+        wrap_in({module for member in members_of(group).values() for module in member.modules()} - done)
         forget(group)
         wrappers = around._around_group(group, {**root_kwargs, **arguments})
-        _replace(root_module, wrappers.get)
-    wrap_in(list(left))
+        _post_order_apply(root_module, wrappers.get)
+    wrap_in(targets.keys() - done)
     return len(targets) + len(groups)
-
-
-def _chosen(
-    root_module: nn.Module,
-    policy: Any,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    grouped: Collection[nn.Module],
-    root_kwargs: dict[str, Any],
-) -> _Targets:
-    """Return the modules that ``policy``, of either kind, chooses; warn if there are none."""
-    if callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
-        targets: _Targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
-    elif callable(policy) and not isinstance(policy, type):
-        _check_callable(policy)
-        choice = _Choice(policy, ignored_modules, ignored_params, grouped)
-        choice.visit(root_module, only_children=True)
-        targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
-    else:
-        raise ValueError(
-            "expected auto_wrap_policy to be callable, a function or a policy object such as "
-            f"ModuleWrapPolicy({{Block}}), but got {policy!r}"
-        )
-    if not targets and any(True for _ in root_module.children()):
-        warn_user(
-            f"auto_wrap_policy {policy!r} matched no submodule of {type(root_module).__name__}: the whole module "
-            "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None."
-        )
-    return targets
 
 
 def _check_callable(policy: Callable[..., bool]) -> None:
@@ -418,6 +446,35 @@ def _check_ties(
         pending += reversed(children)
 
 
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap ``module`` (unless ``only_wrap_children``) and submodules as a callable policy chooses.
+
+    ``wrapper_cls`` may be any function of a module and ``kwargs``.
+
+    Returns:
+        the wrapper of ``module``, or ``module``; and the number of elements inside wrappers.
+
+    Raises:
+        ValueError: ``wrapper_cls`` is a class with instances in the tree.
+    """
+    if isinstance(wrapper_cls, type):
+        _check_not_wrapped(module, wrapper_cls)
+    choice = _Choice(auto_wrap_policy, ignored_modules, ignored_params)
+    numel = _numel(choice.visit(module, only_wrap_children))
+    targets = {target: _with_own_overrides(target, kwargs) for target in choice.modules}
+    del choice  # it would keep the original parameters alive during wrapping
+    _post_order_apply(module, _construct_wrap_fn(module, targets, wrapper_cls))
+    return (wrapper_cls(module, **targets[module]) if module in targets else module), numel
+
+
 class _Choice:
     """The choice of a callable policy in a tree: ``modules``, children before parents."""
 
@@ -426,7 +483,7 @@ class _Choice:
         policy: Callable[..., bool],
         ignored_modules: set[nn.Module],
         ignored_params: set[nn.Parameter],
-        grouped: Collection[nn.Module],
+        grouped: Collection[nn.Module] = (),
     ) -> None:
         """``grouped`` modules are chosen already; modules inside them are not."""
         self.modules: list[nn.Module] = []
@@ -472,19 +529,39 @@ def _check_not_wrapped(root_module: nn.Module, wrapper_cls: type) -> None:
             )
 
 
-def _replace(root_module: nn.Module, replacement_of: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call the function once for each module of the tree, children first. If it returns a module, that takes the place
-    of the child in all parents."""
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+def _construct_wrap_fn(
+    root_module: nn.Module, target_module_to_kwargs: _Targets, fsdp_fn: Callable[..., nn.Module]
+) -> Callable[[nn.Module], nn.Module | None]:
+    """Return a function for :func:`_post_order_apply` that wraps the targets, except the root, by ``fsdp_fn``."""
+
+    def wrapped(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrapped
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Call ``fn`` once for each module of the tree, children first. A module as the result replaces the module in
+    all parents.
+
+    Raises:
+        ValueError: ``fn`` returns a module for the root, which has no parent.
+    """
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root_module: []}
     for parent in root_module.modules():
         for name, child in parent._modules.items():  # not named_children(): it gives a child's first name only
             if child is not None:
                 places.setdefault(child, []).append((parent, name))
     for module in list(_post_order(root_module, set())):
-        replacement = replacement_of(module)
-        if replacement is not None:
-            for parent, name in places[module]:
-                setattr(parent, name, replacement)
+        replacement = fn(module)
+        if replacement is None:
+            continue
+        if module is root_module:
+            raise ValueError("the root cannot be replaced in its own tree, but the function returned a module for it")
+        for parent, name in places[module]:
+            setattr(parent, name, replacement)
 
 
 def _post_order(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:

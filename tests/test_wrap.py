@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp._wrap_utils as torch_wrap_utils
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -100,7 +101,8 @@ CALLABLES: dict[str, Callable[[Any], Callable[..., bool]]] = {
         wrap._or_policy,
         policies=[
             partial(wrap.lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Embedding)),
-            partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block, nn.BatchNorm1d}),
+            partial(wrap._module_wrap_policy, module_classes={Block}),
+            partial(wrap._wrap_module_cls_individually, module_classes=[nn.BatchNorm1d]),
         ],
     ),
 }
@@ -127,11 +129,9 @@ def recorded(policy: Callable[..., bool], root: nn.Module, log: list[Any]) -> Ca
 
 
 @pytest.mark.parametrize("policy", CALLABLES)
-@pytest.mark.parametrize(
-    "tree", sorted(TREES.keys() - {"tied"})
-)  # whose parameters auto_wrap puts into one unit, or refuses
-@pytest.mark.filterwarnings("ignore:.*matched no submodule")
-def test_callable_policies_choose_the_same_modules_as_torchs(tree: str, policy: str) -> None:
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("only_children", [True, False])
+def test_callable_policies_choose_the_same_modules_as_torchs(tree: str, policy: str, only_children: bool) -> None:
     results = []
     for module in (torch_wrap, our_wrap):
         root = TREES[tree]()
@@ -139,14 +139,15 @@ def test_callable_policies_choose_the_same_modules_as_torchs(tree: str, policy: 
         ignored_params = {root.extras["a"].weight} if isinstance(root, Transformer) else {root[0].weight}
         log: list[Any] = []
         ask = recorded(CALLABLES[policy](module), root, log)
-        if module is our_wrap:
-            auto_wrap(root, ask, ignored, ignored_params, Wrapper, {})
-        else:
-            torch_wrap._recursive_wrap(root, ask, Wrapper, ignored, ignored_params, only_wrap_children=True)
-        results.append((wrapped_paths(root), log))
-    (torch_paths, torch_log), (our_paths, our_log) = results
+        result, numel = module._recursive_wrap(
+            root, ask, Wrapper, ignored, ignored_params, only_wrap_children=only_children
+        )
+        results.append((wrapped_paths(result), numel, log))
+    (torch_paths, torch_numel, torch_log), (our_paths, our_numel, our_log) = results
     assert our_paths == torch_paths
-    assert our_log == torch_log  # the same calls with the same numbers, in the same order
+    if tree != "tied":  # torch subtracts a tied parameter once for each unit that reaches it
+        assert our_numel == torch_numel
+        assert our_log == torch_log  # the same calls with the same numbers, in the same order
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -182,8 +183,8 @@ def test_a_tied_parameter_counts_once() -> None:
             numels[module] = nonwrapped_numel
         return recurse or module in (root.embed, root.head)
 
-    with pytest.raises(ValueError, match="is shared with"):  # the two are in one unit, or in none
-        auto_wrap(nn.Sequential(root), policy, set(), set(), Wrapper, {})
+    _, numel = our_wrap._recursive_wrap(root, policy, Wrapper, set(), set())
+    assert numel == 44
     assert numels[root] == sum(p.numel() for p in Transformer(tied=True).parameters()) - 44
 
 
@@ -282,6 +283,8 @@ def test_a_tree_with_wrappers_is_refused_and_unchanged(policy: Any) -> None:
     assert wrapped_paths(root) == ["blocks.1.mlp.0"]
     with pytest.raises(ValueError, match="module to wrap itself"):
         auto_wrap(Wrapper(mlp()), policy, set(), set(), Wrapper, {})
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.0"):
+        our_wrap._recursive_wrap(root, always_wrap_policy, Wrapper, set(), set())
 
 
 @pytest.mark.parametrize(
@@ -326,7 +329,8 @@ def test_an_exception_in_a_policy_leaves_the_tree_unchanged() -> None:
     assert wrapped_paths(root) == []
 
 
-def test_auto_wrap_keeps_no_reference_to_parameters() -> None:
+@pytest.mark.parametrize("through", ["auto_wrap", "_recursive_wrap"])
+def test_auto_wrap_keeps_no_reference_to_parameters(through: str) -> None:
     """A wrapper that replaces parameters frees their memory at once: before the walk ends, and without a collection."""
     root = mlp()
     dead_when_wrapped = []
@@ -342,7 +346,10 @@ def test_auto_wrap_keeps_no_reference_to_parameters() -> None:
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
     gc.disable()
     try:
-        auto_wrap(root, policy, set(), set(), Forgetful, {})
+        if through == "auto_wrap":
+            auto_wrap(root, policy, set(), set(), Forgetful, {})
+        else:
+            our_wrap._recursive_wrap(root, policy, Forgetful, set(), set(), only_wrap_children=True)
     finally:
         gc.enable()
     assert dead_when_wrapped == [[True, True]] * 3
@@ -377,19 +384,24 @@ def test_enable_wrap_contexts_do_not_nest_and_end_on_errors() -> None:
         assert wrap(nn.Linear(1, 1)).kwargs == {"a": 1}
     with pytest.raises(KeyError), enable_wrap(wrapper_cls=Wrapper):
         raise KeyError
-    linear = nn.Linear(1, 1)
-    assert wrap(linear) is linear
+    assert not our_wrap._ConfigAutoWrap.in_autowrap_context
+    assert our_wrap._ConfigAutoWrap.wrapper_cls is None
+    assert our_wrap._ConfigAutoWrap.kwargs == {}
+    with pytest.raises(ValueError, match="wrapper_cls"), our_wrap._ConfigAutoWrap(a=1):
+        pass
 
 
-# Policies in torch's activation checkpointing
+# Helpers that torch's activation checkpointing calls
 
 
-@pytest.fixture(params=["torch's names", "our names"])
-def names(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run apply_activation_checkpointing with torch's policies, and with this package's in their place."""
-    if request.param == "our names":
-        for name in ("_Policy", "lambda_auto_wrap_policy"):
+@pytest.fixture(params=["torch's helpers", "our helpers"])
+def helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return apply_activation_checkpointing with torch's wrapping helpers, and with this package's instead."""
+    if request.param == "our helpers":
+        for name in ("_Policy", "_recursive_wrap", "lambda_auto_wrap_policy"):
             monkeypatch.setattr(torch_wrap, name, getattr(our_wrap, name))
+        for name in ("_construct_wrap_fn", "_post_order_apply"):
+            monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
 
 
 class NotCallablePolicy(our_wrap._Policy):
@@ -400,7 +412,7 @@ class NotCallablePolicy(our_wrap._Policy):
         return {module: {"preserve_rng_state": False} for module in [root_module, *targets]}
 
 
-@pytest.mark.usefixtures("names")
+@pytest.mark.usefixtures("helpers")
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -423,6 +435,23 @@ def test_activation_checkpointing_before_and_after_wrapping(kwargs: dict[str, An
 
 def test_activation_checkpointing_with_a_policy_object_that_is_not_callable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_wrap, "_Policy", our_wrap._Policy)
+    for name in ("_construct_wrap_fn", "_post_order_apply"):
+        monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
     root = mlp()
     apply_activation_checkpointing(root, checkpoint_wrapper_fn=checkpoint_wrapper, auto_wrap_policy=NotCallablePolicy())
     assert wrapped_paths(root, CheckpointWrapper) == ["0", "1.0", "2"]
+
+
+def test_wrapped_child_can_be_replaced_afterwards() -> None:
+    wrapper = Wrapper(nn.Linear(2, 2))
+    result, numel = our_wrap._recursive_wrap(
+        wrapper, always_wrap_policy, checkpoint_wrapper, set(), set(), only_wrap_children=True
+    )
+    assert result is wrapper
+    assert isinstance(wrapper._fsdp_wrapped_module, CheckpointWrapper)
+    assert numel == 6
+
+
+def test_the_root_cannot_be_replaced() -> None:
+    with pytest.raises(ValueError, match="root cannot be replaced"):
+        our_wrap._post_order_apply(nn.Linear(1, 1), Wrapper)
