@@ -496,8 +496,7 @@ def test_invalid_hooks_are_not_registered() -> None:
     backward(model)
     assert len(state.seen) == 4
     for instance in fsdp.FullyShardedDataParallel.fsdp_modules(model):
-        hook = instance._fsdp_unit.policy.comm_hook
-        assert hook.function is native and hook.state is state
+        assert instance._comm_hook is native and instance._comm_hook_state is state
 
 
 def takes_no_shard(state: Any, grad: Tensor) -> None:

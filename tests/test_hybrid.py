@@ -73,6 +73,7 @@ def test_all_units_share_the_given_groups(strategy: ShardingStrategy, kind: str)
     for wrapper in wrappers:
         assert (wrapper.process_group, wrapper._inter_node_pg) == (shard, replica)
         assert (wrapper.rank, wrapper.world_size, wrapper.sharding_strategy) == (1, 2, strategy)
+        assert (wrapper._gradient_predivide_factor, wrapper._gradient_postdivide_factor) == (4, 1.5)
         assert wrapper._device_mesh is (mesh if kind == "mesh" else None)
         assert wrapper._fsdp_unit.groups == Groups(shard, 1, 2, replica, 2, 3, hybrid=True)
         assert wrapper._fsdp_unit.policy.reshard_after_forward is (None if strategy is HYBRID else False)

@@ -27,7 +27,8 @@ from tests.harness.strategies import both_modes
 NAMES = ["_has_params", "_flat_param", "params", "_is_root", "training_state", "rank", "world_size", "process_group"]
 NAMES += ["compute_device", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch"]
 NAMES += ["forward_prefetch", "limit_all_gathers", "_use_orig_params", "_device_mesh", "_state_dict_type"]
-NAMES += ["_state_dict_config", "_optim_state_dict_config", "_sync_gradients"]
+NAMES += ["_state_dict_config", "_optim_state_dict_config", "_comm_hook", "_comm_hook_state", "_sync_gradients"]
+NAMES += ["_gradient_predivide_factor", "_gradient_postdivide_factor"]
 METHODS = ["_mixed_precision_enabled_for_buffers", "_low_precision_hook_enabled", "check_is_root"]
 
 
@@ -52,6 +53,7 @@ def describe_value(value: Any) -> Any:
 def read_attributes(model: Any, names: list[str]) -> dict[str, Any]:
     found = {name: describe_value(getattr(model, name)) for name in names}
     found["is the default group"] = found.pop("process_group") is dist.group.WORLD
+    found["current device"] = model._device_handle.current_device()
     found["its flat parameter"] = model._handle is None or model._handle.flat_param is model._flat_param
     if model.backward_prefetch is not None:
         found["backward limit"] = model._exec_order_data._backward_prefetch_limit
@@ -95,7 +97,8 @@ def test_private_attributes_equal_torchs(use_orig_params: bool) -> None:
     for model in (ours, expected):
         assert not model._low_precision_hook_enabled()
         model.register_comm_hook(LowPrecisionState(dist.group.WORLD), LOW_PRECISION_HOOKS[1])
-        assert model._low_precision_hook_enabled()
+        assert model._low_precision_hook_enabled() and model._comm_hook is LOW_PRECISION_HOOKS[1]
+        assert isinstance(model._comm_hook_state, LowPrecisionState)
         model.mixed_precision.buffer_dtype = torch.bfloat16
         assert model._mixed_precision_enabled_for_buffers()
         model._reset_lazy_init()

@@ -220,6 +220,7 @@ def test_full_precision_in_eval_is_chosen_at_wrapping() -> None:
     with full_precision_in_eval():
         inner = wrap(Block(), mixed_precision=MixedPrecision(BF16))
     outer = wrap(nn.Sequential(inner, nn.Linear(WIDTH, 3)), mixed_precision=MixedPrecision(BF16))
+    assert inner._use_full_prec_in_eval and not outer._use_full_prec_in_eval
     with pytest.raises(ValueError, match="use_full_prec_in_eval"):
         outer(torch.ones(2, WIDTH))
     for strategy, use_orig_params in MODES:  # without the variable

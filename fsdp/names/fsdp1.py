@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import BackwardPrefetch, HandleShardingStrategy, HandleTrainingState, MixedPrecision, TrainingState
+from fsdp.comm.collectives import predivisor
 from fsdp.comm.streams import compute_and_gather_stream
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
@@ -43,6 +44,11 @@ class FSDP1Names(nn.Module):
         return self._fsdp_unit.device
 
     @property
+    def _device_handle(self) -> Any:
+        """Return torch's module for the unit's type of device, such as ``torch.cuda``."""
+        return torch.get_device_module(self.compute_device)
+
+    @property
     def _default_stream(self) -> Any:
         """The stream that the unit computes on, which is the current one."""
         return compute_and_gather_stream(self.compute_device)[0]
@@ -64,6 +70,15 @@ class FSDP1Names(nn.Module):
     @_device_mesh.setter
     def _device_mesh(self, value: DeviceMesh | None) -> None:
         self._fsdp_unit.set_mesh(value)
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        """The divisor that FSDP1 applies to gradients before the sum; the post-divide factor follows the sum."""
+        return predivisor(self._fsdp_unit.groups.data_parallel_size)
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        return self._fsdp_unit.groups.data_parallel_size / self._gradient_predivide_factor
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -153,6 +168,11 @@ class FSDP1Names(nn.Module):
         return self._fsdp_unit.policy.tree.use_orig_params
 
     @property
+    def _use_full_prec_in_eval(self) -> bool:
+        """True if the unit computes in full precision in eval mode (``FSDP_USE_FULL_PREC_IN_EVAL=1``)."""
+        return self._fsdp_unit.precision.full_in_eval
+
+    @property
     def _sync_gradients(self) -> bool:
         """True if a backward reduces this unit's gradients; ``no_sync`` sets False for the whole tree."""
         return self._fsdp_unit.gradients.synchronize
@@ -172,6 +192,16 @@ class FSDP1Names(nn.Module):
         """Return True if the communication hook is one of torch's two that compress gradients."""
         hook = self._fsdp_unit.policy.comm_hook
         return hook is not None and hook.compresses
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        hook = self._fsdp_unit.policy.comm_hook
+        return hook.function if hook is not None else None
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        hook = self._fsdp_unit.policy.comm_hook
+        return hook.state if hook is not None else None
 
 
 class PrefetchLimits:
