@@ -711,7 +711,7 @@ class FailingReads(Disk):
 
 @on_ranks(2)
 def test_a_disk_that_fails_after_the_verification_is_reported_on_all_ranks(tmp_path: Path) -> None:
-    """The next load repairs the model; with `in_place=False` it is unchanged."""
+    """The model is unchanged; with `in_place=True` the next load repairs it."""
     saved = make_model(1.0, "good", "whole")
     save(tmp_path, saved, optimizers_after_a_step(saved))
     model = make_model(2.0, "now", "whole")
@@ -726,7 +726,7 @@ def test_a_disk_that_fails_after_the_verification_is_reported_on_all_ranks(tmp_p
         with on_disk(failing), pytest.raises((OSError, RuntimeError), match=words):
             load(tmp_path, model, in_place=in_place)
         assert in_place or all_state(model, *optimizers) == before
-    load(tmp_path, model, optimizers)
+    load(tmp_path, model, optimizers, in_place=True)
     expected = make_model(1.0, "good", "whole")
     load(tmp_path, expected, others := optimizers_after_a_step(expected))
     assert all_state(model, *optimizers) == all_state(expected, *others)

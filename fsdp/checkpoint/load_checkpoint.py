@@ -4,11 +4,13 @@ Each rank reads the elements that it needs, in blocks that are verified as they 
 error on one rank is an error on all.
 
 [Note: Memory of a load]
-Tensors that do not exist yet (states of a new optimizer) are read into the memory that becomes theirs, once. The blocks
-of parameters and of existing states are verified through one small buffer, while the old values stay. When all ranks
+All blocks are read once, into new memory of the size of the shards, so that the old values stay until all ranks have
+verified the new ones. Tensors that do not exist yet (states of a new optimizer) keep that memory.
+
+With ``in_place`` the blocks of parameters and of existing states are verified through one small buffer. When all ranks
 have verified theirs, the blocks are read again, mostly from the page cache, into the tensors themselves, and compared
-with the checksums once more. So a load takes a few megabytes. New memory of the size of the shards would cost more time
-than the second pass, because its pages have to be mapped and cleared. Without ``in_place`` all tensors are new memory.
+with the checksums once more. So a load takes a few megabytes. The second pass often costs less time than new memory,
+whose pages have to be mapped and cleared.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def load(
     *,
     strict: bool = True,
     trusted: bool = False,
-    in_place: bool = True,
+    in_place: bool = False,
     process_group: Any = None,
     progress: bool = True,
 ) -> Any:
@@ -92,11 +94,11 @@ def load(
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
         trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
-        in_place: read into the parameters and existing optimizer states themselves, which takes about 16 MB of memory.
-            (A dict of ``optimizer.state_dict()`` from before holds the same tensors.) All blocks are verified first, so
-            their files are read twice. Only if a file changes or cannot be read any more between the two passes, the
-            model and optimizer are left partly loaded, with an error on all ranks that says so. False: read once, into
-            new memory of the size of the shards, which excludes that.
+        in_place: read into the parameters and existing optimizer states themselves, which takes about 16 MB of memory
+            instead of the size of the shards. (A dict of ``optimizer.state_dict()`` from before holds the same
+            tensors.) All blocks are verified first, so their files are read twice. That gives up one promise: if a file
+            changes or cannot be read any more between the two passes, the model and optimizer are left partly loaded,
+            with an error on all ranks that says so.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
