@@ -7,11 +7,8 @@ frozen parameters, parameters without state, several groups.
 from __future__ import annotations
 
 import copy
-import errno
 import io
 import itertools
-import os
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,10 +31,8 @@ from fsdp import (
     StateDictType,
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, load, save
-from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.disk import FaultyDisk, on_disk
 from tests.harness.models import Gain
 from tests.harness.optim_states import FORMS
 from tests.harness.oracle import assert_bit_equal
@@ -524,78 +519,3 @@ def test_checkpoint_that_does_not_fit_one_ranks_optimizers_is_loaded_by_none(tmp
         assert_bit_equal(states_in(several), states_in(later))
     load(tmp_path, model, several)
     assert_bit_equal(states_in(several), states_in(known))
-
-
-# -- faults ------------------------------------------------------------------------------------------------------------
-
-
-def listed(root: Path) -> tuple[list[str], str]:
-    return sorted(os.listdir(root)), (root / "latest").read_text()
-
-
-def save_on_a_full_disk(root: Path, run: Run, failing: int, at: int) -> None:
-    """Let one rank's disk fail at the `at`-th operation: all ranks raise, and the save is complete or absent."""
-    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
-    names, latest = listed(root)
-    dist.barrier()
-    with on_disk(FaultyDisk(at, error) if dist.get_rank() == failing else Disk()), pytest.raises(OSError) as caught:
-        save(root, *run)
-    assert caught.value.errno == errno.ENOSPC
-    assert f"rank {failing}: " in str(caught.value) or dist.get_world_size() == 1
-    dist.barrier()
-    if listed(root) != (names, latest):  # the failure came after the last rename
-        assert listed(root)[1] != latest
-        assert listed(root)[0] == sorted([*names, listed(root)[1].split()[0]])
-    dist.barrier()
-
-
-@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3, 4)), (3, (1,)), (4, (2,))])
-@on_ranks("world_size", timeout=180)
-def test_failed_saves_and_damaged_files_change_nothing(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
-    """Disk operations of each rank fail, then each file is damaged: all ranks raise, and the old checkpoint stays."""
-    rank = dist.get_rank()
-    damage = itertools.cycle(("flip", "cut", "lost", "exchanged"))
-    for number in numbers:
-        strategy, mode = WAYS[number]
-        root, run, fresh = tmp_path / str(number), build(1, strategy, mode), build(2, strategy, mode)
-        train(*run, range(1))
-        with on_disk(counting := FaultyDisk()):
-            save(root, *run)
-        operations = counting.count - 2 * (rank == 0)  # later saves find the directory
-        old = whole(*run)
-        train(*run, range(1, 2))
-        for turn in range(3):
-            at = (number + turn * len(WAYS)) * operations // (3 * len(WAYS))
-            save_on_a_full_disk(root, run, failing=(number + turn) % world_size, at=at)
-        load(root / "checkpoint_00000001", *fresh)
-        assert_bit_equal(whole(*fresh), old, "the old checkpoint")
-        save(root, *run)
-        paths = sorted((root / (root / "latest").read_text().split()[0]).iterdir())
-        for path in paths[number % 2 :: 2]:
-            dist.barrier()
-            content, how = path.read_bytes(), next(damage)
-            dist.barrier()
-            if rank == 0:
-                hurt(path, how, paths)
-            dist.barrier()
-            with pytest.raises(RuntimeError, match=re.escape(path.name)):
-                load(root, *fresh)
-            dist.barrier()
-            if rank == 0:
-                path.write_bytes(content)
-        dist.barrier()
-        assert_bit_equal(whole(*fresh), old, "damaged")
-        load(root, *fresh)
-        assert_bit_equal(whole(*fresh), whole(*run), "whole again")
-
-
-def hurt(path: Path, how: str, paths: list[Path]) -> None:
-    content = path.read_bytes()
-    if how == "flip":
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif how == "cut":
-        path.write_bytes(content[:-1])
-    elif how == "lost":
-        path.unlink()
-    else:
-        path.write_bytes(paths[paths.index(path) - 1].read_bytes())

@@ -86,18 +86,9 @@ class Block(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block(), Block())
-        self.head = nn.Linear(WIDTH, 200)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
-
-
 def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedDataParallel:
-    return wrap(Net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}))
+    net = nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 200))
+    return wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}))
 
 
 def do_nothing(model: nn.Module) -> None:
@@ -173,7 +164,7 @@ def save_and_load(model: nn.Module) -> None:
             state, saved = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
             model.load_state_dict(state)
             FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-            references += [weakref.ref(value) for value in [*state.values(), *saved["state"]["head.weight"].values()]]
+            references += [weakref.ref(value) for value in [*state.values(), *saved["state"]["3.weight"].values()]]
             del state, saved
     folder = [tempfile.mkdtemp()]
     if dist.get_world_size() > 1:
@@ -210,7 +201,7 @@ def memory_after_deletion(history: str, strategies: list[ShardingStrategy], use_
             model = build(strategy, use_orig_params)
             HISTORIES[history](model)
             held = meter.live() - base
-            block = model.module.blocks[0]
+            block = model.module[0]
             context = block._fsdp_unit.context
             holders = [] if context is None else list(context.passes._by_group.values())  # of lanes
             parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0], *holders)

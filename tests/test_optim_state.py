@@ -48,9 +48,11 @@ from tests.harness.optim_states import (
     torchs,
     train,
 )
+from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.states import full_state
 
 # -- like torch --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ def test_state_converts_from_and_to_plain_optimizers() -> None:
 
 @on_ranks(3)
 def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
-    """The group's own first rank saves and distributes the state."""
+    """The group's own first rank saves and distributes the state; the remaining rank does not call."""
     group = dist.new_group([1, 2])
     for uop in (False, True) if dist.get_rank() > 0 else ():
         model = ours(uop, process_group=group)
@@ -167,8 +169,12 @@ def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
         scattered = FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer, group=group)
         sharded = FSDP.sharded_optim_state_dict(model, optimizer, group=group)
         directory, fresh = f"{tmp_path}/{uop}", adamw(model.parameters())
-        checkpoint.save(directory, model, optimizer, process_group=group)
-        checkpoint.load(directory, model, fresh, process_group=group)
+        expected = full_state(model)
+        checkpoint.save(directory, model, optimizer, extra=dist.get_rank(), process_group=group)
+        for param in model.parameters():
+            param.detach().zero_()
+        assert checkpoint.load(directory, model, fresh, process_group=group) == dist.get_rank()
+        assert_bit_equal(full_state(model), expected)
         flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
         for loadable in (scattered, flattened, fresh.state_dict()):
             assert_same_states(loadable, optimizer.state_dict(), f"use_orig_params={uop}")

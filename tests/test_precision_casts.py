@@ -418,16 +418,6 @@ class NormBlock(nn.Module):
         return x + z
 
 
-class NormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(NormBlock(), NormBlock())
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
-
-
 @contextmanager
 def warned(text: str) -> Iterator[list[bool]]:
     """Yield a list that holds afterwards whether a warning contained `text`; further warnings are dropped."""
@@ -443,7 +433,7 @@ def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
     """Modules, dtypes, the warning and gradients equal torch's FSDP1."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    plain = NormNet()
+    plain = nn.Sequential(NormBlock(), NormBlock(), nn.Linear(WIDTH, 3))
     inputs = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
     by_class = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, NormBlock))
     for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, RecordingBatchNorm)):

@@ -150,16 +150,9 @@ class Block(nn.Module):
         return self.second(hidden) * self.scale
 
 
-class Net(nn.Module):
-    """Units of one size, and a root with further parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(index) for index in range(UNITS)))
-        self.head = Filled(WIDTH, 2300)  # larger than two units: the pool never keeps such a block
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+def make_net() -> nn.Sequential:
+    """Build units of one size and a root with one layer, larger than two units: the pool never keeps such a block."""
+    return nn.Sequential(*(Block(index) for index in range(UNITS)), Filled(WIDTH, 2300))
 
 
 def nbytes_of(module: nn.Module) -> int:
@@ -168,7 +161,7 @@ def nbytes_of(module: nn.Module) -> int:
 
 def build(strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1) -> FullyShardedDataParallel:
     distances = {"forward_prefetch_distance": distance, "backward_prefetch_distance": distance}
-    return wrap(Net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}), **distances)
+    return wrap(make_net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}), **distances)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -308,11 +301,9 @@ class Formulas:
 def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[str, int]:
     """Apply the formulas to the stages of `measure`."""
     with torch.device("meta"):
-        net = Net()
+        net = make_net()
     is_sharded = strategy is not NO_SHARD and world_size > 1
-    f = Formulas(
-        strategy if is_sharded else NO_SHARD, world_size, distance, nbytes_of(net.blocks[0]), nbytes_of(net.head)
-    )
+    f = Formulas(strategy if is_sharded else NO_SHARD, world_size, distance, nbytes_of(net[0]), nbytes_of(net[-1]))
     expected = {"new: built": f.shards}
     for step in ("step 0", "step 1", "unsynced", "unsynced again", "synced"):
         ahead = 0 if step == "step 0" else distance

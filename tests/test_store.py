@@ -124,23 +124,6 @@ def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
         assert [extra and extra["rank"] for extra in extras] == [0, None, 2][:world_size]
 
 
-@on_ranks(3)
-def test_a_group_saves_and_loads_without_the_remaining_ranks(tmp_path: Path) -> None:
-    """The ranks of a group save and load, and the remaining ranks do not call."""
-    root = str(tmp_path)
-    group = dist.new_group([1, 2])
-    if dist.get_rank() != 0:
-        model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), process_group=group)
-        before = full_state(model)
-        save(root, model, extra=dist.get_rank(), process_group=group)
-        for param in model.parameters():
-            param.detach().zero_()
-        assert load(root, model, process_group=group) == dist.get_rank()
-        assert_bit_equal(full_state(model), before)
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
 # -- with the optimizer ------------------------------------------------------------------------------------------------
 
 LORA = ZOO["lora"]  # this model has frozen parameters
