@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import (
     STEP,
     Data,
@@ -27,7 +25,6 @@ from tests.harness.passes import (
     NONE,
     WIDTH,
     Mlp,
-    by_turns,
     clear,
     describe,
     environment,
@@ -44,86 +41,10 @@ from tests.harness.sharded import wrap
 Params = list[nn.Parameter]
 
 
-def _step(params: Params, factor: float) -> None:
-    for p in params:
-        p.grad = p.detach() * (1 - factor)  # exact, as is the step
-    torch.optim.SGD(params, lr=1.0).step()
-    for p in params:
-        p.grad = None
-
-
 @torch.no_grad()
 def _scale_in_place(params: Params, factor: float) -> None:
     for p in params:
         p.mul_(factor)
-
-
-def _scale_data(params: Params, factor: float) -> None:
-    for p in params:
-        p.data.mul_(factor)
-
-
-@torch.no_grad()
-def _copy(params: Params, factor: float) -> None:
-    for p in params:
-        p.copy_(p * factor)
-
-
-def _assign_data(params: Params, factor: float) -> None:
-    for p in params:
-        p.data = p.data * factor
-
-
-@torch.no_grad()
-def _foreach(params: Params, factor: float) -> None:
-    torch._foreach_mul_(params, factor)
-
-
-WRITES = (_step, _scale_in_place, _scale_data, _copy, _foreach)
-BEFORE = ("no_grad", "inference_mode", "grad, no backward", "eval", "backward")
-
-
-def _stale_reads(wrap_model: Callable[[nn.Module], nn.Module], writes: Sequence[Callable[..., None]]) -> set[str]:
-    """Return the forwards that did not use the parameters written to the shards before."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
-    plain, model = seeded(Mlp)(), wrap_model(seeded(Mlp)())
-    with torch.no_grad():  # `test_training_after_inference_mode` begins with inference mode
-        model(x)
-    wrong = set()
-    for write, before, factor in itertools.product(writes, BEFORE, (0.5, 4.0, 0.5)):
-        for each in (plain, model):
-            each.train(before != "eval")
-            if before == "inference_mode":
-                with torch.inference_mode():
-                    each(x)
-            elif before == "backward":
-                each(x).sum().backward()
-            else:
-                with torch.set_grad_enabled(before.startswith("grad")):
-                    each(x)
-        held = [list(each.parameters()) for each in (plain, model)]
-        for params in held:
-            write(params, factor)
-        with torch.set_grad_enabled(factor == 0.5):
-            output = model(x)
-            if not torch.equal(output, plain(x)):
-                wrong.add(f"{write.__name__} after {before}, grad {torch.is_grad_enabled()}")
-        del output
-        for each in held:
-            for p in each:
-                p.grad = None
-    return wrong
-
-
-@on_ranks(2)
-def test_forward_uses_parameters_written_since_the_last_forward() -> None:
-    """Written by an optimizer, in place, by `copy_`, by `.data`, after forwards of every kind."""
-    for mode in MODES:
-        wrong = _stale_reads(
-            lambda module: wrap(module, *mode, wrap_policy=ModuleWrapPolicy({MlpBlock})),  # noqa: B023
-            (*WRITES, _assign_data)[mode in by_turns(0) :: 2],
-        )
-        assert not wrong, f"{describe(mode)}: {sorted(wrong)}"
 
 
 @on_ranks(2)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
@@ -38,7 +37,7 @@ from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import mesh_of
 from tests.harness.models import ZOO
-from tests.harness.optim_states import adamw, dcp_enabled, ours, quiet, row_major, same_state, torchs, trained
+from tests.harness.optim_states import adamw, ours, quiet, row_major, same_state, torchs, trained
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
@@ -56,6 +55,12 @@ class Recipe(NamedTuple):
 
 def rank() -> int:
     return dist.get_rank()
+
+
+def read_optimizer_state(model_state: Any, key: str, reader: Any) -> Any:
+    """Read the optimizer's state in shards, as trainers do."""
+    options = {"model_state_dict": model_state, "optimizer_key": key, "storage_reader": reader}
+    return quiet(load_sharded_optimizer_state_dict, **options)[key]
 
 
 def settings_of(kind: StateDictType, **full: bool) -> tuple[StateDictType, Any, Any]:
@@ -106,12 +111,7 @@ def accelerate_load(kind: StateDictType, model: FSDP, optimizer: Any, folder: st
         optim_state = None
         if not full:
             reader = dist_cp.FileSystemReader(f"{folder}/optimizer")
-            optim_state = quiet(
-                load_sharded_optimizer_state_dict,
-                model_state_dict=model.state_dict(),
-                optimizer_key="optimizer",
-                storage_reader=reader,
-            )["optimizer"]
+            optim_state = read_optimizer_state(model.state_dict(), "optimizer", reader)
         elif rank() == 0 or not settings[2].rank0_only:
             optim_state = torch.load(f"{folder}/optimizer.bin", weights_only=True)
         flattened = FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=optim_state)
@@ -173,15 +173,9 @@ def lightning_load_sharded(model: FSDP, optimizer: Any, folder: str) -> None:
         state = {"model": model.state_dict()}
         quiet(dist_cp.load, state, checkpoint_id=f"{folder}/sharded")
         model.load_state_dict(state["model"], strict=True)
-        optim_state = quiet(
-            load_sharded_optimizer_state_dict,
-            model_state_dict=state["model"],
-            optimizer_key="optimizer_0",
-            storage_reader=dist_cp.FileSystemReader(path=f"{folder}/sharded"),
-        )
-        loadable = FSDP.optim_state_dict_to_load(
-            optim_state_dict=optim_state["optimizer_0"], model=model, optim=optimizer
-        )
+        reader = dist_cp.FileSystemReader(path=f"{folder}/sharded")
+        optim_state = read_optimizer_state(state["model"], "optimizer_0", reader)
+        loadable = FSDP.optim_state_dict_to_load(optim_state_dict=optim_state, model=model, optim=optimizer)
         optimizer.load_state_dict(loadable)
 
 
@@ -210,29 +204,6 @@ def composer_load(model: FSDP, optimizer: Any, folder: str) -> None:
         full_optim_state_dict=optim_state if rank() == 0 else None, model=model, optim=optimizer
     )
     optimizer.load_state_dict(loadable)
-
-
-COMPOSER = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=True)
-
-
-def composer_now_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    with dcp_enabled():
-        state = torch_state_dict.get_model_state_dict(model=model, submodules=None, options=COMPOSER)
-        optim_state = torch_state_dict.get_optimizer_state_dict(
-            model=model, optimizers=optimizer, submodules=None, options=COMPOSER
-        )
-    if rank() == 0:
-        torch.save((state, optim_state), f"{folder}/composer_now.pt")
-    dist.barrier()
-
-
-def composer_now_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    state, optim_state = torch.load(f"{folder}/composer_now.pt", weights_only=True)
-    with dcp_enabled():
-        torch_state_dict.set_model_state_dict(model=model, model_state_dict=state, options=COMPOSER)
-        torch_state_dict.set_optimizer_state_dict(
-            model=model, optimizers=optimizer, optim_state_dict=optim_state, options=COMPOSER
-        )
 
 
 # -- torchsnapshot, ByteCheckpoint, torchtune, fms-fsdp ----------------------------------------------------------------
@@ -331,14 +302,8 @@ def fms_load(model: FSDP, optimizer: Any, folder: str) -> None:
         reader = dist_cp.FileSystemReader(f"{folder}/fms")
         quiet(dist_cp.load_state_dict, state_dict=state, storage_reader=reader, planner=dist_cp.DefaultLoadPlanner())
         model.load_state_dict(state["model_state"])
-        optim_state = quiet(
-            load_sharded_optimizer_state_dict,
-            model_state_dict=model.state_dict(),
-            optimizer_key="optimizer_state",
-            storage_reader=reader,
-        )
-        loadable = FSDP.optim_state_dict_to_load(model, optimizer, optim_state["optimizer_state"])
-        optimizer.load_state_dict(loadable)
+        optim_state = read_optimizer_state(model.state_dict(), "optimizer_state", reader)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
 
 
 # -- attributes that trainers read -------------------------------------------------------------------------------------
@@ -561,7 +526,6 @@ RECIPES = {
     "Lightning, full": Recipe(lightning_save_full, lightning_load_full),
     "Lightning, sharded": Recipe(lightning_save_sharded, lightning_load_sharded),
     "Composer": Recipe(composer_save, composer_load),
-    "Composer, through torch's functions": Recipe(composer_now_save, composer_now_load),
     "torchsnapshot": Recipe(torchsnapshot_save, torchsnapshot_load, resharded=False),
     "ByteCheckpoint": Recipe(bytecheckpoint_save, bytecheckpoint_load),
     "torchtune": Recipe(torchtune_save, torchtune_load, modes=(False,)),

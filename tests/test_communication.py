@@ -18,7 +18,6 @@ none. Small all-reduces of integers, by which ranks agree, are not counted.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
-from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal
 from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
@@ -406,106 +405,6 @@ def test_cast_does_not_change_the_order() -> None:
         assert orders[1:] == [orders[1]] * 3, orders
 
 
-# -- prefetch ------------------------------------------------------------------------------------------------------
-
-
-class Nested(nn.Module):
-    """A unit with parameters before, between and after nested units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.inner = nn.ModuleList([Piece(), Piece()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        for unit in self.inner:
-            x = torch.tanh(unit(x))
-        return self.after(x)
-
-
-def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], CollectiveLog]) -> None:
-    """Mark in the log when each unit begins to compute, before the pass's first operation inside it.
-
-    For a unit around nested ones, mark also when it computes again after the last of them.
-    """
-
-    def mark_forward(module: nn.Module, text: str) -> None:
-        module.register_forward_pre_hook(lambda module, args: get_log().mark(text))
-
-    def mark_backward(module: nn.Module, text: str) -> None:
-        def returns(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.grad_fn is not None:  # runs before the node's backward, and after all hooks on the tensor
-                output.grad_fn.register_prehook(lambda grads: get_log().mark(text))
-
-        module.register_forward_hook(returns)
-
-    for path, wrapper in model.named_modules():
-        if isinstance(wrapper, FullyShardedDataParallel):
-            name = f"unit {clean_name(path)!r}" if clean_name(path) else ROOT
-            mark_forward(wrapper.module, f"forward {name}")
-            mark_backward(wrapper.module, f"backward {name}")
-            if isinstance(wrapper.module, Nested):
-                mark_forward(wrapper.module.after, "again forward")
-                mark_backward(wrapper.module.before, "again backward")
-
-
-def only(events: list[str], prefix: str) -> list[str]:
-    return [event.removeprefix(prefix + " ") for event in events if event.startswith(prefix + " ")]
-
-
-def split(events: list[str]) -> tuple[list[str], list[str]]:
-    """Split the events into forward and backward, at the root's output."""
-    middle = events.index(f"backward {ROOT}")
-    while middle and events[middle - 1].startswith("issue gather"):  # prefetched by a hook of the root
-        middle -= 1
-    return events[:middle], events[middle:]
-
-
-def overlapped(events: list[str], computes: str) -> int:
-    """Count the units whose gather was issued before the computation preceding them, and awaited after it."""
-    marks = [i for i, event in enumerate(events) if event.startswith((f"{computes} ", f"again {computes}"))]
-    count = 0
-    for before, current in itertools.pairwise(marks):
-        unit = events[current].removeprefix(computes + " ")
-        if f"issue gather {unit}" in events[:before] and f"wait gather {unit}" in events[before:current]:
-            count += 1
-    return count
-
-
-@on_ranks(2)
-def test_prefetch_follows_the_recorded_order() -> None:
-    """Later steps gather in the order of the first, which gathers on demand.
-
-    Every unit but the first of a pass is gathered while the preceding unit computes.
-    """
-    policy = ModuleWrapPolicy({Piece, Nested})
-    model = wrap(Chain(Piece(), Nested(), Piece()), FULL_SHARD, True, wrap_policy=policy)
-    forward, backward = (
-        [ROOT, *(f"unit 'units.{unit}'" for unit in units)]
-        for units in (["0", "1", "1.inner.0", "1.inner.1", "2"], ["2", "1", "1.inner.1", "1.inner.0", "0"])
-    )
-    logs: list[CollectiveLog] = []
-    mark_passes(model, lambda: logs[-1])
-    for step in range(4):
-        with delay_collectives(seed=1, max_ms=1.0), record_collectives() as log:
-            logs.append(log)
-            model(torch.ones(2, 5)).sum().backward()
-        moved = {record.index for record in data(log)}
-        ahead, back = split(
-            [
-                str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"
-                for event, entry in log.events
-                if event == "mark" or entry in moved
-            ]
-        )
-        assert only(ahead, "forward") == forward and only(back, "backward") == backward
-        assert only(ahead, "issue gather") == forward, f"step {step}"
-        assert only(back, "issue gather") == backward[1:], f"step {step}"  # the root was kept
-        assert overlapped(ahead, "forward") == (0 if step == 0 else len(forward) - 1), f"step {step}"
-        assert overlapped(back, "backward") == (0 if step == 0 else len(backward) - 1), f"step {step}"
-
-
 # -- an order that changes -----------------------------------------------------------------------------------------
 
 
@@ -658,7 +557,8 @@ def test_recomputed_unit_counts_once_in_the_prefetch_distance() -> None:
     options = {"backward_prefetch_distance": 2}
     model = wrap(Checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
     logs: list[CollectiveLog] = []
-    mark_passes(model, lambda: logs[-1])
+    for index, unit in enumerate(module for module in model.modules() if isinstance(module, Piece)):
+        unit.register_forward_pre_hook(lambda *_, index=index: logs[-1].mark(f"forward unit 'units.{index}'"))
     for _ in range(3):
         with record_collectives() as log:
             logs.append(log)

@@ -16,6 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.tools.text import Table, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Stacked
 from tests.harness.pool import on_ranks
 
 WIDTH = 7
@@ -30,24 +31,13 @@ class Block(nn.Module):
         return self.linear(self.norm(x))
 
 
-class Net(nn.Module):
+class Net(Stacked):
     """A frozen embedding tied to the output, two equal blocks, and a third partly frozen."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 5, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(5, WIDTH, (Block() for _ in range(3)), norm=True)
         self.head.weight.requires_grad_(False)
-        self.blocks[2].linear.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x)
-        for block in self.blocks:
-            y = block(y)
-        return self.head(self.norm(y))
+        self.blocks[2].get_submodule("linear").requires_grad_(False)
 
 
 def _wrapped(module: nn.Module, *kinds: type[nn.Module], **options: Any) -> FullyShardedDataParallel:

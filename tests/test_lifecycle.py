@@ -334,6 +334,20 @@ def hooks_of(tensor: Tensor) -> int:
     return len(tensor._backward_hooks or ())
 
 
+def max_over_thirty_steps(step: Callable[[int], int]) -> int:
+    """Return the largest result of the steps, whose memory must not grow from the tenth on."""
+    meter, counted, growth, base = Meter(), [], [], 0
+    with collector_off():
+        for number in range(30):
+            counted.append(step(number))
+            if number == 9:
+                base = meter.at_rest()
+            elif number > 9:
+                growth.append(excess(meter, base))
+    assert max(growth) < NOISE, growth
+    return max(counted)
+
+
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
 @on_ranks(2)
@@ -343,25 +357,19 @@ def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, u
     model, plain = wrap(case, strategy, use_orig_params), case.build()
     x = case.make_batch(0, 2).inputs[0].requires_grad_()
     y = x.detach().clone().requires_grad_()
-    meter = Meter()
     passed: list[bool] = []
     model.module.register_forward_pre_hook(lambda module, args: passed.append(args[0] is x))
-    counted, growth, base = [], [], 0
-    with collector_off():
-        for step in range(30):
-            if step % 2:
-                model(x).sum().backward()
-                plain(y).sum().backward()
-            else:
-                model(x)  # the graph is dropped
-            model.zero_grad()
-            counted.append(hooks_of(x))
-            if step == 9:
-                base = meter.at_rest()
-            elif step > 9:
-                growth.append(excess(meter, base))
-    assert max(counted) <= 1, counted
-    assert max(growth) < NOISE, growth
+
+    def step(number: int) -> int:
+        if number % 2:
+            model(x).sum().backward()
+            plain(y).sum().backward()
+        else:
+            model(x)  # the graph is dropped
+        model.zero_grad()
+        return hooks_of(x)
+
+    assert max_over_thirty_steps(step) <= 1
     assert all(passed) and torch.equal(x.grad, y.grad)
 
 
@@ -393,22 +401,15 @@ class Penalised(nn.Module):
 def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """The parameter outlives the graphs that return it."""
     model = wrap(Penalised(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Weighted}))
-    meter = Meter()
-    counted, growth, base = [], [], 0
-    with collector_off():
-        for step in range(30):
-            output, weight = model(torch.ones(2, 7))
-            counted.append(hooks_of(weight))
-            if step % 2:
-                (output.sum() + weight.sum()).backward()
-                model.zero_grad()
-            del output, weight
-            if step == 9:
-                base = meter.at_rest()
-            elif step > 9:
-                growth.append(excess(meter, base))
-    assert max(counted) == 0, counted
-    assert max(growth) < NOISE, growth
+
+    def step(number: int) -> int:
+        output, weight = model(torch.ones(2, 7))
+        if number % 2:
+            (output.sum() + weight.sum()).backward()
+            model.zero_grad()
+        return hooks_of(weight)
+
+    assert max_over_thirty_steps(step) == 0
 
 
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
@@ -426,6 +427,21 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.stored = self.frozen(x)
         return x + self.trained(torch.tanh(self.stored))
+
+
+def steps_of_both(plain: nn.Module, model: nn.Module) -> Callable[[int], None]:
+    """Return a function that trains both models for one step, after which they must be equal."""
+    optimizers = [sgd(trained.parameters()) for trained in (plain, model)]
+
+    def step(number: int) -> None:
+        for trained, optimizer in zip((plain, model), optimizers):
+            trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
+            assert torch.equal(value, expected), (number, name)
+
+    return step
 
 
 @contextmanager
@@ -453,16 +469,7 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
     torch.manual_seed(0)
     plain = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 3))
     model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({Adapted}), process_group=new_group())
-    optimizers = [sgd(trained.parameters()) for trained in (plain, model)]
-
-    def step(number: int) -> None:
-        for trained, optimizer in zip((plain, model), optimizers):
-            trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
-            assert torch.equal(value, expected), (number, name)
-
+    step = steps_of_both(plain, model)
     step(0)
     step(1)
     counter = [("gather", number) for number in range(5)] + [("reduce", number) for number in range(3)]
@@ -513,14 +520,9 @@ def test_training_resumes_after_an_interrupt_in_freeing_a_buffer(transport: str)
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(4)])
     policy = ModuleWrapPolicy({nn.Sequential})
     model = wrap(copy.deepcopy(plain), wrap_policy=policy, process_group=new_group())
-    optimizers = [sgd(trained.parameters()) for trained in (plain, model)]
+    step = steps_of_both(plain, model)
     for number in range(12):
-        for trained, optimizer in zip((plain, model), optimizers):
-            trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
-            assert torch.equal(value, expected), (number, name)
+        step(number)
         with interrupted_free(number):
             for _ in range(2):
                 model(torch.ones(2, 4)).sum().backward()

@@ -23,7 +23,7 @@ from fsdp.checkpoint import load, save
 from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock
+from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock, Stacked
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, run_plain, sgd
 from tests.harness.passes import gathered
 from tests.harness.pool import on_ranks
@@ -32,25 +32,6 @@ from tests.harness.sharded import full_gradients, full_optim_state, full_paramet
 from tests.harness.states import KINDS, kind_of
 
 FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
-
-
-class Lm(nn.Module):
-    """An embedding and a head at both ends, two blocks with norms between."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Block(nn.Module):
@@ -62,14 +43,18 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+def make_lm(tied: bool) -> Any:
+    return Stacked(VOCABULARY, WIDTH, (Block() for _ in range(2)), tied=tied, norm=True)
+
+
 def tied() -> nn.Module:
-    model = Lm(True)
+    model = make_lm(True)
     FSDP.group([model.head, model.embed])
     return model
 
 
 def untied() -> nn.Module:
-    model = Lm(False)
+    model = make_lm(False)
     FSDP.group([model.norm, model.head])
     FSDP.group([block.norm for block in model.blocks])
     return model
@@ -83,7 +68,7 @@ def case_of(model: Any) -> Case:
 
 
 GROUPED = {"tied": case_of(tied), "untied": case_of(untied)}
-WITHOUT = {"tied": case_of(partial(Lm, True)), "untied": case_of(partial(Lm, False))}
+WITHOUT = {"tied": case_of(partial(make_lm, True)), "untied": case_of(partial(make_lm, False))}
 
 
 def assert_equal_training(name: str, schedule: Schedule, **options: Any) -> None:
@@ -413,6 +398,6 @@ def test_invalid_groups_are_refused() -> None:
         with pytest.raises(ValueError, match="is wrapped already"):
             FSDP.group([nn.Linear(2, 2), module])
     with pytest.raises(ValueError, match="or ignored there: a LayerNorm and a Linear"):
-        model = Lm(False)
+        model = make_lm(False)
         FSDP.group([model.norm, model.head])
         FSDP(model, ignored_modules=[model.head])

@@ -53,75 +53,44 @@ from tests.harness.agreeing import (
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
+UNITS_0_AND_1 = ("unit 'blocks.0'", "unit 'blocks.1'")
+FORK = {"others": "fork", "usual": "fork"}  # a model whose caller orders the backwards
+DIRECT = {"way": "direct"}  # messages carry tags: on a mismatch ranks wait and read each other's progress
 
-def first_and_later(turn: int = 0) -> list[Any]:
-    """Return the first step with units of one kind of sizes and a later step with the other kind, by turns."""
-    sizes = [("equal", EQUAL), ("unequal", UNEQUAL)]
-    return [
-        pytest.param(sizes[(turn + n) % 2][1], step, id=f"{sizes[(turn + n) % 2][0]}-{step}")
-        for n, step in ((0, 0), (1, 3))
-    ]
+# The odd rank's action, sizes of units, the step, texts that every rank's error must contain, and further arguments.
+DEVIATIONS: list[tuple[str, tuple[int, ...], int, tuple[str, ...], dict[str, Any]]] = [
+    ("swap", EQUAL, 0, UNITS_0_AND_1, {}),
+    ("swap", UNEQUAL, 3, UNITS_0_AND_1, {"strategy": NO_SHARD}),
+    ("swap", UNEQUAL, 0, UNITS_0_AND_1, DIRECT),
+    ("swap", UNEQUAL, 3, UNITS_0_AND_1, DIRECT),
+    ("fork reversed", EQUAL, 0, ("in the backward", "unit 'left'", "unit 'right'"), FORK),
+    ("fork reversed", UNEQUAL, 3, ("in the backward", "unit 'left'", "unit 'right'"), FORK),
+    ("skip a unit", EQUAL, 0, ("unit 'blocks.1'",), {}),
+    ("skip the last unit", UNEQUAL, 3, ("unit 'blocks.2'",), {}),
+    ("skip the last unit", UNEQUAL, 3, ("unit 'blocks.1'", "unit 'blocks.2'"), DIRECT),
+    ("repeat a unit", UNEQUAL, 0, ("unit 'blocks.0'",), {}),
+    ("cut the graph", EQUAL, 3, ("in the backward", "unit 'blocks.0'", "end the pass"), {}),
+    ("one eval more", EQUAL, 0, ("rank 1 runs the forward of the root unit", "runs the backward"), {}),
+    ("one forward more", UNEQUAL, 3, ("rank 1 runs the forward of the root unit", "runs the backward"), {}),
+    ("raise early", UNEQUAL, 0, ("rank 1 failed in the forward of the root unit",), {}),
+    ("raise late", EQUAL, 3, (), {}),  # later steps fail one pass further: all gathers were in flight
+    ("raise in backward", EQUAL, 0, ("rank 1 failed in the backward",), {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "widths", "step"),
-    [
-        pytest.param(strategy, *param.values, id=f"{strategy}-{param.id}")
-        for turn, strategy in enumerate([FULL_SHARD, NO_SHARD])
-        for param in first_and_later()[turn:][:1]
-    ],
-)
-def test_another_unit_order_in_forward(strategy: ShardingStrategy, widths: tuple[int, ...], step: int) -> None:
-    """One rank swaps two units. Every rank raises within the step and names both."""
-    outcomes = run_ranks(RANKS, play, "swap", widths, step, strategy=strategy)
-    assert_out_of_step(outcomes, step, "unit 'blocks.0'", "unit 'blocks.1'")
-
-
-@pytest.mark.parametrize(("widths", "step"), first_and_later())
-def test_another_unit_order_in_backward(widths: tuple[int, ...], step: int) -> None:
-    outcomes = run_ranks(RANKS, play, "fork reversed", widths, step, others="fork", usual="fork")
-    assert_out_of_step(outcomes, step, "in the backward", "unit 'left'", "unit 'right'")
+@pytest.mark.parametrize(("odd", "widths", "step", "words", "options"), DEVIATIONS)
+def test_one_rank_runs_other_units(
+    odd: str, widths: tuple[int, ...], step: int, words: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """One rank orders, skips or repeats units, runs one more pass, or fails: every rank raises within the step."""
+    assert_out_of_step(run_ranks(RANKS, play, odd, widths, step, **options), step, *words)
 
 
 @SIZES
 def test_another_unit_order_in_eval_fails_at_the_next_step(widths: tuple[int, ...]) -> None:
     """Units that were prefetched in the usual order are no error."""
     outcomes = run_ranks(RANKS, play, "swap in eval", widths, 3, others="eval")
-    assert_out_of_step(outcomes, 4, "unit 'blocks.0'", "unit 'blocks.1'")
-
-
-@pytest.mark.parametrize("odd, step", [("swap", 0), ("swap", 3), ("skip the last unit", 3)])
-def test_another_unit_order_with_direct_exchange(odd: str, step: int) -> None:
-    """Messages carry tags: on a mismatch ranks wait and read each other's progress."""
-    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, step, way="direct")
-    assert_out_of_step(outcomes, step, "unit 'blocks.1'", "unit 'blocks.0'" if odd == "swap" else "unit 'blocks.2'")
-
-
-# Actions of the odd rank, and texts that every rank's error must contain.
-DEVIATIONS = {
-    "skip a unit": ("unit 'blocks.1'",),
-    "skip the last unit": ("unit 'blocks.2'",),
-    "repeat a unit": ("unit 'blocks.0'",),
-    "cut the graph": ("in the backward", "unit 'blocks.0'", "end the pass"),
-    "one eval more": ("rank 1 runs the forward of the root unit", "runs the backward"),
-    "one forward more": ("rank 1 runs the forward of the root unit", "runs the backward"),
-    "raise early": ("rank 1 failed in the forward of the root unit",),
-    "raise late": (),  # later steps fail one pass further: all gathers were in flight
-    "raise in backward": ("rank 1 failed in the backward",),
-}
-
-
-@pytest.mark.parametrize(
-    ("odd", "widths", "step"),
-    [
-        pytest.param(odd, *param.values, id=f"{odd}-{param.id}")
-        for turn, odd in enumerate(DEVIATIONS)
-        for param in first_and_later(turn // 2)[turn % 2 :][:1]
-    ],
-)
-def test_one_rank_runs_other_units(odd: str, widths: tuple[int, ...], step: int) -> None:
-    """One rank skips a unit, repeats one, runs one more pass, or fails."""
-    assert_out_of_step(run_ranks(RANKS, play, odd, widths, step), step, *DEVIATIONS[odd])
+    assert_out_of_step(outcomes, 4, *UNITS_0_AND_1)
 
 
 def state_dict_by(rank_0: bool) -> Callable[[Any], Any]:

@@ -93,26 +93,18 @@ def test_discarded_wrapper_is_refused_with_a_remedy(use_orig_params: bool) -> No
         FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
 
 
-def _shared_module(use_orig_params: bool) -> None:
-    torch.manual_seed(0)
-    shared = nn.Linear(WIDTH, WIDTH)
-    model = build(
-        nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(WIDTH, 3)),
-        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-        use_orig_params=use_orig_params,
-    )
-    torch.manual_seed(0)
-    plain = nn.Linear(WIDTH, WIDTH)
+@both_modes
+@on_ranks(2)
+def test_shared_module_is_one_unit(use_orig_params: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        shared = nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(WIDTH, 3))
+
+    model = build(make(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
     train(model)
     assert model[0] is model[2]
-    expected = train_plain(nn.Sequential(plain, nn.Tanh(), plain, nn.Linear(WIDTH, 3)), 2)
-    assert_bit_equal(full_parameters(model), expected)
-
-
-@on_ranks(2)
-def test_shared_module_is_one_unit() -> None:
-    for use_orig_params in (False, True):
-        _shared_module(use_orig_params)
+    assert_bit_equal(full_parameters(model), train_plain(make(), 2))
 
 
 class WithHead(nn.Module):

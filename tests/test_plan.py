@@ -28,7 +28,7 @@ from fsdp.comm import host_memory, shared_memory
 from fsdp.tools.plan import _Tree, as_nbytes
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, meter_available
-from tests.harness.models import EncoderBlock, TiedTransformer
+from tests.harness.models import EncoderBlock, Stacked, TiedTransformer
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 
@@ -54,21 +54,11 @@ class Mlp(nn.Module):
         return self.layers(self.first(x))
 
 
-class Language(nn.Module):
+class Language(Stacked):
     """Tied embedding and head: one gradient, at the end of the backward."""
 
     def __init__(self, words: int = 900) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, 600)
-        self.layers = nn.ModuleList(Layer(600) for _ in range(3))
-        self.head = nn.Linear(600, words, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(words, 600, (Layer(600) for _ in range(3)))
 
 
 class LargeLanguage(Language):
@@ -208,7 +198,7 @@ def test_planning_a_model_or_its_builder_is_equal_and_changes_nothing() -> None:
 
 def test_module_group_is_unsharded_around_the_units_between() -> None:
     tree = _Tree(grouped(), ModuleWrapPolicy({Layer}), MixedPrecision(), False, True)
-    assert [unit.name for unit in tree.wrapped] == ["", "embed, head", "layers.0", "layers.1", "layers.2"]
+    assert [unit.name for unit in tree.wrapped] == ["", "embed, head", "blocks.0", "blocks.1", "blocks.2"]
     assert tree.order == [0, 1, 2, 3, 4]
     assert [sorted(unit.around) for unit in tree.wrapped] == [[], [0], [0, 1], [0, 1], [0, 1]]
 

@@ -16,6 +16,7 @@ once for both passes.
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -77,7 +78,9 @@ class Tracer:
     def __init__(self, model: FullyShardedDataParallel) -> None:
         self.events: list[str] = []
         self.live: list[int] = []
+        self.waits: list[str] = []  # waits for gathers, between the computing units
         self._fulls = []
+        self._log: Any = None
         for path, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 name = clean_name(path).removeprefix("units.") or "R"
@@ -97,24 +100,36 @@ class Tracer:
 
     def note(self, event: str) -> None:
         self.events.append(event)
+        self._log.mark(event)
         self.live.append(sum(full.untyped_storage().nbytes() > 0 for full in self._fulls))
 
     def issued(self, record: Collective) -> None:
         if record.dtype is not None and record.dtype.is_floating_point:
-            verb, _, unit = str(record.label).partition(" ")
-            self.note(
-                f"{verb} {'R' if unit == 'the root unit' else unit[len('unit ') :].strip(chr(39))[len('units.') :]}"
-            )
+            self.note(self._name(record))
+
+    @staticmethod
+    def _name(record: Collective) -> str:
+        verb, _, unit = str(record.label).partition(" ")
+        return f"{verb} {'R' if unit == 'the root unit' else unit[len('unit ') :].strip(chr(39))[len('units.') :]}"
 
     def run(self, model: FullyShardedDataParallel, step: int) -> tuple[list[str], list[int]]:
         self.events, self.live = [], []
         with record_collectives() as log:
-            log.on_issue = self.issued
+            log.on_issue, self._log = self.issued, log
             model(batch(step)).square().mean().backward()
+        words = [entry if kind == "mark" else f"wait {self._name(log.records[entry])}" for kind, entry in log.events]
+        self.waits = [each for each in words if each.startswith(("forward", "backward", "wait gather"))]
         return self.events, self.live
 
+    def check_waits(self) -> None:
+        """Check that each unit waits for its gather after the preceding unit's computation."""
+        computing = [index for index, event in enumerate(self.waits) if not event.startswith("wait")]
+        for before, now in itertools.pairwise(computing):
+            unit = self.waits[now].split()[1]
+            assert unit == "R" or f"wait gather {unit}" in self.waits[before:now], self.waits
 
-def train(choice: Choice, module: nn.Module, delayed: bool) -> tuple[list[Any], list[dict[str, Any]]]:
+
+def train(choice: Choice, module: Chain, delayed: bool) -> tuple[list[Any], list[dict[str, Any]]]:
     """Return (events, live units) and gradients of each step."""
     policy = ModuleWrapPolicy({Part, Outer})
     model = wrap(module, choice.strategy, choice.use_orig_params, wrap_policy=policy, **choice.options)
@@ -123,6 +138,8 @@ def train(choice: Choice, module: nn.Module, delayed: bool) -> tuple[list[Any], 
     for step in range(STEPS):
         with delay_collectives(seed=step, max_ms=0.5) if delayed else nullcontext():
             steps.append(tracer.run(model, step))
+        if choice.strategy is FULL_SHARD and not module.segment and len(module.units) == UNITS:
+            tracer.check_waits()
         assert_at_rest(model, f"{choice}, step {step}")
         grads.append(full_gradients(model))
         model.zero_grad()
@@ -255,6 +272,8 @@ def test_limit_all_gathers_counts_unsharded_units() -> None:
         start, last = events.index("forward 1.inner.1"), events.index("gather 2")
         # Unit 1 is live around 1.inner.1 and not around 2, for which there is room only when 1.inner.1 is over.
         assert (last > start) is limited, events
+        gathers = [event.removeprefix("gather ") for event in events if event.startswith("gather ")]
+        assert gathers == ["R", "0", "1", *(inner := ["1.inner.0", "1.inner.1"]), "2", "2", "1", *inner[::-1], "0"]
         assert live[start] == (2 if limited else 3), live
 
 

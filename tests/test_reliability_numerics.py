@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -37,7 +36,6 @@ from tests.harness.oracle import (
 )
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import finish_step, full_parameters, run_fsdp, wrap
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -235,21 +233,6 @@ def make_vectors(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
 
 
-# -- one rank ------------------------------------------------------------------------------------------------------
-
-
-class Tiny(nn.Module):
-    """Parameters of one element and of no dimension, in nested units and in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Scale((1,)), Scale(()), Scale((1, 1)))
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x) * self.gain
-
-
 class Scale(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -257,35 +240,6 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-TINY = Case("tiny", Tiny, make_vectors, F.mse_loss, frozenset({Scale}))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@on_ranks(1)
-def test_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> None:
-    """One or two micro-batches per step, by turns."""
-    for number, case in enumerate((TINY, ZOO["segment-reentrant"])):
-        for mode in MODES:
-            schedule = Schedule(3, micro=1 + (number + mode + STRATEGIES.index(strategy)) % 2)
-            with record_collectives() as log:
-                model = wrap(case, ShardingStrategy[strategy], mode)
-                assert model.sharding_strategy is ShardingStrategy.NO_SHARD
-                optimizer = OPTIMIZERS["adamw"](model.parameters())
-                steps = []
-                for step in range(schedule.steps):
-                    for micro in range(schedule.micro):
-                        with model.no_sync() if micro < schedule.micro - 1 else nullcontext():
-                            loss = case.loss(model, rank_batch(case, schedule, step, micro, 0, 1))
-                            loss.backward()
-                    steps.append(finish_step(model, optimizer, loss))
-            assert log.ops() == [], f"{case.name} {mode}: {log.ops()}"
-            if case is TINY:
-                assert all(grad is not None and grad.all() for each in steps for grad in each.grads.values())
-            zeros = [name for name, grad in steps[0].grads.items() if grad is not None]
-            plain = run_plain(case, OPTIMIZERS["adamw"], 1, schedule, zero_grads=zeros)
-            assert_same_steps(steps, plain, f"{case.name} {mode} {schedule.micro}")
 
 
 # -- more units at work at once than there are buffers ---------------------------------------------------------------
@@ -485,7 +439,8 @@ ODD = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name"), [(size, name) for place, name in enumerate(ODD) for size in (2, 1 + 2 * (place % 2))]
+    ("world_size", "name"),
+    [(1, "few elements"), *((size, name) for place, name in enumerate(ODD) for size in (2, 1 + 2 * (place % 2)))],
 )
 @on_ranks("world_size")
 def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:

@@ -23,10 +23,11 @@ from fsdp.comm import groups, nodes
 from fsdp.comm.nodes import nearby_group, node_groups
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
+from tests.harness.chains import Part
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import handles_of
-from tests.harness.switches import GRAD_OP, HYBRID, Layer, Net, per_rank
+from tests.harness.switches import GRAD_OP, HYBRID, Net, per_rank
 
 ALL = (0, 1, 2, 3)
 UNITS = 5
@@ -47,7 +48,7 @@ class Winding(Net):
 
 def wrapped(**options: Any) -> Any:
     torch.manual_seed(4)
-    policy = ModuleWrapPolicy({Layer, torch.nn.Embedding})
+    policy = ModuleWrapPolicy({Part, torch.nn.Embedding})
     return FullyShardedDataParallel(Winding(), auto_wrap_policy=policy, **options)
 
 

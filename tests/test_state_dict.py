@@ -725,7 +725,6 @@ def test_state_dict_options_apply_under_every_strategy_and_to_roots_without_para
 @on_ranks(2)
 def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
     """They survive a weights-only load."""
-    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = rich(True, device_mesh=mesh)
     with kind_of(model, "sharded"):
@@ -734,7 +733,7 @@ def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
         assert isinstance(weight, DTensor)
         assert (weight.placements, weight.device_mesh, weight.shape) == ((Shard(0),), mesh, (3, 5))
         assert torch.equal(weight.full_tensor(), Rich().state_dict()["left.weight"])
-        path = f"{folder}/{dist.get_rank()}"
+        path = tmp_path / str(dist.get_rank())
         torch.save(state, path)
         loaded = torch.load(path, weights_only=True)
         model.load_state_dict(Rich(1).state_dict())
@@ -744,13 +743,6 @@ def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
         replicated = {name: DTensor.from_local(other[name], mesh, [Replicate()]) for name in ("image", "left.bias")}
         model.load_state_dict(other | replicated)
         assert_bit_equal(full_state(model), Rich(1).state_dict())
-        model.load_state_dict(loaded)
-        dcp.save(state, checkpoint_id=f"{folder}/dcp")
-        model.load_state_dict(Rich(1).state_dict())
-        into = model.state_dict()
-        dcp.load(into, checkpoint_id=f"{folder}/dcp")
-        model.load_state_dict(into)
-    assert_bit_equal(full_state(model), Rich().state_dict())
 
 
 # -- the kind of state dict --------------------------------------------------------------------------------------------

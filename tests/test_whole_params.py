@@ -22,6 +22,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, Sta
 from fsdp.optim import ShardedGradScaler, WholeParamOptimizer
 from fsdp.optim.ownership import assign_owners, cost
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Stacked
 from tests.harness.oracle import assert_bit_equal, flatten_state
 from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
@@ -47,23 +48,12 @@ class Block(nn.Module):
         return x + self.conv(x.transpose(1, 2)).transpose(1, 2) * self.frozen.sum()
 
 
-class Model(nn.Module):
+class Model(Stacked):
     """An embedding tied to the head, two blocks, and a matrix that no forward uses."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(WORDS, WIDTH, (Block() for _ in range(2)), norm=True)
         self.unused = nn.Parameter(torch.ones(4, 3))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 def build(dtype: torch.dtype = torch.float64) -> Model:

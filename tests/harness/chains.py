@@ -13,9 +13,9 @@ WIDTH = 5
 class Part(nn.Module):
     """One unit of a chain."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))

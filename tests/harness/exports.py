@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Stacked
 from tests.harness.sharded import wrap
 
 FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
@@ -28,22 +29,15 @@ class Block(nn.Module):
         return x + self.norm(self.linear(x)) * self.conv.weight.sum()
 
 
-class Model(nn.Module):
+class Model(Stacked):
     """A head tied to the embedding, running statistics, and a parameter that the wrapper ignores."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(WORDS, WIDTH, (Block() for _ in range(3)))
         self.ignored = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.ignored.sum()
+        return super().forward(tokens) * self.ignored.sum()
 
 
 def build(

@@ -7,7 +7,7 @@ equal batches, so the mean of the ranks' gradients is the gradient of the concat
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -229,6 +229,27 @@ class Segments(nn.Module):
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------
+
+
+class Stacked(nn.Module):
+    """An embedding, blocks, perhaps a norm, and a head that may be tied to the embedding."""
+
+    def __init__(
+        self, words: int, width: int, blocks: Iterable[nn.Module], *, tied: bool = True, norm: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width) if norm else None
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if self.norm is None else self.norm(x))
 
 
 class Attention(nn.Module):

@@ -9,27 +9,17 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.chains import Part
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-
-
 HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 6)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.layers = nn.ModuleList([Part(6) for _ in range(3)])
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +31,7 @@ class Net(nn.Module):
 
 def build(**options: Any) -> Any:
     torch.manual_seed(4)
-    policy = ModuleWrapPolicy({Layer, nn.Embedding})
+    policy = ModuleWrapPolicy({Part, nn.Embedding})
     return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, **{"use_orig_params": True, **options})
 
 
