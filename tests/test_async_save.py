@@ -25,10 +25,8 @@ from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import (
-    StateDictOptions,
     async_save,
     files,
-    get_state_dict,
     load,
     load_plain,
     progress,
@@ -42,6 +40,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.states import whole
 from tests.harness.strategies import STRATEGIES
 
 
@@ -90,14 +89,6 @@ def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
     optimizer.zero_grad()
 
 
-def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copy every tensor of the state by name."""
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
-    values = {key: value for key, value in {**of_model, **of_optimizer}.items() if isinstance(value, Tensor)}
-    return {key: value.clone() for key, value in values.items()}
-
-
 def saved(path: Path) -> dict[str, Tensor]:
     """Read the latest checkpoint in `path`, or the checkpoint `path`, in the form of `whole`."""
     model, optimizer, _ = load_plain(path)
@@ -106,7 +97,8 @@ def saved(path: Path) -> dict[str, Tensor]:
     values |= {f"state.{name}.{key}": value for name, of in optimizer["state"].items() for key, value in of.items()}
     for group in optimizer["param_groups"]:
         values |= {f"param_groups.{n}.{k}": v for n in group["params"] for k, v in group.items() if k != "params"}
-    return {key: value for key, value in values.items() if isinstance(value, Tensor)}
+    kept = {key: value for key, value in values.items() if value is not None and not isinstance(value, dict)}
+    return {key: torch.as_tensor(value) for key, value in kept.items()}
 
 
 class Gate(Disk):

@@ -30,7 +30,7 @@ from fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from fsdp.checkpoint import StateDictOptions, get_state_dict, load, save
+from fsdp.checkpoint import load, save
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Gain
@@ -39,7 +39,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
-from tests.harness.states import kind_of
+from tests.harness.states import kind_of, whole
 from tests.harness.strategies import STRATEGIES
 
 FSDP = FullyShardedDataParallel
@@ -97,14 +97,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copy all parameters, buffers, optimizer state and hyperparameters by name."""
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
-    everything = {**of_model, **of_optimizer}
-    return {key: torch.as_tensor(value).clone() for key, value in everything.items() if value is not None}
 
 
 # -- save and load -----------------------------------------------------------------------------------------------------

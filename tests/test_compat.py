@@ -356,28 +356,6 @@ def test_models_of_torch_keep_torchs_state(world_size: int) -> None:
         assert_same(deep(states[0]), deep(states[1]), name)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
-def test_state_moves_to_torchs_fsdp1_and_back(world_size: int) -> None:
-    """By one function in one process."""
-    for uop in (False, True):
-        model, optimizer = trained(uop)
-        theirs = torchs(uop, module=row_major(1))
-        their_optimizer = adamw(theirs.parameters())
-        for full in (False, True):
-            options = StateDictOptions(full_state_dict=full)
-            with dcp_enabled():
-                saved = get_state_dict(model, optimizer, options=options)
-                given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-                quiet(set_state_dict, theirs, their_optimizer, **given, options=options)
-                saved = quiet(get_state_dict, theirs, their_optimizer, options=options)
-                target = ours(uop, module=row_major(2))
-                target_optimizer = adamw(target.parameters())
-                given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
-                set_state_dict(target, target_optimizer, **given, options=options)
-            same_state(target, target_optimizer, model, optimizer, f"use_orig_params={uop}, full={full}")
-
-
 @on_ranks(2)
 def test_model_with_units_of_both_engines_is_refused() -> None:
     with warnings.catch_warnings():

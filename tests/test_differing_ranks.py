@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, impatient, new_group
 from tests.harness.differing import Program, faults, run_programs
-from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -42,18 +42,19 @@ def test_rank_that_exits_during_a_step_is_named_by_its_peers() -> None:
     assert not (found := faults(program, outcomes)), "\n".join([str(program), *found])
 
 
+@pytest.mark.parametrize(("position", "at"), [("a unit's forward", 0), ("the root's forward", 3), ("the backward", 0)])
+@on_ranks(2)
 @impatient
-def lose_steps(position: str, at: int) -> tuple[list[str], list[str]]:
-    """Train in a loop that continues after failed steps; rank 1 fails once, in step `at`.
+def test_step_that_fails_on_one_rank_is_lost_by_all(position: str, at: int) -> None:
+    """Rank 1 fails once, in step `at` of a loop that continues after failed steps.
 
-    Return the outcome of each step, and the parameters that differ from a plain model's, trained in the remaining
-    steps.
+    The failing rank's next step must not raise the same failure again, as the peers would begin it alone.
     """
     torch.manual_seed(0)
     plain = Chain(UNEQUAL)
     model = build(copy.deepcopy(plain), new_group(), use_orig_params=True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, model)]
-    rank, done, wrong = dist.get_rank(), [], []
+    rank, done = dist.get_rank(), []
 
     def fail(*_: Any) -> None:
         raise ValueError("on purpose")
@@ -82,16 +83,11 @@ def lose_steps(position: str, at: int) -> tuple[list[str], list[str]]:
             losses = [plain(x).square().sum() for x in inputs]
             (sum(losses) / 2).backward()  # type: ignore[union-attr]
             optimizers[0].step()
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, done)
+    first, second = by_rank
+    assert [word == "done" for word in first] == [word == "done" for word in second], by_rank
+    assert first.count("done") == at + 3 and second[at] == "ValueError", by_rank
     with FullyShardedDataParallel.summon_full_params(model):
         for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters()):
-            if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
-                wrong.append(name)
-    return done, wrong
-
-
-@pytest.mark.parametrize(("position", "at"), [("a unit's forward", 0), ("the root's forward", 3), ("the backward", 0)])
-def test_step_that_fails_on_one_rank_is_lost_by_all(position: str, at: int) -> None:
-    """The failing rank's next step must not raise the same failure again, as the peers would begin it alone."""
-    (first, wrong), (second, also) = run_ranks(2, lose_steps, position, at)
-    assert [word == "done" for word in first] == [word == "done" for word in second], (first, second)
-    assert first.count("done") == at + 3 and second[at] == "ValueError" and not wrong and not also
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=name)

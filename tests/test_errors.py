@@ -23,7 +23,7 @@ import fsdp.flat.ownership as ownership
 import fsdp.flat.released as released
 from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.sharded import handles_of
 from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net
 from tests.harness.strategies import both_modes
@@ -237,16 +237,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _read_kept_tensors(debug: bool) -> dict[str, str]:
-    """Return the result of each read of each kept tensor: an error, "NaN" or values."""
-    os.environ["FSDP_DEBUG"] = "1" if debug else "0"
-    try:
-        return {**_reads_in(False), **_reads_in(True)}
-    finally:
-        del os.environ["FSDP_DEBUG"]
-
-
 def _reads_in(use_orig_params: bool) -> dict[str, str]:
+    """Return the result of each read of each kept tensor: an error, "NaN" or values."""
     found = {}
     model = build(nn.Sequential(Keeping(), nn.Linear(30, 2)), use_orig_params=use_orig_params,
                   auto_wrap_policy=ModuleWrapPolicy({Keeping}))  # fmt: skip
@@ -268,25 +260,17 @@ def _reads_in(use_orig_params: bool) -> dict[str, str]:
     return found
 
 
-def test_reads_of_tensors_kept_from_a_forward_raise_or_give_nan() -> None:
-    """The process lives on, and no read returns values; torch's FSDP1 crashes."""
-    for found in run_ranks(2, _read_kept_tensors, False):
-        assert len(found) == 2 * 2 * 4 * len(READS)
-        wrong = {
-            case: words for case, words in found.items() if words != "NaN" and not words.startswith("RuntimeError")
-        }
-        assert not wrong
-
-
-def test_debug_mode_names_the_parameter_that_was_kept() -> None:
-    for found in run_ranks(2, _read_kept_tensors, True):
-        wrong = {
-            case: words
-            for case, words in found.items()
-            if not re.match(r"RuntimeError: .*parameter 'linear.weight' of unit '0' is sharded; .* kept from", words)
-            and not case.endswith(" list")
-        }
-        assert not wrong
+@pytest.mark.parametrize("debug", ["0", "1"])
+@on_ranks(2)
+def test_reads_of_tensors_kept_from_a_forward_raise_or_give_nan(debug: str) -> None:
+    """The process lives on, and no read returns values; torch's FSDP1 crashes. Debug mode names the parameter."""
+    os.environ["FSDP_DEBUG"] = debug
+    found = {**_reads_in(False), **_reads_in(True)}
+    assert len(found) == 2 * 2 * 4 * len(READS)
+    named = r"RuntimeError: .*parameter 'linear.weight' of unit '0' is sharded; .* kept from"
+    for case, words in found.items():
+        assert words == "NaN" or words.startswith("RuntimeError"), (case, words)
+        assert debug == "0" or case.endswith(" list") or re.match(named, words), (case, words)
 
 
 def test_without_address_space_released_memory_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,8 @@ from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import (
-    StateDictOptions,
     async_save,
     get_optimizer_state_dict,
-    get_state_dict,
     load,
     load_plain,
     save,
@@ -41,7 +39,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-from tests.harness.states import Rich, Tied, full_state
+from tests.harness.states import Rich, Tied, full_state, whole
 from tests.harness.strategies import FULL_SHARD, NO_SHARD
 
 
@@ -144,13 +142,6 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int) -> None:
         LORA.loss(model, batch.slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return copies of all parameters and states, by name."""
-    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
-    return {key: torch.as_tensor(value) for key, value in {**of_model, **of_optimizer}.items() if value is not None}
 
 
 def save_halfway(root: str) -> list[dict[str, Tensor]]:

@@ -131,6 +131,15 @@ def assert_clean(tracer: StreamTracer) -> None:
     assert not tracer.host_synchronisations, "\n".join(tracer.host_synchronisations)
 
 
+@contextmanager
+def no_race() -> Iterator[StreamTracer]:
+    """Trace one rank that communicates with itself, and check that there was no race."""
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        yield tracer
+    assert not tracer.races, "\n".join(tracer.races)
+
+
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @on_ranks("setting.ranks")
 def test_training_has_no_race_and_no_host_wait(setting: Setting) -> None:
@@ -256,8 +265,7 @@ def test_no_race_with_each_memory_pool() -> None:
 
 @on_ranks(1)
 def test_no_race_on_a_current_stream_of_the_user() -> None:
-    force_sharded()
-    with trace_streams(check=False) as tracer:
+    with no_race() as tracer:
         training = Training(tracer, BlockTower())
         training.step()
         streams = tracer.streams
@@ -269,7 +277,6 @@ def test_no_race_on_a_current_stream_of_the_user() -> None:
             after = streams.record()
         streams.wait(after)
         training.steps()
-    assert not tracer.races, tracer.races
 
 
 def units_with_foreign_hooks(model: nn.Module, stream: SimulatedStream) -> list[str]:
@@ -282,8 +289,7 @@ def units_with_foreign_hooks(model: nn.Module, stream: SimulatedStream) -> list[
 @on_ranks(1)
 def test_no_race_when_the_model_was_wrapped_on_another_stream(use_orig_params: bool) -> None:
     """Autograd runs a leaf's hook on the stream on which the accumulator was made; the engine makes it anew."""
-    force_sharded()
-    with trace_streams(check=False) as tracer:
+    with no_race() as tracer:
         streams, other, third = tracer.streams, SimulatedStream("wrapping"), SimulatedStream("third")
         with tracer.on(other):
             training = Training(tracer, BlockTower(), use_orig_params=use_orig_params)
@@ -313,15 +319,13 @@ def test_no_race_when_the_model_was_wrapped_on_another_stream(use_orig_params: b
         training.steps()
         training.accumulation()
         found += units_with_foreign_hooks(training.model, tracer.compute)
-    assert not tracer.races, "\n".join(tracer.races)
     assert not found
 
 
 @on_ranks(1)
 def test_each_stream_waits_for_an_unshard_by_hand() -> None:
     """A side stream has waited for the gather, and the forward's stream has not."""
-    force_sharded()
-    with trace_streams(check=False) as tracer:
+    with no_race() as tracer:
         training = Training(tracer, BlockTower())
         training.steps()
         streams = tracer.streams
@@ -330,13 +334,11 @@ def test_each_stream_waits_for_an_unshard_by_hand() -> None:
             streams.wait(before)
             training.model._unshard(async_op=True).wait()
         training.steps()
-    assert not tracer.races, tracer.races
 
 
 @on_ranks(1)
 def test_no_race_when_a_tree_joins_another() -> None:
-    force_sharded()
-    with trace_streams(check=False) as tracer:
+    with no_race() as tracer:
         inner = FSDP(Block(13), sharding_strategy=SHARD_GRAD_OP)
         tracer.watch(inner)
         x = torch.randn(4, WIDTH)
@@ -344,7 +346,6 @@ def test_no_race_when_a_tree_joins_another() -> None:
         inner(x)
         training = Training(tracer, nn.Sequential(FSDP(Block(7)), inner, FSDP(Block(7))), auto_wrap_policy=None)
         training.steps()
-    assert not tracer.races, tracer.races
 
 
 # -- each synchronization is needed ------------------------------------------------------------------------------------

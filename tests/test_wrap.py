@@ -235,17 +235,6 @@ def test_auto_wrap_passes_keyword_arguments_unchanged() -> None:
     assert root[2].kwargs == {"limit_all_gathers": True, "own": 1}
 
 
-def test_auto_wrap_skips_ignored_modules_and_does_not_count_ignored_parameters() -> None:
-    root = mlp()
-    count = auto_wrap(root, always_wrap_policy, set(root[1].modules()), set(), Wrapper, {})
-    assert (count, wrapped_paths(root)) == (2, ["0", "2"])
-
-    root = mlp()
-    policy = partial(size_based_auto_wrap_policy, min_num_params=12)
-    count = auto_wrap(root, policy, set(), {root[0].weight}, Wrapper, {})
-    assert wrapped_paths(root) == ["1.0", "2"]
-
-
 @pytest.mark.parametrize("policy", [torch_wrap.ModuleWrapPolicy({nn.Linear}), torch_wrap.CustomPolicy(lambda m: True)])
 def test_auto_wrap_accepts_torchs_policy_objects(policy: Any) -> None:
     assert auto_wrap(mlp(), policy, set(), set(), Wrapper, {}) in (3, 5)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim import Optimizer
 
 from fsdp import (
     FullStateDictConfig,
@@ -18,6 +19,7 @@ from fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from fsdp.checkpoint import StateDictOptions, get_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD
@@ -86,3 +88,11 @@ class Rich(nn.Module):
 def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0, **more: Any) -> FullyShardedDataParallel:
     module = Rich(seed)
     return wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored], **more)
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copy all parameters, buffers, optimizer state and hyperparameters by name, as tensors."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    everything = {key: value for key, value in {**of_model, **of_optimizer}.items() if value is not None}
+    return {key: torch.as_tensor(value).clone() for key, value in everything.items() if not isinstance(value, dict)}
