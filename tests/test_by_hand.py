@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import os
 import weakref
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
+from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -29,7 +29,6 @@ from tests.harness.summoned import (
     Mode,
     Plain,
     Problem,
-    assert_at_rest,
     backward,
     batch,
     build,
@@ -69,7 +68,7 @@ def test_apply_gets_full_parameters(mode: Mode) -> None:
         plain.module.apply(init)
         assert [name for name in wrapped if name != "FullyShardedDataParallel"] == seen
         assert wrapped.count("FullyShardedDataParallel") == 4
-        assert_at_rest(model, mode)
+        assert_at_rest(model, str(mode))
         assert_bit_equal(full_parameters(model), plain.values())
         train(model, optimizer, step)
         plain.train(step)
@@ -123,7 +122,7 @@ def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast:
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
     with summon(model):
         assert_bit_equal(values(model), plain.values())
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     if moment == "with gradients":
         assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
         optimizer.step()
@@ -149,7 +148,7 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
     train(model, optimizer, 1)
     plain.train(1)
     assert_bit_equal(full_parameters(model), plain.values())
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
 
     # A single unit: the neighbours keep their dtype.
     model.layers[1].float()
@@ -200,7 +199,7 @@ def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
                     assert_bit_equal(values(model), values(shown))
                 assert model.scale.dtype == shown.scale.dtype
                 model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
-            assert_at_rest(model, mode)
+            assert_at_rest(model, str(mode))
             assert_bit_equal(full_parameters(model), plain.values(), "no write-back")
             assert_bit_equal(full_gradients(model), grads)
             assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
@@ -236,15 +235,7 @@ def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
             assert torch.equal(model.generate(x), plain.module.generate(x))
         optimizer.zero_grad()
         model.generate(x).square().mean().backward()  # used twice
-        grads: list[list[Tensor | None]] = []
-        for rank in range(dist.get_world_size()):
-            plain.optimizer.zero_grad()
-            plain.module.generate(batch(step, rank)).square().mean().backward()
-            grads.append([p.grad for p in plain.module.parameters()])
-        for param, *each in zip(plain.module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                param.grad = functools.reduce(torch.add, each) / dist.get_world_size()
-        plain.module.never.grad = torch.zeros(3)
+        plain.backward(run=lambda rank: plain.module.generate(batch(step, rank)).square().mean().backward())  # noqa: B023
         optimizer.step()
         plain.optimizer.step()
         assert_bit_equal(full_parameters(model), plain.values())
@@ -293,13 +284,13 @@ def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mo
         model._wait_unshard_streams_on_current_stream()
         plain.train(step)
         assert_bit_equal(full_parameters(model), plain.values())
-        assert_at_rest(model, mode)
+        assert_at_rest(model, str(mode))
     # Unsharded and used by a forward without gradients, or never used.
     model._unshard()
     model.layers[1]._unshard(async_op=True)
     with torch.no_grad():
         assert torch.equal(model(batch(0)), plain.module(batch(0)))
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     model._unshard()
     model.reset_iter_state()
     model.reset_iter_state()
@@ -338,7 +329,7 @@ def test_unit_outlives_its_tree_during_a_gather(mode: Mode) -> None:
             its_optimizer.step()
             its_optimizer.zero_grad()
         assert_bit_equal(full_parameters(inner), dict(plain_inner.named_parameters()), f"step {step}")
-        assert_at_rest(inner, mode)
+        assert_at_rest(inner, str(mode))
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
@@ -365,7 +356,7 @@ def test_reset_iter_state_drops_a_pass_and_keeps_gradients(mode: Mode) -> None:
     model.reset_iter_state()
     model(batch(2))  # a forward without backward
     model.reset_iter_state()
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     assert all(p.grad is before[name] for name, p in model.named_parameters())
     plain.backward(0)
     optimizer.step()

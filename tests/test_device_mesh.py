@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -33,6 +32,8 @@ from tests.harness.optim_states import (
     assert_same,
     assert_same_states,
     cross_load,
+    load_model,
+    model_state,
     ours,
     parts,
     quiet,
@@ -82,18 +83,6 @@ def first_way() -> dict[str, Any]:
 # -- parity with torch -------------------------------------------------------------------------------------------------
 
 
-def model_state(library: Any, model: nn.Module, kind: str) -> Any:
-    kinds = StateDictType if library is FSDP else TorchKind
-    with library.state_dict_type(model, kinds[kind]):
-        return model.state_dict()
-
-
-def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any]) -> None:
-    kinds = StateDictType if library is FSDP else TorchKind
-    with library.state_dict_type(model, kinds[kind]):
-        assert model.load_state_dict(state) == ([], [])
-
-
 @pytest.mark.parametrize("world_size", [3, 4])
 @on_ranks("world_size")
 def test_state_equals_torchs_with_the_same_mesh(world_size: int) -> None:
@@ -104,7 +93,7 @@ def test_state_equals_torchs_with_the_same_mesh(world_size: int) -> None:
         model, theirs = ours(uop, module=row_major(), **options), torchs(uop, module=row_major(), **options)
         optimizer, their_optimizer = train(adamw(model.parameters())), train(adamw(theirs.parameters()))
         for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
-            state, expected = quiet(model_state, FSDP, model, kind), quiet(model_state, TorchFSDP, theirs, kind)
+            state, expected = model_state(FSDP, model, kind), model_state(TorchFSDP, theirs, kind)
             assert_same(settle_all(state), settle_all(expected), f"{case}, {kind}")
             states = save(FSDP, model, optimizer, kind, offload_to_cpu=uop)
             cross_load(model, optimizer, theirs, their_optimizer, states, f"{case}, {kind}")
@@ -114,9 +103,9 @@ def test_state_equals_torchs_with_the_same_mesh(world_size: int) -> None:
             assert_same(states, expected_states, f"{case}, {kind}")
             target, their_target = (make(uop, module=row_major(1), **options) for make in (ours, torchs))
             load_model(FSDP, target, kind, expected)
-            quiet(load_model, TorchFSDP, their_target, kind, state)
+            load_model(TorchFSDP, their_target, kind, state)
             for library, loaded in ((FSDP, target), (TorchFSDP, their_target)):
-                assert_same(settle_all(quiet(model_state, library, loaded, kind)), settle_all(expected), case)
+                assert_same(settle_all(model_state(library, loaded, kind)), settle_all(expected), case)
         is_sharded = model.sharding_strategy.name != "NO_SHARD"
         assert isinstance(state["blocks.0.linear.weight"], DTensor) is (is_sharded and "device_mesh" in options)
         if "device_mesh" in options:
@@ -238,14 +227,14 @@ def test_sharded_state_loads_on_any_mesh_of_the_same_ranks() -> None:
     ways = {**meshes(), "row": {"device_mesh": mesh_of((4,))}, "no mesh": {}}
     for number, (source, options) in enumerate(ways.items()):
         model, optimizer = trained(uop=number % 2 == 0, **options)
-        state = quiet(model_state, FSDP, model, "SHARDED_STATE_DICT")
+        state = model_state(FSDP, model, "SHARDED_STATE_DICT")
         states = quiet(save, FSDP, model, optimizer, "SHARDED_STATE_DICT")
         for index, (target, own) in enumerate(ways.items()):
             if (index - number) % len(ways) not in (1, 3):
                 continue
             uop = (number + len(target)) % 2 == 0
             model, optimizer = trained(1, uop=uop, **own)
-            quiet(load_model, FSDP, model, "SHARDED_STATE_DICT", state)
+            load_model(FSDP, model, "SHARDED_STATE_DICT", state)
             optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
             same_state(model, optimizer, *trained(uop=uop, **own), f"{source} to {target}")
 

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdp
 from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
+from tests.harness.lockstep import assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
@@ -30,7 +31,6 @@ from tests.harness.summoned import (
     Mode,
     Plain,
     Problem,
-    assert_at_rest,
     backward,
     batch,
     build,
@@ -79,7 +79,7 @@ def test_summon_shows_full_parameters_and_restores_shards(world_size: int, mode:
                 assert model.gain is model.module.gain and any(model.gain is p for p in params)
                 states = {unit.training_state for unit in FullyShardedDataParallel.fsdp_modules(model)}
                 assert states == {TrainingState.SUMMON_FULL_PARAMS}
-        assert_at_rest(model, mode)
+        assert_at_rest(model, str(mode))
         now = dict(model.named_parameters())
         assert list(now) == list(resting) and all(now[name] is p for name, p in resting.items())
         assert all(now[name].grad is grad for name, grad in grads.items())
@@ -134,7 +134,7 @@ def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> Non
     with summon(model.layers):  # a container between units
         assert torch.equal(model.layers[1].weight, expected["layers.1.weight"])
         assert model.training_state is TrainingState.IDLE
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
 
     found: list[str] = []
     words_of = lambda *_: found.append(error_of(enter, model))  # noqa: E731
@@ -166,7 +166,7 @@ def test_summon_between_forward_and_backward(mode: Mode) -> None:
     plain.backward(0)
     wanted = {n: p.grad for n, p in plain.module.named_parameters()}
     assert_bit_equal(full_gradients(model), wanted)
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
 
 
 # -- write-back -----------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
             raise Problem
     except Problem:
         pass
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     assert full_parameters(model)["gain"].unique().tolist() == [7]
     with torch.no_grad():
         plain.module.gain.fill_(7)
@@ -256,7 +256,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
 
     message = error_of(put_another_shape)
     assert message.startswith("RuntimeError: Cannot writeback") and str((WIDTH + 1,)) in message, message
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     assert "no error" in error_of(enter, model)
 
     for options, kind in [  # before anything is gathered
@@ -269,7 +269,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
     assert ("is not supported" in not_for_flat) is not mode.use_orig_params
     offload = error_of(enter, model, offload_to_cpu=True)
     assert ("is not supported" in offload) is (mode.strategy is NO_SHARD)
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
 
     # After a failed forward the model stays summoned, and later forwards run.
     def fail(*args: Any) -> None:
@@ -281,7 +281,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
         handle.remove()
         assert_bit_equal(values(model), plain.values())
         assert torch.equal(model(batch(0)), plain.module(batch(0)))
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     optimizer = sgd(model)
     train(model, optimizer, 0)
     plain.train(0)
@@ -313,7 +313,7 @@ def test_rank0_only(mode: Mode) -> None:
                     assert all(p.dim() == 1 for p in model.parameters())
                 message = error_of(model, batch(0))
                 assert message.startswith("RuntimeError") and "rank0_only" in message, message
-            assert_at_rest(model, mode)
+            assert_at_rest(model, str(mode))
     assert_bit_equal(full_parameters(model), plain.values())
 
 
@@ -412,18 +412,8 @@ def test_unsharded_gradients_survive_summon(mode: Mode) -> None:
             message = error_of(enter, model, with_grads=True)
             assert message.startswith("RuntimeError") and "no_sync" in message, message
         backward(model, 1)
-        totals: dict[str, Tensor | None] = {}
-        for rank in range(dist.get_world_size()):
-            for step in (0, 1):
-                backward(plain.module, step, rank)
-            for name, param in plain.module.named_parameters():
-                if param.grad is not None:
-                    totals[name] = param.grad if rank == 0 else totals[name] + param.grad
-                param.grad = None
-        expected = {name: totals.get(name) for name, _ in plain.module.named_parameters()}
-        expected = {name: None if grad is None else grad / dist.get_world_size() for name, grad in expected.items()}
-        expected["never"] = torch.zeros(3)
-        assert_bit_equal(full_gradients(model), expected)
+        plain.backward(run=lambda rank: [backward(plain.module, step, rank) for step in (0, 1)])  # noqa: B023
+        assert_bit_equal(full_gradients(model), {name: p.grad for name, p in plain.module.named_parameters()})
 
 
 # -- forward and backward inside -------------------------------------------------------------------------------------
@@ -450,11 +440,11 @@ def test_forward_inside_summon_gathers_nothing(world_size: int, mode: Mode) -> N
             assert_bit_equal(values(model), plain.values())
             model.train()
         assert gathered(log) == 0
-        assert_at_rest(model, mode)
+        assert_at_rest(model, str(mode))
         assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
     with summon(model, recurse=False), torch.no_grad():  # the units inside gather for themselves
         assert torch.equal(model(batch(0)), plain.module(batch(0)))
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
 
 
 @pytest.mark.parametrize(("world_size", "mode"), modes(True))
@@ -473,7 +463,7 @@ def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
     with summon(model):
         assert error_of(loss.backward).startswith(message)
     assert all(param.grad is None for param in model.parameters())
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     for step in range(2):
         train(model, optimizer, step)
         plain.train(step)
@@ -518,7 +508,7 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
             with torch.no_grad():
                 param.zero_()  # not written back
     assert_bit_equal(shown, expected)
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     for name, param in fsdp.full_params(model, writeback=True):
         with torch.no_grad():
             param.mul_(len(name))
@@ -526,7 +516,7 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
     assert_bit_equal(full_parameters(model), changed)
     for _ in fsdp.full_params(model):
         break  # the generator is closed at once
-    assert_at_rest(model, mode)
+    assert_at_rest(model, str(mode))
     for param, value in zip(plain.module.parameters(), changed.values(), strict=True):
         param.data.copy_(value)
     train(model, optimizer, 1)

@@ -18,7 +18,7 @@ from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNI
 from fsdp.comm.lane import ORDER_REMEDY, Lane
 from fsdp.comm.work import OutOfStep
 from tests.harness.agreeing import PATIENT, impatient, new_group
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import on_ranks
 
 UNITS = ["the root unit", "unit 'a'", "unit 'b'"]
 
@@ -179,9 +179,11 @@ def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
     assert (other.run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 1)
 
 
-def replace_functions() -> list[tuple[float, int]]:
-    """Return results of all-reduces and calls of a function that was replaced inside or before a pass."""
-    lane, found = lane_of_new_group(), []
+@on_ranks(2)
+def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
+    """Otherwise methods of the group are called with the same options."""
+    called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
+    lane = lane_of_new_group()
     for replaced_before in (False, True):
         for asynchronous in (True, False):
             with contextlib.ExitStack() as stack:
@@ -194,14 +196,7 @@ def replace_functions() -> list[tuple[float, int]]:
                 options: dict[str, Any] = {"asynchronous": asynchronous, "op": dist.ReduceOp.MAX}
                 lane.collective("all_reduce", Event("reduce"), values, **options).wait()
                 lane.end_pass()
-                found.append((values.item(), replaced.call_count))
-    return found
-
-
-def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
-    """Otherwise methods of the group are called with the same options."""
-    called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
-    assert run_ranks(2, replace_functions) == [[(2.0, called)] * 2 + [(2.0, 1)] * 2] * 2
+                assert (values.item(), replaced.call_count) == (2.0, 1 if replaced_before else called)
 
 
 @on_ranks(3)

@@ -7,8 +7,6 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp as torch_api
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -32,7 +28,6 @@ from fsdp import (
     RaggedStateDictConfig,
     ShardingStrategy,
     StateDictType,
-    api,
     checkpoint,
     full_grad,
     full_tensor,
@@ -41,6 +36,7 @@ from fsdp import (
 )
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.optim_states import load_model, model_state, save
 from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
 from tests.harness.pool import on_ranks
 from tests.harness.tensor_parallel import (
@@ -338,32 +334,6 @@ def test_summoning_clipping_and_copies() -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def kind_of(library: Any, model: Any, kind: str, **config: Any) -> Iterator[None]:
-    """Set the kind of state dicts of a model of ours or of torch's FSDP1."""
-    kinds, configs = (StateDictType, api) if library is FSDP else (TorchKind, torch_api)
-    made = getattr(configs, "FullStateDictConfig" if kind == "FULL_STATE_DICT" else "ShardedStateDictConfig")(**config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with library.state_dict_type(model, kinds[kind], made):
-            yield
-
-
-def state_of(library: Any, model: Any, kind: str, **config: Any) -> dict[str, Any]:
-    with kind_of(library, model, kind, **config):
-        return dict(model.state_dict())
-
-
-def load_state(library: Any, model: Any, kind: str, state: dict[str, Any]) -> None:
-    with kind_of(library, model, kind):
-        assert model.load_state_dict(state) == ([], [])
-
-
-def optim_state(library: Any, model: Any, optimizer: Any, kind: str) -> dict[str, dict[str, Any]]:
-    with kind_of(library, model, kind):
-        return library.optim_state_dict(model, optimizer)
-
-
 def assert_like(found: Any, expected: Any, what: str) -> None:
     """Check that two tensors of state dicts agree in type, placement, dtype and values."""
     assert type(found) is type(expected), f"{what}: {type(found)} instead of {type(expected)}"
@@ -406,7 +376,7 @@ def check_files(path: Path, world: Layout, model: FSDP, optimizer: Any, values: 
     of_back = trained_with(back, world, steps=1)
     checkpoint.load(path / "second", back, of_back, progress=False)
     assert_bit_equal(summoned(back), values, "loaded from four ranks")
-    again = optim_state(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
+    again = save(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
     for name, key in of_all:
         assert_like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
 
@@ -422,38 +392,38 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
     )
     their_optimizer = trained_with(theirs, world)
     kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
-    expected = {kind: state_of(TorchFSDP, theirs, kind) for kind in kinds}
+    expected = {kind: model_state(TorchFSDP, theirs, kind) for kind in kinds}
     values = {name: whole(value) for name, value in expected[kinds[0]].items()}
-    moments = {kind: optim_state(TorchFSDP, theirs, their_optimizer, kind) for kind in kinds}
+    moments = {kind: save(TorchFSDP, theirs, their_optimizer, kind) for kind in kinds}
     of_all = {
         (name, key): whole(value) for name, its in moments[kinds[0]]["state"].items() for key, value in its.items()
     }
     for uop in (False, True):
         model = wrapped(Transformer().requires_grad_(), world, use_orig_params=uop)
         optimizer = trained_with(model, world)
-        full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
+        full, sharded = (model_state(FSDP, model, kind) for kind in kinds)
         assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
         for name in full:  # torch's full values are DTensors of tensor parallelism
             assert_like(full[name], values[name], f"full {name}")
             assert_like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
-        alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
+        alone = model_state(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
         assert set(alone) == (set(full) if world.index == 0 else set())
         for name in alone:
             assert_like(alone[name], values[name], f"rank0_only {name}")
         with FSDP.summon_full_params(model):
-            for name, value in state_of(FSDP, model, kinds[1]).items():
+            for name, value in model_state(FSDP, model, kinds[1]).items():
                 assert_like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
         # Each library loads the state of the two.
         plain = {name: value.clone() for name, value in values.items()}
         givens = [(kinds[0], full), (kinds[0], plain), (kinds[1], sharded), (kinds[0], expected[kinds[0]])]
         for kind, given in givens[uop::2]:
             noise = wrapped(Transformer(1).requires_grad_(), world, use_orig_params=uop)
-            load_state(FSDP, noise, kind, given)
+            load_model(FSDP, noise, kind, given)
             assert_bit_equal(summoned(noise), values, f"loaded from {kind}")
-        load_state(TorchFSDP, theirs, kinds[1], sharded)
+        load_model(TorchFSDP, theirs, kinds[1], sharded)
         # optimizer state
         for kind in kinds:
-            found = optim_state(FSDP, model, optimizer, kind)
+            found = save(FSDP, model, optimizer, kind)
             assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)
             for name, key in of_all:
                 value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
@@ -462,7 +432,7 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
             fresh = trained_with(other, world, steps=1)
             with FSDP.state_dict_type(other, StateDictType[kind]):
                 fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
-            again = optim_state(FSDP, other, fresh, kinds[0])["state"]
+            again = save(FSDP, other, fresh, kinds[0])["state"]
             for name, key in of_all:
                 assert_like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
         check_files(tmp_path / str(uop), world, model, optimizer, values, of_all)

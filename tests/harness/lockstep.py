@@ -269,8 +269,8 @@ def _kept(unit: Any) -> bool:
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:
-    """Assert that no unit is unsharded or running: full buffers have no memory (or are poisoned), leaves no
-    gradient.
+    """Assert that no unit is unsharded or running: shards are registered, full buffers have no memory (or are
+    poisoned), leaves no gradient.
 
     Units that a backward of `no_sync` keeps for the next forward are exempt.
     """
@@ -292,6 +292,12 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
         gathered = context is not None and any(not _kept(other) for other in context.unsharder)
         if context is not None and (gathered or context.unsharder.idle or context.passes.in_backward):
             wrong.append(f"the context of {name!r} is not at rest")
+    registered = {id(param) for param in model.parameters()}
+    for bucket in (bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets):
+        shard = bucket.flat_param.untyped_storage().data_ptr()
+        for name, param in zip((record.name for record in bucket.layout.params), bucket.params):
+            if id(param) not in registered or (param.numel() and param.untyped_storage().data_ptr() != shard):
+                wrong.append(f"{name!r} is not registered in the shard")
     if wrong:
         raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed import fsdp as torch_api
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
@@ -21,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+import fsdp
 from fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -220,6 +222,27 @@ def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL
             return library.optim_state_dict(model, optimizer)
 
     return work() if is_ours else quiet(work)
+
+
+@contextlib.contextmanager
+def kind_set(library: Any, model: nn.Module, kind: str, **config: Any) -> Iterator[None]:
+    """Set the kind of state dicts of a model of ours or of torch's FSDP1, without torch's warnings."""
+    name = "FullStateDictConfig" if kind == "FULL_STATE_DICT" else "ShardedStateDictConfig"
+    kinds, configs = (StateDictType, fsdp) if library is FSDP else (TorchKind, torch_api)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with library.state_dict_type(model, kinds[kind], getattr(configs, name)(**config) if config else None):
+            yield
+
+
+def model_state(library: Any, model: nn.Module, kind: str, **config: Any) -> dict[str, Any]:
+    with kind_set(library, model, kind, **config):
+        return dict(model.state_dict())
+
+
+def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any]) -> None:
+    with kind_set(library, model, kind):
+        assert model.load_state_dict(state) == ([], [])
 
 
 def row_major(seed: int = 0) -> Model:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
-from fsdp.api import TrainingState
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.process_groups import CollectiveLog
 from tests.harness.sharded import wrap
@@ -92,11 +92,12 @@ class Plain:
         self.module: Any = net() if module is None else module
         self.optimizer = sgd(self.module)
 
-    def backward(self, step: int) -> None:
+    def backward(self, step: int = 0, run: Callable[[int], Any] | None = None) -> None:
+        """Average the gradients of `run(rank)`, which by default is a backward of the rank's batch of `step`."""
         grads = []
         for rank in range(dist.get_world_size()):
             self.optimizer.zero_grad()
-            backward(self.module, step, rank)
+            run(rank) if run is not None else backward(self.module, step, rank)
             grads.append([p.grad for p in self.module.parameters()])
         for param, *each in zip(self.module.parameters(), *grads, strict=True):
             if each[0] is not None:
@@ -114,13 +115,13 @@ class Plain:
         return values(self.module)
 
 
-def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def pieces(model: nn.Module, whole: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return this rank's part of `whole` by name, in memory order."""
     found = {}
     for unit in shard_info(model):
         for bucket in unit.buckets:
             for record, piece in zip(bucket.layout.params, bucket.pieces, strict=True):
-                value = whole[unit.full_name(record)]
+                value = whole.get(unit.full_name(record))
                 if value is not None:
                     ordered = torch.empty_strided(record.shape, record.stride, dtype=value.dtype).copy_(value)
                     part = ordered.as_strided((record.numel,), (1,))[piece.start : piece.end]
@@ -131,23 +132,6 @@ def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tenso
 def enter(*args: Any, **kwargs: Any) -> None:
     with summon(*args, **kwargs):
         pass
-
-
-def assert_at_rest(model: nn.Module, mode: Mode) -> None:
-    """Assert that shards are registered and no unit is unsharded or running."""
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        assert unit.training_state is TrainingState.IDLE
-        if unit.sharding_strategy is not NO_SHARD:
-            assert not unit._fsdp_unit.is_gathered
-    for unit, info in zip(FullyShardedDataParallel.fsdp_modules(model), shard_info(model), strict=True):
-        registered = [
-            p for name, p in unit.module.named_parameters() if p in {q for b in info.buckets for q in b.params}
-        ]
-        assert len(registered) == sum(len(bucket.params) for bucket in info.buckets)
-        for bucket in info.buckets:
-            for param in bucket.params:
-                storage = bucket.flat_param.untyped_storage().data_ptr()
-                assert param.numel() == 0 or param.untyped_storage().data_ptr() == storage
 
 
 def gathered(log: CollectiveLog) -> int:

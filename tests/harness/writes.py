@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
+from tests.harness.summoned import pieces
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -86,9 +86,4 @@ def local_part(model: nn.Module, param: Any, name: str, value: Tensor) -> Tensor
     """Return the elements of `value` (of the parameter `name`) that `param` holds on this rank."""
     if param.shape == value.shape:
         return value
-    for unit in fsdp.shard_info(model):
-        for bucket in unit.buckets:
-            for record, piece in zip(bucket.layout.params, bucket.pieces):
-                if unit.full_name(record) == name:
-                    return value.flatten()[piece.start : piece.end]
-    raise KeyError(name)
+    return pieces(model, {name: value})[name]
