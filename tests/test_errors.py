@@ -12,12 +12,14 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp.flat.ownership as ownership
 import fsdp.flat.released as released
@@ -271,6 +273,16 @@ def test_reads_of_tensors_kept_from_a_forward_raise_or_give_nan(debug: str) -> N
     for case, words in found.items():
         assert words == "NaN" or words.startswith("RuntimeError"), (case, words)
         assert debug == "0" or case.endswith(" list") or re.match(named, words), (case, words)
+
+
+@on_ranks(2)
+def test_inputs_of_a_tensor_subclass_compute_in_debug_mode() -> None:
+    """The checked leaves let the other subclass handle the operation."""
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):
+        model = build(nn.Linear(WIDTH, 3))
+        x = torch.ones(2, WIDTH)
+        output: Any = model(TwoTensor(x, 2 * x))
+        assert torch.equal(output.a, model(x)) and torch.equal(output.b, model(2 * x))
 
 
 def test_without_address_space_released_memory_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ The reference is a plain model that takes the same steps on the batches of all r
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import warnings
 from typing import Any
@@ -471,17 +472,20 @@ def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
 
 
 @on_ranks(2)
-def test_summoned_parameters_have_requires_grad_of_the_flat_parameter() -> None:
+def test_a_flat_parameter_and_its_attributes_are_frozen_together() -> None:
+    """Users freeze one of them, and summoned parameters follow as well."""
     model = build(Mode(FULL_SHARD, False))
     layer = model.layers[0]
-    for wanted in (False, True):
-        layer._flat_param.requires_grad_(wanted)
+    for by_attributes, wanted in itertools.product((False, True), (False, True)):
+        for param in (layer.weight, layer.bias) if by_attributes else (layer._flat_param,):
+            param.requires_grad_(wanted)
         for _ in range(2):
             with summon(model):
                 assert layer.weight.requires_grad is wanted and layer.bias.requires_grad is wanted
                 assert model.layers[1].weight.requires_grad
             model(batch(0)).sum().backward()
             assert (layer._flat_param.grad is not None) is wanted
+            assert layer.weight.requires_grad is layer._flat_param.requires_grad is wanted
             model.zero_grad()
 
 

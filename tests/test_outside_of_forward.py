@@ -7,6 +7,7 @@ to an embedding, an inner module called directly, a penalty.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -293,3 +294,13 @@ def test_recomputation_without_unshard_in_backward() -> None:
         model = wrapped(build, (GRAD_OP, use_orig_params), MlpBlock)
         model.set_reshard_after_forward(False, recurse=False)
         reference.check(model, f"SHARD_GRAD_OP, use_orig_params={use_orig_params}")
+
+
+@on_ranks(2)
+def test_backward_to_parameters_whose_wrapper_was_deleted_raises() -> None:
+    model = wrap(nn.Linear(WIDTH, 2), NONE, True)
+    loss = model.module.weight.square().sum()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="whose unit was deleted: keep the wrapped model"):
+        loss.backward()

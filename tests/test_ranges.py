@@ -30,7 +30,7 @@ class Lines(logging.Handler):
 
 
 @on_ranks(1)
-def test_profilers_and_the_log_name_each_unit_and_its_work() -> None:
+def test_profilers_name_each_unit_and_its_work() -> None:
     # a single rank communicates with itself, because a profiler takes seconds to start per rank
     os.environ["FSDP_FORCE_SHARDED"] = "1"
     model = build()
@@ -48,19 +48,26 @@ def test_profilers_and_the_log_name_each_unit_and_its_work() -> None:
     assert "FullyShardedDataParallel.prefetch unit 'layers.1'" in seen
     with mock.patch("torch.autograd.profiler.record_function", side_effect=AssertionError("without a profiler")):
         model(batch(0)).sum().backward()
+
+
+@on_ranks(2)
+def test_the_log_names_the_rank_the_forward_and_the_units() -> None:
+    """The log has a line for each gather and reduction, in debug mode only."""
+    model = build()
     lines, logger = Lines(), logging.getLogger("fsdp")
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     try:
-        model(batch(0)).sum().backward()
+        for _ in range(2):
+            model(batch(0)).sum().backward()
         assert not lines.lines
         with mock.patch.dict("os.environ", FSDP_DEBUG="1"):
             model(batch(0)).sum().backward()
     finally:
         logger.removeHandler(lines)
         logger.setLevel(before)
-    here = f"rank {dist.get_rank()}, forward 6: "
+    here = f"rank {dist.get_rank()}, forward 3: "
     assert all(line.startswith(here) for line in lines.lines), lines.lines
     first = [line.removeprefix(here) for line in lines.lines[:3]]
     assert first == ["gather the root unit", "prefetch unit 'embed'", "prefetch unit 'layers.0'"], first
