@@ -143,6 +143,8 @@ class Communicator:
             return lane.in_memory(event, [functools.partial(channel.reduce, *arguments, until_read=to_write)])
         if self._direct_min < _NEVER and full.nbytes >= self._direct_min:
             return self._direct_reduce(lane, out, full, event, after)
+        if not self._on_host and lane.carrier.backend(full.device) == "gloo":
+            return self._reduce_whole(lane, out, full, event, op, after)
         sent, received = (full, out) if full.dtype in _NATIVE_DTYPES else (_wire(full), _wire(out))
         work = lane.collective(REDUCE_SCATTER, event, received, sent, asynchronous=self._on_host, op=op)
         return work if after == 1 and self._on_host else self._divided(work, out, after)
@@ -168,6 +170,14 @@ class Communicator:
         sent = values if values.dtype in _NATIVE_DTYPES else _wire(values)
         work = lane.collective("all_reduce", event, sent, asynchronous=self._on_host, op=op)
         return work if after == 1 and self._on_host else self._divided(work, values, after)
+
+    def _reduce_whole(
+        self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, op: Any, divisor: float
+    ) -> Work:
+        """Reduce as gloo's reduce-scatter on accelerators does, which cannot be waited for in steps."""
+        work = lane.collective("all_reduce", event, full, asynchronous=False, op=op)
+        out.copy_(full.view(self.groups.shard_size, -1)[self.groups.shard_rank])
+        return self._divided(work, out, divisor)
 
     def _divided(self, work: Work, out: torch.Tensor, divisor: float) -> Work:
         """Divide ``out``, the result of ``work``, by ``divisor``."""

@@ -95,10 +95,15 @@ class Question:
 
 
 class _Route(NamedTuple):
-    """How one kind of collective is called: over a side group or the carrier, and by which method of the group."""
+    """How one kind of collective is called: over a side group or the carrier, and by which method of the group.
+
+    Attributes:
+        blocks: whether the host has to wait although the tensors are on an accelerator.
+    """
 
     beside: Any
     ends_alone: bool
+    blocks: bool
     method: str
     options: Any
 
@@ -194,6 +199,7 @@ class Issuer(Watch):
         on_host = tensors[0].is_cpu
         key = name, on_host, control, asynchronous, options.get("op")
         route = self._routes.get(key) or self._new_route(key, tensors[0].device)
+        waits_here, asynchronous = route.blocks and not asynchronous, route.blocks or asynchronous
         group = route.beside or self.carrier.replacement or self._group()
         if route.method and self._bypasses:
             method = getattr(group, route.method)
@@ -202,7 +208,11 @@ class Issuer(Watch):
                 return method(tensors[0], tensors[1], route.options) if tensors[1:] else method(tensors, route.options)
         else:
             start = functools.partial(getattr(dist, name), *tensors, group=group, async_op=asynchronous, **options)
-        return self.issue(event, start, on_host=on_host, ends_alone=route.ends_alone, asynchronous=asynchronous)
+        on_host = on_host or route.blocks
+        work = self.issue(event, start, on_host=on_host, ends_alone=route.ends_alone, asynchronous=asynchronous)
+        if waits_here:  # in steps, with a look at the peers between them
+            work.wait()
+        return work
 
     def _new_route(self, key: tuple[str, bool, bool, bool, Any], device: torch.device) -> _Route:
         """Find how a kind of collective is called; the result serves until the carrier is replaced."""
@@ -211,7 +221,9 @@ class Issuer(Watch):
         backend = backend_of(group, device)
         ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
         beside = None if group is self.carrier.group else group  # the user's group is not kept alive here
-        route = _Route(beside, ends_alone, *native.method_of(name, group, asynchronous=asynchronous, op=op))
+        blocks = backend == "gloo" and device.type != "cpu"
+        method = native.method_of(name, group, asynchronous=asynchronous or blocks, op=op)
+        route = _Route(beside, ends_alone, blocks, *method)
         self._routes[key] = route
         return route
 
