@@ -165,6 +165,20 @@ def test_watcher_is_paused_during_graph_capture() -> None:
     assert not watcher._in_flight
 
 
+def test_watcher_thread_ends_with_the_process_and_begins_again() -> None:
+    """Its poll must not be under way while the interpreter ends: there Python would end the thread, and C++ abort."""
+    watcher, queried = Watcher(), threading.Event()
+    unfinished = mock.Mock(query=lambda: queried.set() or False)
+    for _ in range(2):
+        queried.clear()
+        watcher.follow(unfinished, mock.Mock())
+        thread = watcher._thread
+        assert thread is not None and queried.wait(30)
+        watcher.stop()
+        thread.join(30)
+        assert not thread.is_alive() and watcher._thread is None
+
+
 def test_watcher_thread_allows_captures_before_its_first_query() -> None:
     """CUDA forbids queries by a thread during a capture unless that thread has changed its capture mode.
 
@@ -178,6 +192,29 @@ def test_watcher_thread_allows_captures_before_its_first_query() -> None:
         watcher.follow(event, mock.Mock(), lambda: calls.append("prepare"))
     assert over.wait(30)
     assert calls[0] == "prepare" and calls.count("prepare") == 1 and calls[-1] == "look 2"
+
+
+class Unfinished(dist.Work):
+    """A collective whose peers do not come."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        assert timeout is not None, "the host waits without a look at the peers"
+        raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@on_ranks(1)
+def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
+    """Gloo's collectives for accelerators block the host, up to the timeout of the group."""
+    lane = Lane(new_group(), torch.device("meta"))
+    calls = mock.patch.object(dist, "all_reduce", return_value=Unfinished())
+    late = mock.patch.object(lane, "slow", side_effect=OutOfStep("rank 1 has ended"))
+    with mock.patch.object(issuing_module, "backend_of", return_value="gloo"), calls as started, late:
+        with pytest.raises(OutOfStep, match="rank 1 has ended"):
+            lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)
+    assert started.call_args.kwargs["async_op"] is True
 
 
 def test_gathers_and_reductions_have_the_same_stream_priority() -> None:

@@ -12,6 +12,7 @@ which releases the device and the host; the next collective of the group raises.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import threading
@@ -330,6 +331,13 @@ class Watcher:
         with self._changed:
             self._in_flight.clear()
 
+    def stop(self) -> None:
+        """End the thread, at the end of the process: Python would kill it inside of a poll, which aborts the process."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():  # not in a process that was forked
+            self._end()
+            thread.join(threads.PATIENCE.total_seconds())
+
     def _end(self) -> None:
         with self._changed:
             self._ends = True
@@ -341,7 +349,7 @@ class Watcher:
             with self._changed:
                 waited = not self._in_flight
                 self._changed.wait_for(lambda: self._in_flight or self._ends)
-                if not self._in_flight:
+                if self._ends:
                     self._thread = None
                     return
                 oldest = self._in_flight[0]
@@ -349,13 +357,15 @@ class Watcher:
                 time.sleep(_PAUSE)  # handle several at once: each wake-up costs the program time
             self._poll_until_over(oldest)
             with self._changed:
-                while self._in_flight and (self._in_flight[0] is oldest or self._in_flight[0].event.query()):
+                while not self._ends and self._in_flight:
+                    if self._in_flight[0] is not oldest and not self._in_flight[0].event.query():
+                        break
                     self._in_flight.popleft()
 
     def _poll_until_over(self, collective: _InFlight) -> None:
         looked, work, reported = time.monotonic(), collective.work, False
         began, watch = looked, work.watch
-        while collective in self._in_flight and not collective.event.query():
+        while not self._ends and collective in self._in_flight and not collective.event.query():
             time.sleep(_PAUSE)
             if watch is None or time.monotonic() - looked < threads.PATIENCE.total_seconds():
                 continue
@@ -373,3 +383,4 @@ class Watcher:
 
 
 watcher = Watcher()  # of the collectives that no host waits for
+atexit.register(watcher.stop)
