@@ -28,6 +28,7 @@ from fsdp import CPUOffload, MixedPrecision, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.comm import streams as streams_module
+from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 1024
@@ -125,7 +126,12 @@ def means(device: torch.device) -> str:
 
 
 def kept_leaves(device: torch.device) -> str:
-    """Read a parameter that was kept from inside a forward: an error or NaN, and no crash."""
+    """Read a parameter that was kept from inside a forward: an error or NaN, and no crash.
+
+    Torch before 2.12 cannot guard released memory: there the read ends the process, as with torch's FSDP.
+    """
+    if not STORAGES_SWAP:
+        return "not guarded by this version of torch"
     model, kept = tower(device, width=64), []
     handle = model.module[0].module.inner.register_forward_pre_hook(lambda module, _: kept.append(module.weight))
     train(model, device, 1, 64)
@@ -457,17 +463,12 @@ class Layer(nn.Sequential):
 
 
 def speed(device: torch.device) -> str:
-    """Compare the host time and the time of a step in bf16 with FSDP2's, and reserved with allocated memory."""
+    """Compare the host time and the time of a step in bf16 with FSDP2's."""
     mesh, words = dist.init_device_mesh(device.type, (dist.get_world_size(),)), []
     for width, count in SPEED:
         model: nn.Module = nn.Sequential(*(Layer(width, device) for _ in range(count)))
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
         ours = _step_time(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device), device, width)
-        stats, what = torch.cuda.memory_stats(device), f"{count} units of width {width}"
-        if width >= LARGE:  # small allocations share pages of 2 MB
-            held = stats.get("reserved_bytes.all.peak", 0) / max(stats.get("allocated_bytes.all.peak", 0), 1)
-            expect(held < 1.05, f"{what}: {held:.2f} times the peak of allocated memory is reserved")
+        what = f"{count} units of width {width}"
         model = nn.Sequential(*(Layer(width, device) for _ in range(count)))
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
@@ -561,6 +562,7 @@ class Situation(NamedTuple):
     on: str = "accelerator"  # or "any" device, "nccl" for groups whose collectives it serves
     ranks: int = 1  # at least
     devices: int = 1  # at least
+    timed: bool = False  # needs a device per rank
     kills: bool = False  # the last rank
 
 
@@ -575,12 +577,12 @@ TOGETHER = (
     Situation(failed_and_deleted),
     Situation(forked),
     Situation(forms_of_state),
-    Situation(background_save, "nccl"),
-    Situation(blocked_by_a_save, "nccl"),
-    Situation(overlap, "nccl", ranks=2),
-    Situation(gap, "nccl"),
-    Situation(speed, "nccl"),
-    Situation(allocator),
+    Situation(background_save, "nccl", timed=True),
+    Situation(blocked_by_a_save, "nccl", timed=True),
+    Situation(overlap, "nccl", ranks=2, timed=True),
+    Situation(gap, "nccl", timed=True),
+    Situation(speed, "nccl", timed=True),
+    Situation(allocator, "nccl"),  # gloo allocates memory of its own
     Situation(other_device, devices=2),
 )
 ALONE = (  # situations after which the process or the group cannot be used
@@ -596,4 +598,6 @@ def fitting(situations: tuple[Situation, ...], device: torch.device, backend: st
     """Return the situations that can run with so many ranks over ``backend`` on this kind of device."""
     devices = torch.accelerator.device_count() if device.type != "cpu" else 1
     places = {"any", *(["accelerator"] if device.type == "cuda" else []), *(["nccl"] if "nccl" in backend else [])}
-    return [s for s in situations if s.on in places and ranks >= s.ranks and devices >= s.devices]
+    return [
+        s for s in situations if s.on in places and ranks >= s.ranks and devices >= (ranks if s.timed else s.devices)
+    ]
