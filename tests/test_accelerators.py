@@ -211,9 +211,9 @@ def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     lane = Lane(new_group(), torch.device("meta"))
     calls = mock.patch.object(dist, "all_reduce", return_value=Unfinished())
     late = mock.patch.object(lane, "slow", side_effect=OutOfStep("rank 1 has ended"))
-    with mock.patch.object(issuing_module, "backend_of", return_value="gloo"), calls as started, late:
-        with pytest.raises(OutOfStep, match="rank 1 has ended"):
-            lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)
+    named = mock.patch.object(issuing_module, "backend_of", return_value="gloo")
+    with named, calls as started, late, pytest.raises(OutOfStep, match="rank 1 has ended"):
+        lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)
     assert started.call_args.kwargs["async_op"] is True
 
 

@@ -332,7 +332,7 @@ class Watcher:
             self._in_flight.clear()
 
     def stop(self) -> None:
-        """End the thread, at the end of the process: Python would kill it inside of a poll, which aborts the process."""
+        """End the thread, at the end of the process: Python would kill it in a poll, which aborts the process."""
         thread = self._thread
         if thread is not None and thread.is_alive():  # not in a process that was forked
             self._end()
