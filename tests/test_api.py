@@ -72,10 +72,7 @@ def test_none_means_the_default() -> None:
 
 @pytest.mark.parametrize(
     ("normalise", "name"),
-    [
-        (api.as_sharding_strategy, "ShardingStrategy"),
-        (api.as_backward_prefetch, "BackwardPrefetch"),
-    ],
+    [(api.as_sharding_strategy, "ShardingStrategy"), (api.as_backward_prefetch, "BackwardPrefetch")],
 )
 def test_members_are_converted_by_name(normalise: Any, name: str) -> None:
     for member in getattr(api, name):

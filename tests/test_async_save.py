@@ -24,15 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.checkpoint import (
-    async_save,
-    files,
-    load,
-    load_plain,
-    progress,
-    save,
-    save_checkpoint,
-)
+from fsdp.checkpoint import async_save, files, load, load_plain, progress, save, save_checkpoint
 from fsdp.checkpoint.files import Disk
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient

@@ -20,14 +20,7 @@ from torch.autograd import grad as imported_grad  # imported before wrapping, as
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.runtime.unit import units_in
-from tests.harness.lockstep import (
-    ALL_SMALL,
-    STEP,
-    Data,
-    Reference,
-    assert_at_rest,
-    gradient_sizes,
-)
+from tests.harness.lockstep import ALL_SMALL, STEP, Data, Reference, assert_at_rest, gradient_sizes
 from tests.harness.models import MlpBlock, SegmentBlock
 from tests.harness.passes import (
     FULL,

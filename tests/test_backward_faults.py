@@ -21,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
-from tests.harness.lockstep import (
-    CLEAR,
-    STEP,
-    Data,
-    Reference,
-)
+from tests.harness.lockstep import CLEAR, STEP, Data, Reference
 from tests.harness.meter import Meter, meter_available
 from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, clear, describe, environment, loss_of, seeded, wrapped
 from tests.harness.pool import on_ranks

@@ -13,12 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.lockstep import (
-    CLEAR,
-    STEP,
-    Data,
-    Reference,
-)
+from tests.harness.lockstep import CLEAR, STEP, Data, Reference
 from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock
 from tests.harness.passes import (
     FULL,

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp.runtime.nested import tensors_in
-from tests.harness.lockstep import (
-    Data,
-    Reference,
-    assert_at_rest,
-)
+from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock
 from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapped
 from tests.harness.pool import on_ranks

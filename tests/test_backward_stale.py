@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from tests.harness.lockstep import (
-    STEP,
-    Data,
-    Reference,
-)
+from tests.harness.lockstep import STEP, Data, Reference
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import MlpBlock
 from tests.harness.passes import (

@@ -24,12 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy

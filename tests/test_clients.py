@@ -371,12 +371,7 @@ def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
         else:  # without padding between parameters
             params = [wrapper._flat_param._params for wrapper in FSDP.fsdp_modules(model)]
             assert params == [wrapper._flat_param._params for wrapper in TorchFSDP.fsdp_modules(theirs)] == [None] * 3
-            facts = (
-                "_unpadded_unsharded_size",
-                "_shard_numel_padded",
-                "_numels_with_padding",
-                "_num_params",
-            )
+            facts = ("_unpadded_unsharded_size", "_shard_numel_padded", "_numels_with_padding", "_num_params")
             for wrapper, torchs_own in zip(FSDP.fsdp_modules(model), TorchFSDP.fsdp_modules(theirs), strict=True):
                 for fact in facts:
                     assert getattr(wrapper._flat_param, fact) == getattr(torchs_own._flat_param, fact), fact

@@ -23,16 +23,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import node_groups
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.agreeing import (
-    UNEQUAL,
-    Chain,
-    assert_out_of_step,
-    build,
-    new_group,
-    new_pair,
-    play,
-    train,
-)
+from tests.harness.agreeing import UNEQUAL, Chain, assert_out_of_step, build, new_group, new_pair, play, train
 from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
@@ -156,13 +147,7 @@ def test_sync_module_states_broadcasts_rank_0_to_all_replicas() -> None:
             param.add_(rank)
     mesh = init_device_mesh("cpu", (2, 2))
     model = FullyShardedDataParallel(
-        module,
-        None,
-        HYBRID,
-        auto_wrap_policy=LINEARS,
-        use_orig_params=True,
-        device_mesh=mesh,
-        sync_module_states=True,
+        module, None, HYBRID, auto_wrap_policy=LINEARS, use_orig_params=True, device_mesh=mesh, sync_module_states=True
     )
     x = torch.ones(3, WIDTH)
     with torch.no_grad():

@@ -59,12 +59,12 @@ MANUAL_EDITS = {  # replacements that are left to the user
     "tutorial": {
         "            if self.local_rank == 0:\n                self.state = self.model.module.state_dict()\n": (
             "            self.state = self.model.module.state_dict()\n            if self.local_rank == 0:\n"
-        ),
+        )
     },
     "vision": {
         "        if dist.get_rank() == 0:\n            torch.save(model_without_ddp.state_dict(),": (
             "        state = model.state_dict()\n        if dist.get_rank() == 0:\n            torch.save(state,"
-        ),
+        )
     },
     "fsdp1": {},
 }

@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp import (
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-)
+from fsdp import FullyShardedDataParallel, OptimStateKeyType
 from fsdp.checkpoint import load, load_plain, save
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.optim_states import FORMS, transfer

@@ -18,13 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
-from fsdp import (
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy, StateDictType
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
 from tests.harness.optim_states import transfer

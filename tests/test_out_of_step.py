@@ -19,12 +19,7 @@ from torch import Tensor, nn
 import fsdp.checkpoint.optim_agree as optim_agree
 import fsdp.placement.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
-from fsdp.checkpoint import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fsdp.comm import consensus, native
 from fsdp.comm.calls import TREES, Calls
 from fsdp.comm.lane import Lane

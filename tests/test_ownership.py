@@ -12,10 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import (
-    FullyShardedDataParallel,
-    shard_info,
-)
+from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.oracle import assert_bit_equal

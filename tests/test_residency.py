@@ -9,12 +9,7 @@ import pytest
 
 from fsdp.runtime.unshard import Gathered, Residence, Unsharder
 
-PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
-    Residence.PREFETCHED,
-    Residence.IN_USE,
-    Residence.RECOMPUTED,
-    Residence.KEPT,
-)
+PREFETCHED, IN_USE, RECOMPUTED, KEPT = (Residence.PREFETCHED, Residence.IN_USE, Residence.RECOMPUTED, Residence.KEPT)
 
 
 def make_unsharder(*units: str) -> Any:

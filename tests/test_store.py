@@ -22,14 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.checkpoint import (
-    async_save,
-    get_optimizer_state_dict,
-    load,
-    load_plain,
-    save,
-    save_checkpoint,
-)
+from fsdp.checkpoint import async_save, get_optimizer_state_dict, load, load_plain, save, save_checkpoint
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from fsdp.wrap import ModuleWrapPolicy

@@ -19,20 +19,16 @@ from fsdp import FullyShardedDataParallel
 from fsdp.comm.recording import recorder
 from fsdp.tools.trace import Event, _exposed
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.chains import Part
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
 LAYERS = ["0", "1", "2"]
 
 
-class Layer(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(40, 40), nn.Tanh())
-
-
 def _build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in LAYERS), nn.Linear(40, 3))
+    return nn.Sequential(*(Part(40) for _ in LAYERS), nn.Linear(40, 3))
 
 
 def _step(model: nn.Module) -> None:
@@ -66,7 +62,7 @@ def _saved(t: fsdp.Trace) -> None:
 
 @on_ranks(2)
 def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
-    policy = ModuleWrapPolicy({Layer})
+    policy = ModuleWrapPolicy({Part})
     model = FullyShardedDataParallel(_build(), auto_wrap_policy=policy)
     for _ in range(2):
         model.zero_grad()
@@ -108,8 +104,8 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
         pass
     with pytest.raises(RuntimeError, match="recorded nothing to save: run a forward"):
         nothing.save("nothing.svg")
-    with pytest.raises(ValueError, match=r"trace\(\) is for wrapped models, and nothing in this Layer is"):
-        fsdp.trace(Layer()).__enter__()
+    with pytest.raises(ValueError, match=r"trace\(\) is for wrapped models, and nothing in this Part is"):
+        fsdp.trace(Part(40)).__enter__()
 
 
 @on_ranks(2)

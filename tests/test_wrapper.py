@@ -22,12 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
 import fsdp.fully_sharded_data_parallel as wrapper_file
-from fsdp import (
-    FlatParameter,
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    shard_info,
-)
+from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.harness.oracle import assert_bit_equal

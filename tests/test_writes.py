@@ -21,13 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from fsdp import (
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp.api import TrainingState
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from tests.harness.oracle import assert_bit_equal
@@ -36,18 +30,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import both_modes
-from tests.harness.writes import (
-    FULL,
-    GRAD_OP,
-    MODES,
-    NONE,
-    batch,
-    build,
-    layer_of,
-    loss_of,
-    pair,
-    summon,
-)
+from tests.harness.writes import FULL, GRAD_OP, MODES, NONE, batch, build, layer_of, loss_of, pair, summon
 
 
 def step(model: nn.Module, seed: int = 0) -> Tensor:

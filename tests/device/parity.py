@@ -172,6 +172,7 @@ for uop in (False, True):
         "offload.zerograd": {**OFFLOAD, "set_to_none": False, "passes": (False, True)},
         "broadcastbuffers": {"broadcast_buffers": True},
         "sgd": {"sgd": True},
+        "coalesced": {"coalesce_nbytes": 1 << 16},
     }.items():
         add(f"{name}.uop{int(uop)}", use_orig_params=uop, **options)
     for name, fixed in {**LATE_STREAMS, "both": {1: 40.0, 2: 25.0}}.items():

@@ -735,14 +735,6 @@ def all_reduce_hook(device: torch.device, **options: Any) -> str | None:
 
 
 @case
-def coalesced(device: torch.device) -> str | None:
-    """Send the collectives of small units together."""
-    pair = late_pair(device, coalesce_nbytes=1 << 16)
-    pair.train(5)
-    return pair.check()
-
-
-@case
 def uneven(device: torch.device) -> str | None:
     """Train with more batches on one rank than on the second."""
     pair = late_pair(device)

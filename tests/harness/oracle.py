@@ -205,11 +205,7 @@ def mean_gradients(replicas: list[nn.Module], shard_size: int) -> dict[str, tupl
 
 
 def run_ddp(
-    case: Case,
-    make_optimizer: MakeOptimizer,
-    schedule: Schedule | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
+    case: Case, make_optimizer: MakeOptimizer, schedule: Schedule | None = None, *, dtype: torch.dtype = torch.float32
 ) -> list[Step]:
     """Train under DDP on the default group; ranks return equal results except for buffers.
 

@@ -135,10 +135,7 @@ _also_imported: list[str] = []
 def _template(number: int) -> Template:
     template = _templates.get(number)
     if template is None or not template.alive:
-        alone = {
-            "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        }  # numpy and the compiler start threads
+        alone = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # numpy and the compiler start threads
         template = _templates[number] = Template(
             ["-m", Template.__module__, *_also_imported],
             {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", **alone},

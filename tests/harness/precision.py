@@ -10,10 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fsdp import (
-    MixedPrecision,
-    ShardingStrategy,
-)
+from fsdp import MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_local_gradients, assert_local_parameters
 from tests.harness.oracle import assert_bit_equal, named_parameters

@@ -16,11 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdp
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import (
-    FullyShardedDataParallel,
-)
+from fsdp import FullyShardedDataParallel
 from tests.harness.oracle import clean_name
 
 WIDTH = 5

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import Optimizer
 
-from fsdp import (
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    RaggedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp.checkpoint import StateDictOptions, get_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
