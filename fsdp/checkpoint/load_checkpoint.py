@@ -33,6 +33,7 @@ from fsdp.checkpoint.files import FileRecord, Manifest
 from fsdp.checkpoint.forms import boxes_of, is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
+from fsdp.checkpoint.optim_dtypes import with_classes
 from fsdp.checkpoint.optim_load import Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -245,7 +246,7 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
     not_saved = lacking(loadable["param_groups"])
     failure: KeyError | None = None
     try:
-        optimizer.load_state_dict(loadable)
+        optimizer.load_state_dict(with_classes(optimizer, loadable))
     except KeyError as error:  # of a state or an option that the class in the checkpoint does not have
         if not not_saved:
             raise

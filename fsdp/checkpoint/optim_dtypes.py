@@ -10,11 +10,12 @@ The cast is right for element-wise states of torch's own optimizers, which must 
 the dtype of the parameter has changed since the save, only the cast lets the optimizer step.
 
 [Note: Quantized states]
-8-bit optimizers have states in a subclass of ``torch.Tensor`` with a ``dequantize()`` and a ``copy_()`` of its own. A
-shard's blocks and scales fit that shard alone. So state dicts and checkpoints hold the dequantized values, which can
-be cut in any way and take memory during a save, and the parameter groups have a mark. An optimizer that loads marked
-groups makes empty states by a step with zero gradients, and the values are copied into those. So the states have the
-class that they had before the save.
+8-bit optimizers have states in a subclass of ``torch.Tensor`` with a ``dequantize()`` and a ``copy_()`` of its own;
+those of bitsandbytes are put into one (:mod:`fsdp.checkpoint.optim_blocks`). A shard's blocks and scales fit that shard
+alone. So state dicts and checkpoints hold the dequantized values, which can be cut in any way and take memory during a
+save, and the parameter groups have a mark. Before an optimizer loads marked groups, it makes empty states by a step
+with zero gradients, and the values are copied into those. So the states have the class that they had before the save.
+(A hook of ``load_state_dict`` would be too late: that of bitsandbytes runs none.)
 
 The copy quantizes once more. The codes are those that were saved if the class can represent the largest value of each
 block, and if the blocks are cut alike. Otherwise a value changes by at most the error of one quantization, as in a step
@@ -32,6 +33,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp.checkpoint.optim_blocks import as_parts, as_tensors
 from fsdp.flat.views import stepped_params
 from fsdp.runtime import hooks
 
@@ -58,7 +60,10 @@ def dequantized(value: Any) -> Any:
 def with_values(state_dict: Any) -> Any:
     """Return a state dict by parameter names with a mark and dequantized values, if states are of a quantized class, as
     those of a plain model's optimizer are; otherwise ``state_dict`` itself."""
-    states = (state_dict or {}).get("state", {})
+    states = {
+        key: as_tensors(state) if isinstance(state, Mapping) else state
+        for key, state in (state_dict or {}).get("state", {}).items()
+    }
     if not any(is_quantized(leaf) for leaf in tree_leaves(states)):
         return state_dict
     found = {**state_dict, "state": tree_map(dequantized, states)}
@@ -80,10 +85,11 @@ def mark(groups: Iterable[dict[str, Any]]) -> None:
 
 
 @torch.no_grad()
-def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def with_classes(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return ``state_dict``, which ``optimizer`` is about to load, without the mark. If there was one, states of which
     the optimizer makes a quantized class are of that class."""
-    if not is_marked(state_dict):
+    optimizer = _unwrapped(optimizer)
+    if optimizer is None or not is_marked(state_dict):
         return state_dict
     groups = [{key: value for key, value in group.items() if key != QUANTIZED} for group in state_dict["param_groups"]]
     keys = [key for group in groups for key in group["params"]]
@@ -92,14 +98,14 @@ def with_classes(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     states = dict(state_dict["state"])
     with _set_aside(optimizer), first_step(optimizer, without={*params} - key_of.keys()):
         for param, key in key_of.items():
-            made = optimizer.state.get(param, {})
-            states[key] = {name: _like(made.get(name), value) for name, value in states[key].items()}
+            made = as_tensors(optimizer.state.get(param, {}))
+            states[key] = as_parts({name: _like(made.get(name), value) for name, value in states[key].items()})
     return {**state_dict, "state": states, "param_groups": groups}
 
 
 def _like(made: Any, value: Any) -> Any:
     """Return ``value`` in the quantized class of ``made``, in the memory of ``made``; otherwise ``value`` itself."""
-    plain = isinstance(value, torch.Tensor) and not is_quantized(value)
+    plain = isinstance(value, torch.Tensor) and not is_quantized(value) and value.is_floating_point()
     return made.copy_(value) if is_quantized(made) and plain and made.shape == value.shape else value
 
 
@@ -158,22 +164,25 @@ def first_step(optimizer: Optimizer, without: Collection[torch.Tensor]) -> Itera
 
 
 def keep_dtypes(optimizer: Any) -> None:
-    """Make ``optimizer`` keep the dtypes and quantized classes of states that it loads.
+    """Make ``optimizer`` keep the dtypes of states that it loads.
 
     States still move to the parameters' devices, and ``step`` becomes the tensor that ``capturable`` and ``fused``
     optimizers need.
     """
-    while "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):  # a wrapper of an optimizer
+    own = _unwrapped(optimizer)
+    if own is not None and own not in _kept:
+        _kept.add(own)
+        own.register_load_state_dict_pre_hook(_with_dtypes_kept)
+
+
+def _unwrapped(optimizer: Any) -> Optimizer | None:
+    """Return the optimizer in a wrapper of one."""
+    while optimizer is not None and "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):
         optimizer = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
-        if optimizer is None:
-            return
-    if optimizer not in _kept:
-        _kept.add(optimizer)
-        optimizer.register_load_state_dict_pre_hook(_with_dtypes_kept)
+    return optimizer
 
 
 def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state_dict = with_classes(optimizer, state_dict)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = dict(state_dict["state"])

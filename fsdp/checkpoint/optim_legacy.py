@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint import optim_names
 from fsdp.checkpoint.forms import Form, Full, Rows
-from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes
+from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes, with_classes
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import Group
 from fsdp.checkpoint.optim_state import optim_state_dict as save_optim_state
@@ -104,8 +104,9 @@ class LegacyOptimMethods:
         """
         LegacyOptimMethods._warn_optim_input(optim_input)
         rekeyed = optim_names.rekey(optim_state_dict, optim_state_key_type, model, groups_of(optim, optim_input))
-        if optim is not None and is_marked(rekeyed):
+        if optim is not None and is_marked(rekeyed) and optim_state_key_type is OptimStateKeyType.PARAM_ID:
             keep_dtypes(optim)
+            rekeyed = with_classes(optim, rekeyed)
         return rekeyed
 
     @staticmethod

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, is_part, needs_exchange, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
-from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_values
+from fsdp.checkpoint.optim_blocks import as_tensors
+from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_classes, with_values
 from fsdp.checkpoint.optim_names import (
     Group,
     Holder,
@@ -247,7 +248,7 @@ class _Plan:
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
         known = member.name in self.contents.known
-        value = None if known else dequantized(self._kept.get(holder.param, {}).get(state))
+        value = None if known else dequantized(as_tensors(self._kept.get(holder.param, {})).get(state))
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
@@ -415,4 +416,7 @@ def optim_state_dict_to_load(
         loadable["param_groups"] = groups
     if optim is not None:
         keep_dtypes(optim)
+        later = any(isinstance(value, Whole) for state in of_params for value in state.values())
+        if not later:  # the caller quantizes what it reads itself
+            loadable = with_classes(optim, loadable)
     return loadable

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
+from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, mark
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
@@ -47,7 +48,7 @@ def optim_state_dict(
     """
     params = ModelParams(model, groups)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
-    state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
+    state_of = {by_key[key]: as_tensors(state) for key, state in raw["state"].items() if key in by_key}
     group = group if group is not None else default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
     others = {key: value for key, value in raw["state"].items() if key not in by_key}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized
 from fsdp.checkpoint.optim_names import Holder, holders_of
 from fsdp.comm.board import Board
@@ -91,7 +92,7 @@ def _check_size(optimizer: Optimizer, holder: Holder) -> None:
     numels = [layout.piece(member.index, rank).numel for rank in range(layout.world_size)]
     whole = member.record.numel
     own = numels[holder.rank]
-    for name, value in optimizer.state[holder.param].items():
+    for name, value in as_tensors(optimizer.state[holder.param]).items():
         numel = value.numel() if isinstance(value, torch.Tensor) and value.dim() > 0 else own
         if numel != own and numel > 1 and numel in (*numels, whole):
             raise RuntimeError(
@@ -119,7 +120,7 @@ def _compare(optimizer: Optimizer, group: Any, holders: list[Holder]) -> None:
 def _samples(optimizer: Optimizer, holders: list[Holder]) -> Iterator[bytes]:
     """Yield some elements of each state, except of states in which all elements are equal, as before a first step."""
     for holder in holders:
-        for value in optimizer.state[holder.param].values():
+        for value in as_tensors(optimizer.state[holder.param]).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 1:
                 elements = dequantized(value).detach().reshape(-1)
                 some = elements[:: -(-elements.numel() // _SAMPLES)].cpu().contiguous()

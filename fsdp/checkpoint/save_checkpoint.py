@@ -64,7 +64,8 @@ def save(
             (``fully_shard`` makes such models). Each rank writes its shards. Values that are not sharded (buffers,
             ignored parameters, extra state) are written as on rank 0.
         optimizer: an optimizer of the model's parameters, or several of different ones. States come back bit for bit,
-            and those of 8-bit optimizers in their class, rounded once more (``fsdp/checkpoint/optim_dtypes.py``).
+            and those of 8-bit optimizers quantized as they were, rounded once more
+            (``fsdp/checkpoint/optim_dtypes.py``).
             Entries of the state that belong to no parameter are written as on rank 0.
         extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
