@@ -137,61 +137,37 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int) -> None:
         optimizer.zero_grad()
 
 
-def save_halfway(root: str) -> list[dict[str, Tensor]]:
-    told = []
+@on_ranks(2)
+def test_save_and_load_with_the_optimizer_move_no_tensor_data(tmp_path: Path) -> None:
+    """In a load the ranks agree on three numbers. A plain model loads the state; merged groups are refused.
+
+    `test_checkpoints` trains on after a load, at any number of ranks.
+    """
     for mode in (False, True):
-        model, optimizer = trained(1, mode)
+        path, (model, optimizer), fresh = tmp_path / str(mode), trained(1, mode), trained(2, mode)
         steps(model, optimizer, 0)
         with record_collectives() as log:
-            save(f"{root}/{mode}", model, optimizer)
+            save(path, model, optimizer)
         assert all(str(record.label).startswith("agree") for record in log.records)
-        told.append(whole(model, optimizer))
-        steps(model, optimizer, 2)
-        told.append(whole(model, optimizer))
-    return told
-
-
-def resume(root: str) -> list[dict[str, Tensor]]:
-    told = []
-    for mode in (False, True):
-        model, optimizer = trained(2, mode)
         with record_collectives() as log:
-            load(f"{root}/{mode}", model, optimizer)
+            load(path, *fresh)
         assert all(record.nbytes == 24 or str(record.label).startswith("agree") for record in log.records)
-        told.append(whole(model, optimizer))
-        steps(model, optimizer, 2)
-        told.append(whole(model, optimizer))
-    return told
-
-
-def test_resumed_training_equals_uninterrupted_training(tmp_path: Path) -> None:
-    """Parameters, optimizer state and the next steps are equal, bit for bit at the same number of ranks; merged groups
-    are refused.
-
-    No tensor data travels; in a load the ranks agree on three numbers.
-    """
-    expected = run_ranks(2, save_halfway, str(tmp_path))[0]
-    for world_size in (1, 2, 3):
-        found = run_ranks(world_size, resume, str(tmp_path))[0]
-        every = 1 if world_size == 2 else 2  # other numbers of ranks add gradients in a different order
-        for ours, theirs in zip(found[::every], expected[::every], strict=True):
-            assert_bit_equal(ours, theirs)
-    for mode in (False, True):
-        half = expected[2 * mode]
+        expected = whole(model, optimizer)
+        assert_bit_equal(whole(*fresh), expected)
         module = LORA.build(5)
-        saved, named = load_plain(tmp_path / str(mode)), dict(module.named_parameters())
+        saved, named = load_plain(path), dict(module.named_parameters())
         assert saved.optimizer is not None
         groups = [{"params": [named[name] for name in group["params"]]} for group in saved.optimizer["param_groups"]]
         merged = torch.optim.AdamW([param for group in groups for param in group["params"]])
         with pytest.raises(ValueError, match=r"in one parameter group of the optimizer.*were saved in groups with"):
-            load(tmp_path / str(mode), module, merged)
+            load(path, module, merged)
         optimizer = torch.optim.AdamW(groups)
-        load(tmp_path / str(mode), module, optimizer)
+        load(path, module, optimizer)
         state = get_optimizer_state_dict(module, optimizer)["state"]
         for found in (state, saved.optimizer["state"]):
             flat = {f"state.{name}.{key}": value for name, of in found.items() for key, value in of.items()}
-            assert_bit_equal(flat, {key: value for key, value in half.items() if key.startswith("state.")})
-        assert_bit_equal(saved.model, {name: half[name] for name in saved.model})
+            assert_bit_equal(flat, {key: value for key, value in expected.items() if key.startswith("state.")})
+        assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})
         assert_bit_equal(module.state_dict(), saved.model)
 
 
