@@ -89,6 +89,7 @@ def with_accelerate(
     accumulate: int = 1,
     state: str = "FULL",
     compiled: bool = False,
+    quantized: str = "",
     **options: Any,
 ) -> list[float]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -120,6 +121,10 @@ def with_accelerate(
     loader = torch.utils.data.DataLoader(batches(), batch_size=2)
     model = accelerator.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if quantized:
+        import bitsandbytes
+
+        optimizer = getattr(bitsandbytes.optim, quantized)(model.parameters(), lr=0.01, min_8bit_size=256)
     optimizer, loader = accelerator.prepare(optimizer, loader)
     if part.begin:
         accelerator.load_state(part.folder)
@@ -573,6 +578,8 @@ ROWS = [
         **HYBRID,
     ),
     row(with_accelerate, "torch_compile", compiled=True, **ORIG),
+    row(with_accelerate, "AdamW8bit, flat parameters", quantized="AdamW8bit", **FLAT),
+    row(with_accelerate, "Lion8bit, sharded state", quantized="Lion8bit", state="SHARDED", **ORIG),
     row(with_fabric, "full state, accumulation, clipping"),
     row(with_fabric, "sharded state, bf16, flat parameters", state="sharded", precision="bf16-mixed", **FLAT),
     row(with_fabric, "HYBRID_SHARD", ONE_DEVICE, FULL, **HYBRID),
