@@ -246,18 +246,20 @@ class Trainer:
         torch.optim.SGD(self.params, lr=0.1).zero_grad(set_to_none=False)
         self.ledger.scale(0.0)
 
+    def named(self, names: list[str]) -> list[nn.Parameter]:
+        buckets = [(unit, bucket) for unit in fsdp.shard_info(self.model) for bucket in unit.buckets]
+        pairs = [(u.full_name(record), p) for u, b in buckets for record, p in zip(b.layout.params, b.params)]
+        return [param for name, param in pairs if name in names]
+
+    def in_block(self) -> list[str]:
+        """Return the names of the first block's parameters, which are one flat parameter or several originals."""
+        return [name for name in self.ledger.reduced if name.startswith("blocks.0.")]
+
     def drop_some(self) -> None:
         """Set `.grad = None` on single parameters; with flat parameters on that of one unit."""
-        self.drop(["blocks.0.linear.weight", "blocks.0.scale", "embed.bias"], "blocks.0")
-
-    def drop(self, names: list[str], flat_unit: str) -> None:
-        if not self.mode[1]:
-            names = [name for name in self.ledger.reduced if name.startswith(flat_unit)]
-        for unit in fsdp.shard_info(self.model):
-            for bucket in unit.buckets:
-                for record, param in zip(bucket.layout.params, bucket.params):
-                    if unit.full_name(record) in names:
-                        param.grad = None
+        names = ["blocks.0.linear.weight", "blocks.0.scale", "embed.bias"] if self.mode[1] else self.in_block()
+        for param in self.named(names):
+            param.grad = None
         self.ledger.drop(names)
 
 
@@ -441,16 +443,8 @@ def test_freezing_between_accumulated_passes() -> None:
     grads = pass_gradients(4)
     for mode in MODES:
         trainer = Trainer(mode, grads)
-        frozen = [name for name in trainer.ledger.reduced if name.startswith("blocks.0.")]
-        if mode[1]:
-            frozen.append("last.used.weight")
-        params = [
-            param
-            for unit in fsdp.shard_info(trainer.model)
-            for bucket in unit.buckets
-            for record, param in zip(bucket.layout.params, bucket.params)
-            if unit.full_name(record) in frozen
-        ]
+        frozen = trainer.in_block() + (["last.used.weight"] if mode[1] else [])
+        params = trainer.named(frozen)
         trainer.run(0, NO_SYNC)
         for param in params:
             param.requires_grad_(False)
@@ -472,16 +466,6 @@ def test_freezing_between_accumulated_passes() -> None:
 # -- .grad in users' hands ---------------------------------------------------------------------------------------
 
 
-def _snapshot(params: Sequence[nn.Parameter]) -> list[tuple[Tensor, Tensor]]:
-    """Return the gradients, as a user holds them, with copies of their values."""
-    return [(p.grad, p.grad.clone()) for p in params if p.grad is not None]
-
-
-def _assert_untouched(held: list[tuple[Tensor, Tensor]], label: str) -> None:
-    changed = [tuple(grad.shape) for grad, copy in held if not torch.equal(grad, copy)]
-    assert not changed, f"{label}: gradients of shapes {changed} changed in the user's hands"
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) -> None:
@@ -497,25 +481,23 @@ def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) 
             for drop in (Trainer.clear, Trainer.drop_some):
                 trainer.restart(f"{drop.__name__} between {before} and {after}")
                 trainer.run(0, before)
-                with_grad = {id(p) for p in trainer.params if p.grad is not None}
-                held = {id(p): p.grad for p in trainer.params if p.grad is not None}
-                copies = {key: grad.clone() for key, grad in held.items()}
+                held = [(p, p.grad, p.grad.clone()) for p in trainer.params if p.grad is not None]
                 drop(trainer)
-                dropped = [p for p in trainer.params if p.grad is None and id(p) in with_grad]
+                dropped = [(grad, copied) for param, grad, copied in held if param.grad is None]
                 trainer.run(1, after)
                 trainer.run(2, SYNC)
                 trainer.run(3, NO_SYNC)
-                _assert_untouched([(held[id(p)], copies[id(p)]) for p in dropped], trainer.label)
+                changed = [tuple(grad.shape) for grad, copied in dropped if not torch.equal(grad, copied)]
+                assert not changed, f"{trainer.label}: gradients of shapes {changed} changed in the user's hands"
             # accumulated into: its memory can still be read
             trainer.restart(f"{before}, then {after}")
             trainer.run(0, before)
-            kept = _snapshot(trainer.params)
+            kept = [param.grad for param in trainer.params if param.grad is not None]
             trainer.run(1, after)
             trainer.run(2, SYNC)
             trainer.clear()
             trainer.run(3, after)
-            for grad, _ in kept:
-                assert grad.isfinite().all(), trainer.label
+            assert all(grad.isfinite().all() for grad in kept), trainer.label
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

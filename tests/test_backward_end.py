@@ -26,10 +26,11 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, gradient_sizes
 from tests.harness.models import LoraBlock
+from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import FULL, GRAD_OP, NONE, seeded
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import wrap
+from tests.harness.sharded import full_gradients, wrap
 
 WIDTH, VOCABULARY = 6, 11
 Build = Callable[[], nn.Module]
@@ -642,30 +643,6 @@ class Echo(Block):
         return x + result
 
 
-@on_ranks(2)
-def test_backward_may_enter_a_unit_inside_of_its_backward() -> None:
-    """Gradients of the two backwards are kept apart, and the unit reduces after both."""
-    kinds = ModuleWrapPolicy({Block, Echo})
-    build = seeded(lambda: nn.Sequential(Block(), Echo(), Block()))
-    plain, model = build(), wrap(build(), FULL, True, wrap_policy=kinds)
-    for step in range(3):
-        both = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
-        with record_collectives() as log:
-            for each in (plain, model):
-                for x in both:
-                    loss = each(x).square().mean()
-                loss.backward()
-                next(module for module in each.modules() if isinstance(module, Echo)).before = None
-        reduced = [record.label for record in log.records if record.label and record.label.startswith("reduce")]
-        assert reduced == [f"reduce unit '{index}'" for index in (2, 1, 0)], (step, reduced)
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            for (name, param), expected in zip(model.named_parameters(), plain.parameters()):
-                assert param.grad is not None and expected.grad is not None
-                torch.testing.assert_close(param.grad, expected.grad, rtol=0, atol=0, msg=f"{step}, {name}")
-        plain.zero_grad()
-        model.zero_grad()
-
-
 class Penalized(nn.Module):
     """A weight whose penalty is differentiated by a nested backward.
 
@@ -684,22 +661,29 @@ class Penalized(nn.Module):
         return torch.tanh(shifted * self.weight)
 
 
+@pytest.mark.parametrize("unit", [Echo, Penalized])
 @on_ranks(2)
-def test_nested_backward_adds_to_a_held_gradient() -> None:
-    """The nested backward reaches the leaf without passing an output of the unit."""
-    build = seeded(lambda: nn.Sequential(Block(), Penalized(), Block()))
+def test_backward_inside_of_a_units_backward(unit: type[nn.Module]) -> None:
+    """It enters the unit again, or reaches a leaf without passing an output of the unit, whose gradient is held.
+
+    Gradients of the two backwards are kept apart, and the unit reduces after both.
+    """
+    build = seeded(lambda: nn.Sequential(Block(), unit(), Block()))
     for strategy in (FULL, NONE):
         plain = build()
-        model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, Penalized}))
-        for step in range(2):
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+        model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, unit}))
+        for step in range(3):
+            inputs = torch.randn(1 + (unit is Echo), 3, WIDTH, generator=torch.Generator().manual_seed(step))
             with record_collectives() as log:
                 for each in (plain, model):
-                    each(x).square().mean().backward()
+                    for x in inputs:
+                        loss = each(x).square().mean()
+                    loss.backward()
+                    for module in filter(lambda module: isinstance(module, Echo), each.modules()):
+                        module.before = None
             reduced = [record.label for record in log.records if record.label and record.label.startswith("reduce")]
             assert reduced == [f"reduce unit '{index}'" for index in (2, 1, 0)], (strategy, step, reduced)
-            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-                for (name, param), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
-                    torch.testing.assert_close(param.grad, of_plain.grad, msg=f"{strategy}, {step}, {name}")
+            expected = {name: param.grad for name, param in plain.named_parameters()}
+            assert_bit_equal(full_gradients(model), expected, f"{strategy}, {step}")
             plain.zero_grad()
             model.zero_grad()

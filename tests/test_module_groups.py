@@ -138,11 +138,10 @@ def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> 
                     fresh.load_state_dict(state)
             assert_bit_equal(full_parameters(fresh), values, kind)
         plain.load_state_dict(grouped.state_dict())
-        with FSDP.summon_full_params(grouped):
-            if mode:
-                assert {key: tuple(p.shape) for key, p in grouped.named_parameters()} == {
-                    key: tuple(p.shape) for key, p in plain.named_parameters()
-                }
+        if mode:
+            with FSDP.summon_full_params(grouped):
+                shapes, wanted = ({key: p.shape for key, p in each.named_parameters()} for each in (grouped, plain))
+            assert shapes == wanted
         assert {key for key, _ in fsdp.full_params(grouped)} == {key for key, _ in plain.named_parameters()}
         expected = FSDP.optim_state_dict(without, optims[1])
         assert_equal_states(FSDP.optim_state_dict(grouped, optims[0])["state"], expected["state"])
@@ -265,7 +264,8 @@ class Nested(nn.Module):
         return self.back(self.middle(self.again(self.front(x))))
 
 
-def _interplay() -> None:
+@on_ranks(2)
+def test_groups_with_checkpointing_casts_and_freezing() -> None:
     batch = _LM.make_batch(0, 2)
     for name in GROUPED:
         losses = {}
@@ -274,11 +274,7 @@ def _interplay() -> None:
             chosen = partial(apply_activation_checkpointing, check_fn=lambda m: isinstance(m, (nn.LayerNorm, Block)))
             if checkpointed == "before":
                 apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, (MlpBlock, nn.Embedding)))
-            model = wrap(
-                GROUPED[name] if not checkpointed else module,
-                use_orig_params=True,
-                wrap_policy=ModuleWrapPolicy({Block}),
-            )
+            model = wrap(module, use_orig_params=True, wrap_policy=ModuleWrapPolicy({Block}))
             if checkpointed == "after":
                 chosen(model)
             _LM.loss(model, batch).backward()
@@ -327,10 +323,8 @@ class Inside(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.front = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
-        self.back, self.head = (
-            nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
-            nn.Linear(2, 3),
-        )
+        self.back = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.head = nn.Linear(2, 3)
         if grouped:
             FSDP.group([self.front, self.back])
             FSDP.group([self.front[1], self.head])
@@ -339,7 +333,8 @@ class Inside(nn.Module):
         return self.head(self.back(self.front(x)))
 
 
-def _one_inside_another() -> None:
+@on_ranks(2)
+def test_groups_inside_groups_coalesced_neighbors_and_units_by_hand() -> None:
     batch = torch.ones(2, 3)
     plain, linears = Inside(False), ModuleWrapPolicy({nn.Linear})
     plain(batch).sum().backward()
@@ -360,12 +355,6 @@ def _one_inside_another() -> None:
         wrapped(batch).sum().backward()
         assert_bit_equal({clean(name): grad for name, grad in full_gradients(wrapped).items()}, expected, str(options))
         assert list(wrapped.state_dict()) == list(expected)
-
-
-@on_ranks(2)
-def test_groups_with_checkpointing_freezing_and_nesting() -> None:
-    _interplay()
-    _one_inside_another()
 
 
 @on_ranks(2)
