@@ -1,4 +1,4 @@
-"""Guards of released memory: a read is an error where torch allows that, and never a crash of the process.
+"""Guards of released memory: a read is an error, or gives NaN, instead of ending the process.
 
 A program may keep a leaf, or a view of one, from inside a forward. Once the unit is resharded, it has no memory.
 The kernels of torch do not check for that: on CPU the process would crash.
@@ -7,7 +7,8 @@ The kernels of torch do not check for that: on CPU the process would crash.
 The storage of a released buffer has 0 bytes. Operations that check the size (views, matrix products) refuse it. In
 builds for CUDA, torch lets a storage refuse every access with a message. Elsewhere, on CPU, the storage refuses writes,
 and points to address space without memory of its own, where every read finds NaN. The guard is set up once per buffer
-and is exchanged with the memory from the pool, without cost per step. Accelerators of further builds have no guard.
+and is exchanged with the memory from the pool, without cost per step. Accelerators of further builds have no guard, and
+neither has torch before 2.12, which cannot exchange memory: there a read may end the process.
 With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
 """
 
