@@ -7,7 +7,6 @@ Gradients come from real backwards. The oracle takes the same gradients in full 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -30,6 +26,7 @@ from tests.harness.passes import HostReads
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.small import torchs
 
 FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 ORDERS = (2.0, 1.0, math.inf, 0.5, 3.0, -1.0)
@@ -66,7 +63,6 @@ def tree(kind: str, orig: bool, dtype: torch.dtype = torch.float32, **options: A
     policy = ModuleWrapPolicy(UNITS)
     if kind == "mixed":
         model.second = wrap(model.second, NONE, orig, wrap_policy=None)
-        policy = ModuleWrapPolicy({MlpBlock, Gain})
         model.first = wrap(model.first, FULL, orig, wrap_policy=None)
         model.scale = wrap(model.scale, FULL, orig, wrap_policy=None)
         return wrap(model, FULL, orig, wrap_policy=None, **options)
@@ -376,21 +372,13 @@ def test_norm_and_gradients_equal_torchs_fsdp1() -> None:
     for p, strategy, orig in pairwise(
         (1.0, 2.0, math.inf, 0.5), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)
     ):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
-            theirs = TorchFSDP(
-                _trainable(),
-                sharding_strategy=TorchStrategy[strategy],
-                auto_wrap_policy=TorchModuleWrapPolicy(UNITS),
-                use_orig_params=orig,
-                device_id=torch.device("cpu"),
-            )
+        theirs = torchs(_trainable(), strategy, UNITS, use_orig_params=orig)
         ours = wrap(_trainable(), ShardingStrategy[strategy], orig, wrap_policy=ModuleWrapPolicy(UNITS))
         backward(theirs)
         backward(ours)
         expected = theirs.clip_grad_norm_(1.5, p)
         torch.testing.assert_close(ours.clip_grad_norm_(1.5, p), expected, rtol=1e-6, atol=0)
-        with TorchFSDP.summon_full_params(theirs, with_grads=orig):
+        with theirs.summon_full_params(theirs, with_grads=orig):
             named = {clean_name(name): param for name, param in theirs.named_parameters()}
             if orig:
                 grads = full_gradients(ours)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS, default_hooks
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 
 import fsdp
 from fsdp import MixedPrecision
@@ -33,6 +29,7 @@ from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, by_turns
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
+from tests.harness.small import torchs
 
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=3)
@@ -219,15 +216,7 @@ def cloning(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
 def test_hooks_are_called_as_by_torchs_fsdp1() -> None:
     """With the same sizes per call and the same gradients (division by two is exact)."""
     for strategy, orig in MODES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
-            theirs = TorchFSDP(
-                CASE.build(),
-                sharding_strategy=TorchStrategy[strategy.name],
-                auto_wrap_policy=TorchModuleWrapPolicy(set(CASE.blocks)),
-                use_orig_params=orig,
-                device_id=torch.device("cpu"),
-            )
+        theirs = torchs(CASE.build(), strategy.name, CASE.blocks, use_orig_params=orig)
         ours = wrap(CASE, strategy, orig)
         states = State(), State()
         theirs.register_comm_hook(states[0], native)

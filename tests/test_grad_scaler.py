@@ -14,9 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
 from torch.optim import SGD, Adam
 
 from fsdp import MixedPrecision, ShardingStrategy
@@ -27,6 +25,7 @@ from tests.harness.passes import HostReads
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.small import torchs
 
 FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 CASE = ZOO["mlp"]
@@ -326,12 +325,7 @@ def test_training_equals_torchs_fsdp_and_a_plain_scaler() -> None:
     bit-equal."""
     for orig in (True, False):
         ours = wrap(CASE, FULL, orig)
-        theirs = TorchFSDP(
-            CASE.build(),
-            auto_wrap_policy=TorchModuleWrapPolicy(set(CASE.blocks)),
-            use_orig_params=orig,
-            device_id=torch.device("cpu"),
-        )
+        theirs = torchs(CASE.build(), blocks=CASE.blocks, use_orig_params=orig)
         plain = CASE.build()
         options: dict[str, Any] = {"init_scale": 2.0**8, "growth_interval": 2}
         scalers = (
@@ -357,6 +351,6 @@ def test_training_equals_torchs_fsdp_and_a_plain_scaler() -> None:
         assert scalers[0].get_scale() != 2.0**8
         expected = {name: param.detach() for name, param in plain.named_parameters()}
         assert_bit_equal(full_parameters(ours), expected, f"plain, use_orig_params={orig}")
-        with TorchFSDP.summon_full_params(theirs):
+        with theirs.summon_full_params(theirs):
             whole = {clean_name(name): param.detach().clone() for name, param in theirs.named_parameters()}
         assert_bit_equal(whole, expected, f"torch's, use_orig_params={orig}")

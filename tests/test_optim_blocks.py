@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import warnings
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
 )
 from fsdp.optim import WholeParamOptimizer
-from tests.harness.optim_states import FORMS, transfer
+from tests.harness.optim_states import FORMS, assert_resumed_losses_are_equal, transfer
+from tests.harness.optim_states import train_on_sines as train
 from tests.harness.pool import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
@@ -135,19 +137,6 @@ def broad(use_orig_params: bool = True) -> FSDP:
     return FSDP(nn.Sequential(nn.Linear(8, 300), nn.Tanh(), inner), use_orig_params=use_orig_params)
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    """Return this rank's losses."""
-    losses = []
-    for number in range(steps):
-        inputs = torch.sin(torch.arange(32.0).view(4, 8) * (number + 1 + 3 * dist.get_rank()))
-        loss = model(inputs).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def tensors(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return a copy of each parameter's states."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -184,17 +173,7 @@ def test_codes_and_scales_come_back_bit_for_bit(kind: str, uop: bool, form: str,
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_losses_resumed_with_blocks_are_those_without_interruption(kind: str, tmp_path: Path) -> None:
-    """Equal to the last bit, also into an optimizer that has stepped."""
-    for used in (False, True):
-        model, other = broad(), broad()
-        optimizer, fresh = made(kind, model), made(kind, other, lr=0.5)
-        train(model, optimizer, 3)
-        path = save(tmp_path / str(used), model, optimizer)
-        expected = train(model, optimizer, 3)
-        if used:
-            train(other, fresh, 1)
-        load(path, other, fresh)
-        assert train(other, fresh, 3) == expected
+    assert_resumed_losses_are_equal(broad, partial(made, kind), tmp_path)
 
 
 def _save_blocks(kind: str, path: Path) -> None:

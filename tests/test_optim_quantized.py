@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from fsdp import FullyShardedDataParallel, OptimStateKeyType
 from fsdp.checkpoint import load, load_plain, save
 from fsdp.optim import WholeParamOptimizer
-from tests.harness.optim_states import FORMS, transfer
+from tests.harness.optim_states import FORMS, assert_resumed_losses_are_equal, transfer
+from tests.harness.optim_states import train_on_sines as train
 from tests.harness.pool import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
@@ -94,19 +95,6 @@ def build(use_orig_params: bool) -> FSDP:
     return FSDP(inner, use_orig_params=use_orig_params)
 
 
-def train(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    """Return this rank's losses."""
-    losses = []
-    for number in range(steps):
-        inputs = torch.sin(torch.arange(32.0).view(4, 8) * (number + 1 + 3 * dist.get_rank()))
-        loss = model(inputs).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def quantized(optimizer: Optimizer) -> list[tuple[type, Any, Any]]:
     """Return class, codes and scales of each state with dimensions."""
     return [
@@ -138,24 +126,7 @@ def test_states_come_back_in_their_class_bit_for_bit(uop: bool, form: str, tmp_p
 
 @on_ranks(2)
 def test_resumed_losses_are_those_of_a_run_without_interruption(tmp_path: Path) -> None:
-    """Equal to the last bit, also into an optimizer that has stepped, with gradients of a backward present."""
-    for used in (False, True):
-        model = build(True)
-        optimizer = Adam8(model.parameters())
-        train(model, optimizer, 3)
-        path = save(tmp_path / str(used), model, optimizer)
-        expected = train(model, optimizer, 3)
-        other = build(True)
-        fresh = Adam8(other.parameters(), lr=0.5)
-        grads = []
-        if used:
-            train(other, fresh, 1)
-            other(torch.ones(2, 8)).sum().backward()
-            grads = [param.grad for param in other.parameters()]
-        load(path, other, fresh)
-        assert all(param.grad is grad for param, grad in zip(other.parameters(), grads))
-        other.zero_grad()
-        assert train(other, fresh, 3) == expected
+    assert_resumed_losses_are_equal(lambda: build(True), lambda model, lr=0.01: Adam8(model.parameters(), lr), tmp_path)
 
 
 @on_ranks(2)

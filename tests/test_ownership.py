@@ -447,13 +447,12 @@ def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
 @on_ranks(2)
 def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
     """Named by class, before any change."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
     from torch.distributed.fsdp import fully_shard
 
-    torchs = functools.partial(TorchFSDP, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    theirs = functools.partial(torchs, use_orig_params=use_orig_params)
     ours = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params)
     policy = ModuleWrapPolicy({nn.Linear})
-    for wrap, message in ((torchs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
+    for wrap, message in ((theirs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
         net = Net()
         net.head = wrap(net.head)
         before = [(name, type(module)) for name, module in net.named_modules()]
@@ -466,12 +465,12 @@ def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
             ours(net.head)
     if use_orig_params:
         net = Net()
-        torchs(net)
+        theirs(net)
         with pytest.raises(ValueError, match=r"parameter 'weight' is already sharded by torch\.distributed\.fsdp"):
             ours(net.head)
     net = Net()
     net.head = ours(net.head)
-    model = torchs(net)
+    model = theirs(net)
     with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
         model(torch.ones(2, WIDTH))
     model = ours(Net(), auto_wrap_policy=policy)

@@ -49,6 +49,7 @@ from tests.harness.precision import (
     same,
 )
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
+from tests.harness.small import torchs
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------
 
@@ -653,9 +654,7 @@ def test_outputs_and_accumulated_gradients_equal_torchs() -> None:
     ):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 5))
-        reference: Any = TorchFSDP(
-            deepcopy(net), device_id=torch.device("cpu"), mixed_precision=TorchMixedPrecision(**fields)
-        )
+        reference = torchs(deepcopy(net), mixed_precision=TorchMixedPrecision(**fields))
         result = wrap(net, mixed_precision=MixedPrecision(**fields))
         for step in range(3):
             x = torch.randn(2, 3, WIDTH)[rank]

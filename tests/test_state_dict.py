@@ -39,7 +39,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-from tests.harness.small import StandIn
+from tests.harness.small import StandIn, torchs
 from tests.harness.states import FULL, KINDS, LOCAL, SHARDED, Rich, Tied, full_state, kind_of, rich
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
@@ -78,18 +78,9 @@ def test_every_kind_of_state_has_the_plain_models_entries_and_loads(
 # -- torch's FSDP1, plain modules and DDP ------------------------------------------------------------------------------
 
 
-def torch_fsdp_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_SHARD) -> nn.Module:
-    from torch.distributed import fsdp as torchs
-
+def torch_fsdp_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_SHARD) -> Any:
     options: dict[str, Any] = {"ignored_modules": [module.ignored]} if hasattr(module, "ignored") else {}
-    return torchs.FullyShardedDataParallel(
-        module,
-        sharding_strategy=torchs.ShardingStrategy[strategy.name],
-        auto_wrap_policy=torchs.wrap.ModuleWrapPolicy({Tied}),
-        use_orig_params=mode,
-        device_id=torch.device("cpu"),
-        **options,
-    )
+    return torchs(module, strategy.name, {Tied}, use_orig_params=mode, **options)
 
 
 def make_plainer(seed: int = 0) -> Rich:

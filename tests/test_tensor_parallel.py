@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -39,6 +38,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.optim_states import load_model, model_state, save
 from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
 from tests.harness.pool import on_ranks
+from tests.harness.small import torchs
 from tests.harness.tensor_parallel import (
     WIDTH,
     WORDS,
@@ -384,12 +384,8 @@ def check_files(path: Path, world: Layout, model: FSDP, optimizer: Any, values: 
 @on_ranks(4)
 def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) -> None:
     world = Layout.of(2, 2)
-    theirs = TorchFSDP(
-        parallel(Transformer().requires_grad_(), world.tp),
-        device_mesh=world.options["device_mesh"],
-        auto_wrap_policy=TorchPolicy({Block}),
-        device_id=torch.device("cpu"),
-    )
+    module = parallel(Transformer().requires_grad_(), world.tp)
+    theirs = torchs(module, blocks={Block}, device_mesh=world.options["device_mesh"])
     their_optimizer = trained_with(theirs, world)
     kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
     expected = {kind: model_state(TorchFSDP, theirs, kind) for kind in kinds}

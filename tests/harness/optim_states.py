@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_api
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp.api import FullOptimStateDictConfig as TorchFullOptim
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig as TorchShardedOptim
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -38,6 +37,7 @@ from fsdp import (
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict
 from fsdp.compat import disable_dcp, enable_dcp
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness import small
 
 FSDP = FullyShardedDataParallel
 FORMS: dict[str, tuple[Any, ...]] = {  # arguments of `state_dict_type`
@@ -67,6 +67,41 @@ def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, roo
     else:
         path = checkpoint.save(root, model, optimizer, keep=1)
         checkpoint.load(path, model, fresh, in_place=form == "in place")
+
+
+def train_on_sines(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
+    """Train on inputs of eight features, and return this rank's losses."""
+    losses = []
+    for number in range(steps):
+        inputs = torch.sin(torch.arange(32.0).view(4, 8) * (number + 1 + 3 * dist.get_rank()))
+        loss = model(inputs).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_resumed_losses_are_equal(build: Callable[[], FSDP], make: Callable[..., Optimizer], root: Path) -> None:
+    """Compare losses after a load with those of a run without interruption, to the last bit.
+
+    Also into an optimizer that has stepped, with gradients of a backward present.
+    """
+    for used in (False, True):
+        model, other = build(), build()
+        optimizer, fresh = make(model), make(other, lr=0.5)
+        train_on_sines(model, optimizer, 3)
+        path = checkpoint.save(root / str(used), model, optimizer)
+        expected = train_on_sines(model, optimizer, 3)
+        grads = []
+        if used:
+            train_on_sines(other, fresh, 1)
+            other(torch.ones(2, 8)).sum().backward()
+            grads = [param.grad for param in other.parameters()]
+        checkpoint.load(path, other, fresh)
+        assert all(param.grad is grad for param, grad in zip(other.parameters(), grads))
+        other.zero_grad()
+        assert train_on_sines(other, fresh, 3) == expected
 
 
 @contextlib.contextmanager
@@ -116,17 +151,9 @@ def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options
         )
 
 
-def torchs(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> TorchFSDP:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return TorchFSDP(
-            options.pop("module", None) or build(),
-            sharding_strategy=TorchStrategy[strategy],
-            auto_wrap_policy=TorchPolicy({Block}) if blocks else None,
-            use_orig_params=uop,
-            device_id=torch.device("cpu"),
-            **options,
-        )
+def torchs(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> Any:
+    module = options.pop("module", None) or build()
+    return small.torchs(module, strategy, {Block} if blocks else (), use_orig_params=uop, **options)
 
 
 def adamw(params: Iterable[Any]) -> Optimizer:

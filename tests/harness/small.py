@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,11 +57,16 @@ def build(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(module, **options)
 
 
-def torchs(module: nn.Module, **options: Any) -> nn.Module:
-    """Wrap with torch's FSDP1."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+def torchs(module: nn.Module, strategy: str = "FULL_SHARD", blocks: Iterable[type] = (), **options: Any) -> Any:
+    """Wrap with torch's FSDP1, and each module of the classes `blocks`; without the warning about NO_SHARD's end."""
+    from torch.distributed import fsdp
 
-    return TorchFSDP(module, device_id=torch.device("cpu"), **options)
+    if blocks:
+        options["auto_wrap_policy"] = fsdp.wrap.ModuleWrapPolicy(set(blocks))
+    kind = fsdp.ShardingStrategy[strategy]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fsdp.FullyShardedDataParallel(module, sharding_strategy=kind, device_id=torch.device("cpu"), **options)
 
 
 def batch(step: int, rank: int) -> Tensor:
