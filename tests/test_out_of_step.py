@@ -135,6 +135,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "summon": (summon, "summon_full_params() of the root unit"),
     "load": (lambda model: model.load_state_dict(Chain(UNEQUAL).state_dict()), "load_state_dict() of the root unit"),
     "clip": (lambda model: model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),
+    "reduce_gradients": (lambda model: model.reduce_gradients(), "reduce_gradients() of the root unit"),
 }
 
 
