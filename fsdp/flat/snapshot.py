@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 # For ``map`` over the parameters of a unit, which several checks of each pass do: 5 % of the host time of a small unit.
 version_of = operator.attrgetter("_version")
@@ -35,28 +34,26 @@ class Snapshot:
     A write through ``tensor.data`` leaves all of these equal. No function of Python is called per tensor.
     """
 
-    __slots__ = ("_has_dtensors", "flags", "pointers", "values")
+    __slots__ = ("flags", "pointers", "values")
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.values, self.flags = Values.of(tensors), list(map(flag_of, tensors))
-        self._has_dtensors = any(isinstance(tensor, DTensor) for tensor in tensors)
-        self.pointers = self._pointers_of(tensors)
+        self.pointers = _pointers_of(tensors)
 
     def has_data_and_flags(self, tensors: Sequence[Any]) -> bool:
         """Compare data pointers and ``requires_grad`` of the same ``tensors`` now. In-place writes do not count."""
         if self.flags != list(map(flag_of, tensors)):
             return False
-        return self.pointers == self._pointers_of(tensors)
+        return self.pointers == _pointers_of(tensors)
 
     def moved(self, later: Snapshot) -> list[int]:
         """Return the indices of the tensors with other data in ``later``, as after ``tensor.data = other``."""
         return [index for index, (one, other) in enumerate(zip(self.pointers, later.pointers)) if one != other]
 
-    def _pointers_of(self, tensors: Sequence[Any]) -> list[int]:
-        """Return data pointers; for a tensor without elements the address of the storage."""
-        if self._has_dtensors:
-            tensors = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        pointers = list(map(torch.Tensor.data_ptr, tensors))
-        if 0 in pointers:
-            return [pointer or tensor.untyped_storage()._cdata for pointer, tensor in zip(pointers, tensors)]
-        return pointers
+
+def _pointers_of(tensors: Sequence[Any]) -> list[int]:
+    """Return data pointers; instead of 0, as of a tensor without elements, the address of the storage."""
+    pointers = list(map(torch.Tensor.data_ptr, tensors))
+    if 0 in pointers:
+        return [pointer or tensor.untyped_storage()._cdata for pointer, tensor in zip(pointers, tensors)]
+    return pointers
