@@ -131,7 +131,6 @@ class Unsharder:
         if self._meetings != self.passes.meetings:
             self.order, self._meetings = ExecutionOrder(), self.passes.meetings
         self.order.start(unit, backward=backward)
-        self._ahead = 0
         self._within_budget = self._choose_within_budget()
 
     def _choose_within_budget(self) -> set[Unit]:
