@@ -186,6 +186,27 @@ def test_training_step_may_be_one_compiled_function() -> None:
 
 
 @on_ranks(2)
+def test_code_after_a_backward_is_compiled() -> None:
+    """Hooks of a backward run with the compiler off, and switch it on again."""
+    import torch._dynamo
+
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph.code)
+        return graph.forward
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        model(x).square().mean().backward()
+        return torch.erf(x)
+
+    torch.compile(step, backend=backend)(build("eager", None, True), torch.ones(4, 5))
+    assert any("erf" in code for code in compiled)
+
+
+@on_ranks(2)
 def test_ignored_modules_are_not_marked_for_the_compiler() -> None:
     model = Model()
     wrapped = FullyShardedDataParallel(model, ignored_modules=[model.blocks[1]], use_orig_params=True)

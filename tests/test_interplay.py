@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, register_forward_method
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import new_pair
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
 from tests.harness.pool import on_ranks
@@ -41,6 +42,24 @@ def train(model: nn.Module, step: Callable[[], None], schedule: Schedule = SCHED
         step()
 
 
+OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def step_by_hooks(model: nn.Module) -> list[int]:
+    """Let hooks step an optimizer per parameter; return a list that gets the number of gradients after each step."""
+    params, live = list(model.parameters()), list[int]()
+    optimizers = {param: torch.optim.SGD([param], **OPTIONS) for param in params}
+
+    def hook(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+        live.append(sum(p.grad is not None for p in params))
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(hook)
+    return live
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: int) -> None:
@@ -48,20 +67,11 @@ def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: i
     for strategy in STRATEGIES:
         for method in ("torch's function", "hooks"):
             model = wrap(CASE, strategy, use_orig_params=True)
-            options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-            live: list[int] = []
+            live = []
             if method == "hooks":
-                optimizers = {param: torch.optim.SGD([param], **options) for param in model.parameters()}
-
-                def hook(param: Tensor) -> None:
-                    optimizers[param].step()  # noqa: B023
-                    optimizers[param].zero_grad()  # noqa: B023
-                    live.append(sum(p.grad is not None for p in model.parameters()))  # noqa: B023
-
-                for param in model.parameters():
-                    param.register_post_accumulate_grad_hook(hook)
+                live = step_by_hooks(model)
             else:
-                _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options)
+                _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
             with model.no_sync():
                 CASE.loss(model, CASE.make_batch(0, 2)).backward()  # no optimizer steps
             assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
@@ -72,6 +82,18 @@ def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: i
             assert_bit_equal(full_parameters(model), expected, f"{method}, {strategy}")
             if method == "hooks" and strategy is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1:
                 assert max(live) < len(list(model.parameters())) / 2  # most gradients are freed before the last arrive
+
+
+@on_ranks(4)
+def test_optimizers_step_inside_the_backward_of_hybrid_sharding() -> None:
+    """Gradients that are averaged over the replicas are complete one unit later."""
+    for buffers in (1, 2):
+        model = wrap(CASE, ShardingStrategy.HYBRID_SHARD, use_orig_params=True, process_group=new_pair())
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        steps, before = step_by_hooks(model), list[int]()
+        next(model.parameters()).register_hook(lambda grad: before.append(len(steps)))  # noqa: B023
+        train(model, lambda: None, Schedule(steps=1))
+        assert 0 < before[0] < len(steps), (buffers, before, len(steps))
 
 
 # -- hooks on parameters -------------------------------------------------------------------------------------------

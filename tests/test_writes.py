@@ -218,9 +218,9 @@ def test_replaced_parameters_that_do_not_fit_are_refused_at_every_entry() -> Non
             else:
                 del linear.weight
             assert_alike(model, build(), f"{name}, {describe(mode)}")
-    for use_orig_params in (False, True):  # data that do not fit
-        _, model = pair((FULL, use_orig_params))
-        param = next(param for param in model.parameters() if param.numel())
+    for use_orig_params, name in ((False, "_flat_param"), (True, "linear.weight"), (True, "linear.bias")):
+        _, model = pair((FULL, use_orig_params))  # data that do not fit; rank 0 has no element of the bias
+        param = layer_of(model, 0).get_parameter(name)
         param.data = (before := param.data).double()
         with pytest.raises(RuntimeError, match=r"Cannot writeback .* became .*torch.float64"):
             ENTRIES["optimizer"](model)
@@ -233,6 +233,28 @@ def test_replaced_parameters_that_do_not_fit_are_refused_at_every_entry() -> Non
         model(batch())
     linear.weight, linear.bias = before, None  # the module runs without a bias from here on
     loss_of(model).backward()
+
+
+@on_ranks(2)
+def test_an_assigned_parameter_gets_the_gradients() -> None:
+    """With `use_orig_params=True` an optimizer may hold it already."""
+    for strategy in (FULL, NONE):
+        plain, model = pair((strategy, True))
+        linear = layer_of(model, 0).linear
+        linear.weight = assigned = nn.Parameter(linear.weight.detach() * 0.5)
+        plain.layers[0].linear.weight.data.mul_(0.5)
+        assert_alike(model, plain, strategy.name)
+        assert linear.weight is assigned
+
+
+@on_ranks(2)
+def test_state_dict_hooks_that_write_nothing_leave_a_backward_possible() -> None:
+    for mode in MODES:
+        _, model = pair(mode)
+        layer_of(model, 0).register_state_dict_pre_hook(lambda *_: None)
+        loss = loss_of(model)
+        model.state_dict()
+        loss.backward()
 
 
 class Returning(nn.Linear):
