@@ -414,8 +414,7 @@ def test_save_uses_the_streams_of_the_models_device() -> None:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 def test_locked_pages_are_not_in_forks_and_may_be_huge() -> None:
-    """After a fork, the next write would go to other pages than the device reads. Huge pages are locked in a tenth of
-    the time."""
+    """After a fork, the next write would go to pages that the device does not read. Huge pages are locked faster."""
     memory = locked_pages(5 << 20, lambda address, nbytes: None, lambda address: None)
     flags = mapping_of(memory.data_ptr())["VmFlags"].split()
     assert "dc" in flags and "hg" in flags

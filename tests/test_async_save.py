@@ -13,9 +13,11 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -37,8 +39,7 @@ from tests.harness.strategies import STRATEGIES
 
 
 class Part(nn.Module):
-    """A tied parameter, a buffer, extra state that is changed in place, a frozen parameter; sizes that do not
-    divide."""
+    """A tied parameter, a buffer, extra state changed in place, a frozen parameter; sizes that do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,10 +257,6 @@ def test_error_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None
     assert sorted(os.listdir(path)) == ["checkpoint_00000002", "latest"]
 
 
-def no_thread(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
 @on_ranks(2)
 def test_relative_path_is_resolved_on_rank_0_at_the_call(tmp_path: Path) -> None:
     """A path is None on rank 1, and the working directory changes while the save is in flight."""
@@ -283,10 +280,10 @@ def test_relative_path_is_resolved_on_rank_0_at_the_call(tmp_path: Path) -> None
 def test_rank_that_cannot_start_a_thread_raises_on_every_rank(tmp_path: Path) -> None:
     """The following save succeeds."""
     model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
+    no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     for failing in range(2):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=f"rank {failing}: can't start"):
-            if dist.get_rank() == failing:
-                patch.setattr(threading.Thread, "start", no_thread)
+        fails = no_thread if dist.get_rank() == failing else nullcontext()
+        with fails, pytest.raises(RuntimeError, match=f"rank {failing}: can't start"):
             async_save(tmp_path, model, optimizer)
         assert save(tmp_path, model, optimizer).name == f"checkpoint_{failing + 1:08d}"
 

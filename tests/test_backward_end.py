@@ -163,8 +163,7 @@ def _frozen(model: nn.Module, path: str) -> nn.Module:
 
 
 class Segments(nn.Module):
-    """Checkpointed segments that use parameters of the root around units, and recompute after the root's last
-    layers."""
+    """Checkpointed segments that use the root's parameters around units, recomputed after the root's last layers."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -396,8 +395,7 @@ def test_no_gradient_comes_from_released_memory(debug: str) -> None:
 
 
 class Threaded(nn.Module):
-    """A unit that computes a branch, or everything, on another thread, with separate sequence numbers of graph
-    nodes."""
+    """A unit that computes a branch, or everything, on another thread, where sequence numbers of nodes are separate."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -622,8 +620,8 @@ def test_unit_with_late_gradients_reduces_once() -> None:
         for step in range(3):
             with record_collectives() as log:
                 model(torch.randn(3, WIDTH)).square().mean().backward()
-            reduced = [each.label for each in log.records if each.label and each.label.startswith("reduce")]
-            assert sorted(reduced) == [f"reduce unit '{index}'" for index in range(3)], (strategy, step, reduced)
+            reduced = log.units("reduce")
+            assert sorted(reduced) == ["unit '0'", "unit '1'", "unit '2'"], (strategy, step, reduced)
 
 
 class Echo(Block):
@@ -681,8 +679,8 @@ def test_backward_inside_of_a_units_backward(unit: type[nn.Module]) -> None:
                     loss.backward()
                     for module in filter(lambda module: isinstance(module, Echo), each.modules()):
                         module.before = None
-            reduced = [record.label for record in log.records if record.label and record.label.startswith("reduce")]
-            assert reduced == [f"reduce unit '{index}'" for index in (2, 1, 0)], (strategy, step, reduced)
+            reduced = log.units("reduce")
+            assert reduced == ["unit '2'", "unit '1'", "unit '0'"], (strategy, step, reduced)
             expected = {name: param.grad for name, param in plain.named_parameters()}
             assert_bit_equal(full_gradients(model), expected, f"{strategy}, {step}")
             plain.zero_grad()

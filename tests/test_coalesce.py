@@ -83,7 +83,7 @@ def test_coalesced_units_train_as_under_ddp() -> None:
         assert "layers.5, layers.6" in str(fsdp.describe(model))
         with record_collectives() as log:
             CASE.loss(model, CASE.make_batch(0, 2)).backward()
-        reduced = [label for label in log.labels() if label is not None and label.startswith("reduce ")]
+        reduced = log.units("reduce")
         assert len(reduced) == len(set(reduced)) == len(UNITS) - 1  # one unit owns no parameters
         copied = wrap(CASE, use_orig_params=mode, coalesce_nbytes=2 * LAYER, seed=1)
         copied.load_state_dict(model.state_dict())

@@ -122,8 +122,7 @@ def local_only(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
 
 
 def _parts(model: nn.Module, sharded: bool = False) -> dict[str, Tensor]:
-    """Return the part of each parameter's gradient in this rank's shard; with `sharded`, cut from unsharded
-    gradients."""
+    """Return each gradient's part in this rank's shard; with `sharded`, cut from unsharded gradients."""
     parts = {}
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:

@@ -61,8 +61,7 @@ Counts = Counter[tuple[str, str, int, int]]
 
 
 def data(log: CollectiveLog) -> list[Collective]:
-    """Select the collectives of parameters and gradients, and check that all remaining ones are small and of
-    integers."""
+    """Select the collectives of parameters and gradients; check that the remaining ones are small and of integers."""
     moved = []
     for record in log.records:
         if record.op == "exchange" or (record.dtype is not None and record.dtype.is_floating_point):

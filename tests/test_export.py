@@ -60,21 +60,14 @@ def test_weights_equal_the_full_state_dict_in_the_dtype(
     train(model)
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def wide() -> nn.Module:
+    layers = (nn.Linear(64, 64, bias=False) for _ in range(6))
+    return wrap(nn.Sequential(*layers), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
 
 
 @on_ranks(2)
 def test_stream_moves_the_bytes_of_the_dtype_and_holds_two_units() -> None:
-    torch.manual_seed(0)
-    model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = wide()
     numel = 64 * 64
     for dtype, itemsize in ((None, 4), (torch.bfloat16, 2)):
         with record_collectives() as log:
@@ -101,8 +94,7 @@ def test_stream_moves_the_bytes_of_the_dtype_and_holds_two_units() -> None:
 
 @on_ranks(2)
 def test_next_gather_is_in_flight_while_a_unit_is_used() -> None:
-    torch.manual_seed(0)
-    model = wrap(Wide(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = wide()
     with record_collectives() as log:
         for number, _ in enumerate(fsdp.export.weights(model)):
             log.mark(f"use {number}")
@@ -118,18 +110,14 @@ def test_next_gather_is_in_flight_while_a_unit_is_used() -> None:
 # -- unfinished loops --------------------------------------------------------------------------------------------------
 
 
-def train_and_check(model: nn.Module, before: dict[str, Tensor]) -> None:
-    assert_bit_equal(full_parameters(model), before)
-    train(model)
-
-
 @on_ranks(2)
 def test_model_is_usable_after_an_unfinished_loop() -> None:
     model = build(True)
     before = full_parameters(model)
     for _ in itertools.islice(fsdp.export.weights(model), 3):
         pass
-    train_and_check(model, before)
+    assert_bit_equal(full_parameters(model), before)
+    train(model)
     with pytest.raises(ZeroDivisionError):
         for _ in fsdp.export.weights(model):
             raise ZeroDivisionError

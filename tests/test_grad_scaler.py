@@ -223,8 +223,7 @@ def test_infinity_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
 
 @on_ranks(2)
 def test_one_collective_and_no_host_synchronization() -> None:
-    """One all-reduce per optimizer at unscaling. The host reads values only in `step`, and never with fused
-    optimizers."""
+    """One all-reduce per optimizer at unscaling. The host reads values only in `step`, never with fused optimizers."""
     for fused in (False, True):
         model = wrap(CASE, FULL)
         optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
@@ -321,8 +320,7 @@ def test_float16_training_finds_its_scale() -> None:
 
 @on_ranks(2)
 def test_training_equals_torchs_fsdp_and_a_plain_scaler() -> None:
-    """Eight steps with an overflow in the fourth. Scales are powers of two, so scaling is exact and results are
-    bit-equal."""
+    """Eight steps with an overflow in the fourth. Scales are powers of two, so results are bit-equal."""
     for orig in (True, False):
         ours = wrap(CASE, FULL, orig)
         theirs = torchs(CASE.build(), blocks=CASE.blocks, use_orig_params=orig)

@@ -48,8 +48,7 @@ def chain(units: int, layers: int, **options: Any) -> nn.Module:
 
 @contextmanager
 def counting(measured: bool) -> Iterator[list[str]]:
-    """Yield the names of the package's functions called inside, if ``measured``; comprehensions belong to their
-    function."""
+    """Yield the names of the package's functions called inside, if ``measured``, without comprehensions."""
     calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -417,8 +417,7 @@ def test_divergence_is_reported_on_all_ranks(odd: str, odd_ranks: tuple[int, ...
 
 @on_ranks(4)
 def test_different_replicas_are_an_error() -> None:
-    """Ranks of a replica group need the same part of the same model, checked before the first gather of a training
-    step."""
+    """A replica group has the same part of the same model, checked before the first gather of a training step."""
     rank = dist.get_rank()
     shards = [new_group(ranks=[0, 1]), new_group(ranks=[2, 3])]
     crossed = [new_group(ranks=[0, 3]), new_group(ranks=[1, 2])]

@@ -129,7 +129,7 @@ def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> 
             with kind_of(grouped, kind):
                 with record_collectives() as log:
                     state = grouped.state_dict()
-                gathers = labels_of(log, "gather")
+                gathers = log.units("gather")
                 assert len(gathers) == len(set(gathers)), kind
                 if kind != "local":
                     assert list(state) == list(plain.state_dict()), kind
@@ -165,10 +165,6 @@ def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> 
         assert "\n  embed, head Embedding, Linear " in str(fsdp.describe(grouped)) or name == "untied"
 
 
-def labels_of(log: Any, verb: str) -> list[str]:
-    return [label.removeprefix(f"{verb} ") for label in log.labels() if label and label.startswith(f"{verb} ")]
-
-
 def record(recorded: dict[str, set[str]], name: str, now: Any, *_: Any) -> None:
     recorded[name] = now()
 
@@ -190,14 +186,14 @@ def test_groups_are_gathered_once_per_pass() -> None:
             batch = _LM.make_batch(0, 2)
             with record_collectives() as log:
                 loss = _LM.loss(model, batch)
-            assert labels_of(log, "gather") == ["the root unit", *forward], name
+            assert log.units("gather") == ["the root unit", *forward], name
             assert gathered(model) == {""}
             with record_collectives() as log:
                 loss.backward()
-            assert labels_of(log, "gather") == backwards[name], name
+            assert log.units("gather") == backwards[name], name
             if prefetch and name == "tied":  # also while a unit waits for gradients of later modules
                 assert log.labels().index(f"gather {blocks[0]}") < log.labels().index(f"reduce {blocks[1]}")
-            assert sorted(labels_of(log, "reduce")) == sorted(["the root unit", *forward]), name
+            assert sorted(log.units("reduce")) == sorted(["the root unit", *forward]), name
             assert gathered(model) == set()
             if name == "tied":  # the awaited unit does not count for the limit: the next block is unsharded, too
                 ahead = {"blocks.1"} if prefetch else set()
@@ -205,7 +201,7 @@ def test_groups_are_gathered_once_per_pass() -> None:
                 assert recorded["blocks.1"] == {"", "embed, head", "blocks.1"}
         with torch.no_grad(), record_collectives() as log:
             _LM.loss(model, batch)
-        assert labels_of(log, "gather") == ["the root unit", *forward]
+        assert log.units("gather") == ["the root unit", *forward]
         assert gathered(model) == set()
 
 

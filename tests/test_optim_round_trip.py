@@ -396,8 +396,7 @@ def test_disagreement_of_one_process_group_raises_on_all_ranks() -> None:
 
 @on_ranks(2)
 def test_state_of_another_rank_is_detected_at_the_first_step() -> None:
-    """Loading one rank's ``optimizer.state_dict()`` everywhere, or a plain optimizer's, raises or warns. A rank's
-    own state does neither."""
+    """A rank's ``optimizer.state_dict()`` on all ranks, or a plain optimizer's, raises or warns; one's own does not."""
     for uop in (False, True):
         model = build(uop)
         optimizer = step(torch.optim.AdamW(model.parameters()))

@@ -105,8 +105,7 @@ def penalty(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def hooked(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Register hooks on a weight: autograd's hooks see the local gradient, post-accumulate hooks the reduced one,
-    once."""
+    """Hook a weight: autograd's hooks see the local gradient, post-accumulate hooks the reduced one, once."""
     seen: list[int] = []
     weight = model.head.weight
     weight.register_hook(lambda grad: grad * 2)

@@ -62,13 +62,8 @@ def gathers() -> Iterator[list[str]]:
     names: list[str] = []
     with record_collectives() as recorded:
         yield names
-    for label in recorded.labels():
-        if label is not None and label.startswith("gather "):
-            names.append("root" if "root" in label else label.rstrip("'").replace("'", ".").rpartition(".")[2])
-
-
-def reductions(labels: list[str | None]) -> list[str]:
-    return [label for label in labels if label is not None and label.startswith("reduce ")]
+    for unit in recorded.units("gather"):
+        names.append("root" if "root" in unit else unit.rstrip("'").replace("'", ".").rpartition(".")[2])
 
 
 @on_ranks(2)
@@ -225,7 +220,7 @@ def test_gradient_sync_can_be_switched_for_single_units() -> None:
     layer.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
         comparison.backward(0)
-    reduced = reductions(recorded.labels())
+    reduced = recorded.units("reduce")
     assert len(reduced) == 4 and not any("layers.0" in label for label in reduced), reduced
     assert layer.linear.weight.grad.shape == (6, 6)
     layer.set_requires_gradient_sync(True)
@@ -234,7 +229,7 @@ def test_gradient_sync_can_be_switched_for_single_units() -> None:
     comparison.model.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
         comparison.backward(2)
-    assert not reductions(recorded.labels())
+    assert not recorded.units("reduce")
     comparison.model.set_requires_gradient_sync(True)
     comparison.backward(3)
     comparison.step()
@@ -387,7 +382,7 @@ def test_gradients_are_reduced_over_replicas_only_when_requested() -> None:
             with record_collectives() as recorded:
                 for step in (first, first + 1):
                     model(per_rank(step, rank)).square().mean().backward()
-            over_replicas = reductions(recorded.labels("all_reduce"))
+            over_replicas = recorded.units("reduce", "all_reduce")
             assert not over_replicas and all(param.grad is None for param in model.parameters())
             with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
                 model.clip_grad_norm_(1.0)
@@ -396,7 +391,7 @@ def test_gradients_are_reduced_over_replicas_only_when_requested() -> None:
             model.set_requires_all_reduce(True)
             with record_collectives() as recorded:
                 model(per_rank(first + 2, rank)).square().mean().backward()
-            over_replicas = reductions(recorded.labels("all_reduce"))
+            over_replicas = recorded.units("reduce", "all_reduce")
             assert len(over_replicas) == 5  # one per unit: the first two backwards use no collective between replicas
             sent = [r.nbytes for r in recorded.records if r.op == "all_reduce" and "reduce " in str(r.label)]
             shards = [4 * sum(b.layout.padded_numel for b in u.buckets) // shard for u in fsdp.shard_info(model)]

@@ -148,8 +148,7 @@ class Outcome:
 
 
 def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
-    """Run each program in a new group; with ``shard_size`` hybrid, in shard groups of that size with their replica
-    groups."""
+    """Run each program in a new group; with ``shard_size`` in shard groups of that size and their replica groups."""
     patience, threads.PATIENCE = threads.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
     try:

@@ -178,8 +178,7 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
 def assert_same(
     actual: Mapping[str, Tensor | None], expected: Values, ulps: float, what: str, summed: Values | None = None
 ) -> None:
-    """Assert bit equality with `ulps=0`, otherwise a bound in units in the last place of the largest element (or of
-    `summed`)."""
+    """Assert bit equality with `ulps=0`, else a bound in units in the last place of the largest element or `summed`."""
     __tracebackhide__ = True
     if ulps == 0:
         assert_bit_equal(actual, expected, what)

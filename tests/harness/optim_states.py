@@ -293,8 +293,7 @@ def cross_load(
 
 
 class Mixed(nn.Module):
-    """Frozen and trained parameters of two dtypes in one unit, an ignored module, and a parameter without an
-    optimizer."""
+    """Frozen and trained parameters of two dtypes in one unit, an ignored module, a parameter without an optimizer."""
 
     def __init__(self) -> None:
         super().__init__()

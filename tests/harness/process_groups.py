@@ -140,6 +140,10 @@ class CollectiveLog:
     def labels(self, op: str | None = None) -> list[str | None]:
         return [r.label for r in self.select(op)]
 
+    def units(self, verb: str, op: str | None = None) -> list[str]:
+        """Return the units that were gathered or reduced, as `verb` says, in order: "the root unit", "unit 'a'"."""
+        return [each.removeprefix(f"{verb} ") for each in self.labels(op) if each and each.startswith(f"{verb} ")]
+
     def mark(self, text: str) -> None:
         """Log an event of the program, such as the start of a computation."""
         self.events.append(("mark", text))
@@ -439,8 +443,7 @@ class _Pending:
         self._started.set()
 
     def finish(self) -> None:
-        """Wait for the real collective without a delivery, because dropping a message in flight breaks the
-        connection."""
+        """Wait for the real collective without delivery: dropping a message in flight breaks the connection."""
         for work, part in zip(self._works, self.parts, strict=True):
             if not part.delivered:
                 work.wait()

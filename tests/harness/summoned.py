@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.process_groups import CollectiveLog
 from tests.harness.sharded import wrap
 from tests.harness.small import WIDTH, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -132,11 +131,6 @@ def pieces(model: nn.Module, whole: Mapping[str, Tensor | None]) -> dict[str, Te
 def enter(*args: Any, **kwargs: Any) -> None:
     with summon(*args, **kwargs):
         pass
-
-
-def gathered(log: CollectiveLog) -> int:
-    """Count the collectives that gathered a bucket."""
-    return sum((record.label or "").startswith("gather ") for record in log.records)
 
 
 def modes(turn: bool) -> list[tuple[int, Mode]]:

@@ -69,8 +69,7 @@ class Forked:
         return self._code
 
     def _is_over(self) -> bool:
-        """Return whether the process has ended, before the template reports it. Without /proc, only the report
-        counts."""
+        """Return whether the process has ended, before the template reports it. Without /proc, only that counts."""
         try:
             with open(f"/proc/{self.pid}/stat") as stat:
                 return stat.read().rpartition(")")[2].split()[0] in "ZX"
@@ -145,8 +144,7 @@ class Template:
         return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Release the template, which ends after its last client. Forked processes live on; ranks end with the
-        test's process."""
+        """Release the template, which ends after its last client. Forked processes live on; ranks end with the test."""
         self._socket.close()
         self.process.wait()  # returns at once in processes that did not start it
         self._log.close()
