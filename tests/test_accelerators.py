@@ -166,7 +166,7 @@ def test_watcher_is_paused_during_graph_capture() -> None:
 
 
 def test_watcher_thread_ends_with_the_process_and_begins_again() -> None:
-    """Its poll must not be under way while the interpreter ends: there Python would end the thread, and C++ abort."""
+    """Python would end the thread inside of a poll, which aborts the process."""
     watcher, queried = Watcher(), threading.Event()
     unfinished = mock.Mock(query=lambda: queried.set() or False)
     for _ in range(2):
