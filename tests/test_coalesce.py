@@ -13,7 +13,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.models import Batch, Case
-from tests.harness.oracle import Schedule, assert_bit_equal, run_ddp, sgd
+from tests.harness.oracle import Schedule, assert_bit_equal, assert_same_steps, run_ddp, sgd
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
@@ -74,9 +74,7 @@ def test_coalesced_units_train_as_under_ddp() -> None:
     expected = run_ddp(CASE, sgd, schedule)
     for mode in (True, False):
         found = run_fsdp(CASE, sgd, schedule, use_orig_params=mode, coalesce_nbytes=2 * LAYER)
-        for step, theirs in zip(found, expected, strict=True):
-            assert_bit_equal(step.grads, theirs.grads)
-            assert_bit_equal(step.params, theirs.params)
+        assert_same_steps(found, expected)
         model = wrap(CASE, use_orig_params=mode, coalesce_nbytes=2 * LAYER)
         assert names(model) == UNITS
         assert list(model.state_dict()) == list(CASE.build().state_dict())

@@ -38,16 +38,11 @@ def unsharded_model(kind: str, use_orig_params: bool, build: Callable[[], nn.Mod
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return FullyShardedDataParallel(
-            build(),
-            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-            device_mesh=mesh,
-            auto_wrap_policy=policy,
-            use_orig_params=use_orig_params,
-            **options,
-        )
+        hybrid = ShardingStrategy.HYBRID_SHARD
+        return wrap(build(), hybrid, use_orig_params, wrap_policy=policy, device_mesh=mesh, **options)
 
 
+MLP = seeded(Mlp)
 KINDS = [(kind, orig) for kind in ("NO_SHARD", "hybrid with one rank per shard group") for orig in (True, False)]
 
 
@@ -120,11 +115,14 @@ def hooked(model: nn.Module, data: Data) -> Iterator[Any]:
     assert seen == [True] * 4, seen
 
 
-def check_averages(program: Program, kinds: list[tuple[str, bool]] = KINDS) -> None:
-    build = seeded(Mlp)
+def check_averages(
+    program: Program, build: Callable[[], nn.Module] = MLP, kinds: Any = KINDS, **bounds: Any
+) -> Reference:
     reference = Reference(build, program)
     for kind, use_orig_params in kinds:
-        reference.check(unsharded_model(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
+        model = unsharded_model(kind, use_orig_params, build)
+        reference.check(model, f"{kind}, use_orig_params={use_orig_params}", **bounds)
+    return reference
 
 
 @pytest.mark.parametrize("program", [tied_head, inner_module, penalty])
@@ -137,21 +135,13 @@ def test_gradients_of_parameters_used_outside_of_forward_are_averaged(program: P
 @on_ranks(2)
 def test_gradients_that_arrive_after_the_reduction_are_averaged() -> None:
     """A parameter used before the forward receives the last gradient of the unit."""
-
-    def build() -> nn.Module:
-        return seeded(Mlp)().double()
-
-    reference = Reference(build, tied_tail)
-    for kind, use_orig_params in KINDS:
-        model = unsharded_model(kind, use_orig_params, build)
-        case = f"{kind}, use_orig_params={use_orig_params}"
-        reference.check(model, case, ulps=16, ulps_after_step=REASSOCIATED)
+    check_averages(tied_tail, lambda: MLP().double(), ulps=16, ulps_after_step=REASSOCIATED)
 
 
 @on_ranks(2)
 def test_hooks_see_gradients_of_parameters_used_outside_of_forward_once() -> None:
     """Gradient hooks see the plain model's gradients; post-accumulate hooks see the average."""
-    check_averages(hooked, [kind for kind in KINDS if kind[1]])
+    check_averages(hooked, kinds=[kind for kind in KINDS if kind[1]])
 
 
 def norm_of(model: nn.Module) -> Tensor:
@@ -162,7 +152,7 @@ def norm_of(model: nn.Module) -> Tensor:
 def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
     """Inside no_sync() they add up until a backward synchronizes; otherwise each backward reduces them."""
     for kind, use_orig_params in KINDS:
-        model = unsharded_model(kind, use_orig_params, seeded(Mlp))
+        model = unsharded_model(kind, use_orig_params, MLP)
         model(torch.ones(1, WIDTH)).sum().backward()
         for inside in (True, False):
             model.zero_grad()
@@ -197,7 +187,7 @@ def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
     precision = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=keep)
     weight = 1.0 + dist.get_rank()
     for kind, use_orig_params in KINDS:
-        model = unsharded_model(kind, use_orig_params, seeded(Mlp), mixed_precision=precision)
+        model = unsharded_model(kind, use_orig_params, MLP, mixed_precision=precision)
         x = torch.ones(2, WIDTH)
         model(x)
         for step in range(3):
@@ -222,7 +212,7 @@ def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
 def test_gradients_of_replaced_or_cast_parameters_used_outside_of_forward() -> None:
     """After unfreezing, replacing, casting and copying."""
     weight = 1.0 + dist.get_rank()
-    model = unsharded_model("NO_SHARD", True, seeded(Mlp))
+    model = unsharded_model("NO_SHARD", True, MLP)
     x = torch.ones(2, WIDTH)
     model.head.weight.requires_grad_(False)
     model(x).sum().backward()
@@ -252,7 +242,7 @@ def test_gradients_of_replaced_or_cast_parameters_used_outside_of_forward() -> N
 def test_backward_before_the_first_forward_is_refused() -> None:
     """The error names the unit and the remedy."""
     for kind, use_orig_params in KINDS:
-        model = unsharded_model(kind, use_orig_params, seeded(Mlp))
+        model = unsharded_model(kind, use_orig_params, MLP)
         x = torch.ones(2, WIDTH)
         with pytest.raises(RuntimeError, match=r"the Mlp unit before its first forward.*call the wrapped model itself"):
             model.module.head(x).sum().backward()
@@ -286,9 +276,7 @@ def recomputed(model: nn.Module, data: Data) -> Iterator[Any]:
 def test_recomputation_without_unshard_in_backward() -> None:
     """set_unshard_in_backward(False) on an unsharded unit changes no gradient of recomputed modules."""
     build = seeded(Recomputed)
-    reference = Reference(build, recomputed)
-    for kind, use_orig_params in KINDS:
-        reference.check(unsharded_model(kind, use_orig_params, build), f"{kind}, use_orig_params={use_orig_params}")
+    reference = check_averages(recomputed, build)
     for use_orig_params in (True, False):
         model = wrapped(build, (GRAD_OP, use_orig_params), MlpBlock)
         model.set_reshard_after_forward(False, recurse=False)

@@ -29,7 +29,7 @@ does the same. DDP leaves such parameters alone, so that comparison omits them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -39,7 +39,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
@@ -51,9 +51,7 @@ from tests.harness.models import ZOO, Case, LoraBlock, MlpBlock
 from tests.harness.oracle import (
     Schedule,
     Step,
-    assert_bit_equal,
-    assert_equivalent,
-    flatten_state,
+    assert_same_steps,
     run_ddp,
     run_plain,
     sgd,
@@ -238,7 +236,8 @@ def test_parity(run: Run) -> None:
     if dist.get_rank() == 0:
         compare_with_plain(run, steps)
         if with_ddp:
-            compare_with_ddp(run, steps, ddp)
+            unused, what = ZOO[run.case].unused, f"{run}, against DDP"
+            assert_same_steps(steps, ddp, what, same_order=run.same_as_ddp, without=unused)
 
 
 @contextmanager
@@ -305,49 +304,8 @@ def ddp_steps(case: str, optimizer: str, steps: int, micro: int, reduce_each: bo
 def compare_with_plain(run: Run, steps: list[Step]) -> None:
     reference = (run.case, run.optimizer, run.policy, run.steps, run.micro, run.reduce_each)
     shard_size = int(run.mesh[-1]) if run.mesh else None
-    plain = [parts_of(step) for step in plain_steps(*reference, "ranks", run.dtype, shard_size)]
-    compare_steps([parts_of(step) for step in steps], plain, run.same_order, f"{run}, against the plain model by ranks")
+    plain = plain_steps(*reference, "ranks", run.dtype, shard_size)
+    assert_same_steps(steps, plain, f"{run}, against the plain model by ranks", same_order=run.same_order)
     if not run.same_order and not ZOO[run.case].local_statistics:
-        whole = [parts_of(step, by_rank=False) for step in plain_steps(*reference, "batch", run.dtype)]
-        actual_parts = [parts_of(step, by_rank=False) for step in steps]
-        compare_steps(actual_parts, whole, False, f"{run}, against the concatenated batch")
-
-
-def compare_with_ddp(run: Run, steps: list[Step], ddp: list[Step]) -> None:
-    unused = ZOO[run.case].unused
-    actual_parts, expected_parts = [parts_of(step, unused) for step in steps], [parts_of(step, unused) for step in ddp]
-    compare_steps(actual_parts, expected_parts, run.same_as_ddp, f"{run}, against DDP")
-
-
-Part = Mapping[str, Tensor | None]
-Parts = dict[str, Part]
-
-
-def parts_of(step: Step, without: tuple[str, ...] = (), by_rank: bool = True) -> Parts:
-    """Return the values to compare, grouped by kind and magnitude, without names of these prefixes."""
-    state = flatten_state(step.optim)
-    groups: Parts = {
-        "losses": {str(rank): loss for rank, loss in enumerate(step.rank_losses)} if by_rank else {},
-        "loss": {"mean": step.loss},
-        "gradients": step.grads,
-        "parameters": step.params,
-        "buffers": step.buffers,
-    }
-    for key in sorted({name.rpartition("/")[2] for name in state}):
-        groups[f"optimizer state {key}"] = {n: value for n, value in state.items() if n.endswith(f"/{key}")}
-    return {
-        group: {name: value for name, value in part.items() if not name.startswith(without or ("//",))}
-        for group, part in groups.items()
-    }
-
-
-def compare_steps(actual: list[Parts], expected: list[Parts], same_order: bool, case: str) -> None:
-    __tracebackhide__ = True
-    for index, (actual_parts, expected_parts) in enumerate(zip(actual, expected, strict=True)):
-        assert list(actual_parts) == list(expected_parts), f"{case}, step {index}"
-        for group in expected_parts:
-            part_name = f"{case}, step {index}, {group}"
-            if same_order:
-                assert_bit_equal(actual_parts[group], expected_parts[group], part_name)
-            else:
-                assert_equivalent(actual_parts[group], expected_parts[group], part_name)
+        whole, what = plain_steps(*reference, "batch", run.dtype), f"{run}, against the concatenated batch"
+        assert_same_steps(steps, whole, what, same_order=False, by_rank=False)

@@ -37,7 +37,7 @@ from tests.harness.oracle import (
     Step,
     _record,
     assert_bit_equal,
-    flatten_state,
+    assert_same_steps,
     named_grads,
     named_parameters,
     rank_batch,
@@ -189,20 +189,8 @@ def test_parity_with_a_plain_model_with_the_same_casts(run: Run) -> None:
         steps = run_fsdp(case, optimizer, schedule, rank0_only=True, **options)
     if dist.get_rank() == 0:
         expected = run_mixed(case, optimizer, run.world_size, schedule, precision)
-        for index, (actual, reference) in enumerate(zip(steps, expected, strict=True)):
-            label = f"{run}, step {index}"
-            losses = [{str(r): loss for r, loss in enumerate(step.rank_losses)} for step in (actual, reference)]
-            assert_bit_equal(*losses, f"{label}, losses")
-            unused = {name for name in reference.grads if reference.grads[name] is None}
-            assert_bit_equal(without(actual.grads, unused), without(reference.grads, unused), f"{label}, gradients")
-            assert_bit_equal(without(actual.params, unused), without(reference.params, unused), f"{label}, parameters")
-            assert_bit_equal(actual.buffers, reference.buffers, f"{label}, buffers")
-            state = [without(flatten_state(step.optim), unused) for step in (actual, reference)]
-            assert_bit_equal(*state, f"{label}, optimizer state")
-
-
-def without(tensors: Any, names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in tensors.items() if not {name, name.rpartition("/")[0]} & names}
+        unused = tuple(name for name, grad in expected[0].grads.items() if grad is None)
+        assert_same_steps(steps, expected, str(run), without=unused)
 
 
 # Dtypes of frozen parameters and buffers that gloo lacks, for example of quantized weights. They are never summed.

@@ -29,6 +29,7 @@ from tests.harness.oracle import (
     assert_bit_equal,
     assert_close_ulp,
     assert_equivalent,
+    assert_same_steps,
     flatten_state,
     rank_batch,
     run_plain,
@@ -48,24 +49,9 @@ def ways(strategies: Sequence[str] = STRATEGIES) -> list[tuple[str, bool]]:
     return [(strategy, MODES[(number + first) % 2]) for number, strategy in enumerate(strategies)]
 
 
-def assert_same_steps(actual: list[Step], expected: list[Step], what: str) -> None:
-    __tracebackhide__ = True
-    assert actual or dist.get_rank() > 0
-    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        where = f"{what}, step {index}"
-        assert_bit_equal(_by_rank(ours), _by_rank(theirs), f"{where}, losses")
-        assert_bit_equal(ours.grads, theirs.grads, f"{where}, gradients")
-        assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{where}, optimizer state")
-        assert_bit_equal(ours.params, theirs.params, f"{where}, parameters")
-
-
 def plain_on_rank_0(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule) -> list[Step]:
     """Run `run_plain` on rank 0, which alone compares: with `rank0_only` it has the steps of all ranks."""
     return run_plain(case, make_optimizer, dist.get_world_size(), schedule) if dist.get_rank() == 0 else []
-
-
-def _by_rank(step: Step) -> dict[str, Tensor]:
-    return {f"rank {rank}": loss for rank, loss in enumerate(step.rank_losses)}
 
 
 def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:

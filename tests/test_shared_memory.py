@@ -42,7 +42,7 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.models import ZOO
-from tests.harness.oracle import Schedule, adamw, assert_bit_equal
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_same_steps
 from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
@@ -140,11 +140,7 @@ def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(w
             options["no_sync"] = [name != "lora", False]  # accumulators are not in the segment
             steps.append(run_fsdp(ZOO[name], adamw, schedule, process_group=group, **options))
         assert channel_of(group).collectives.number >= 6, "nothing went through shared memory"
-        for number, (direct, shared) in enumerate(zip(*steps)):
-            what = f"{name}, step {number}"
-            assert_bit_equal({"loss": shared.loss}, {"loss": direct.loss}, what)
-            assert_bit_equal(shared.grads, direct.grads, what)
-            assert_bit_equal(shared.params, direct.params, what)
+        assert_same_steps(*steps, name)
     assert held_nbytes_at_rest() <= HEADERS
 
 

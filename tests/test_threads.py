@@ -24,7 +24,15 @@ from fsdp.comm.issuing import Event, current_label
 from fsdp.comm.lane import Lane
 from fsdp.comm.work import OutOfStep, Work
 from tests.harness.models import ZOO
-from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
+from tests.harness.oracle import (
+    Schedule,
+    adamw,
+    assert_bit_equal,
+    assert_same_steps,
+    named_grads,
+    rank_batch,
+    run_plain,
+)
 from tests.harness.pool import RankFailure, on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
 from tests.harness.strategies import STRATEGIES
@@ -42,11 +50,7 @@ def test_threads_train_as_the_plain_model(case: str) -> None:
     for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
         options: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params}
         for rank, steps in enumerate(run_threads(2, run_fsdp, ZOO[case], adamw, schedule, **options)):
-            for index, (ours, theirs) in enumerate(zip(steps, plain, strict=True)):
-                what = f"{case}, {strategy}, use_orig_params={use_orig_params}, rank {rank}, step {index}"
-                assert_bit_equal(ours.grads, theirs.grads, f"{what}, gradients")
-                assert_bit_equal(ours.params, theirs.params, f"{what}, parameters")
-                assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, optimizer state")
+            assert_same_steps(steps, plain, f"{case}, {strategy}, use_orig_params={use_orig_params}, rank {rank}")
 
 
 def test_threads_clip_save_and_load_as_processes(tmp_path: Path) -> None:

@@ -97,6 +97,23 @@ class Step:
     buffers: dict[str, Tensor]
     summed: dict[str, Tensor | None] = field(default_factory=dict)
 
+    def parts(self, without: tuple[str, ...] = (), by_rank: bool = True) -> dict[str, Tensors]:
+        """Return the values to compare, grouped by kind and magnitude, without names of these prefixes."""
+        state = flatten_state(self.optim)
+        groups: dict[str, Tensors] = {
+            "losses": {str(rank): loss for rank, loss in enumerate(self.rank_losses)} if by_rank else {},
+            "loss": {"mean": self.loss},
+            "gradients": self.grads,
+            "parameters": self.params,
+            "buffers": self.buffers,
+        }
+        for key in sorted({name.rpartition("/")[2] for name in state}):
+            groups[f"optimizer state {key}"] = {n: value for n, value in state.items() if n.endswith(f"/{key}")}
+        return {
+            group: {name: value for name, value in part.items() if not name.startswith(without or ("//",))}
+            for group, part in groups.items()
+        }
+
 
 def rank_batch(case: Case, schedule: Schedule, step: int, micro: int, rank: int, world_size: int) -> Batch:
     """Return one rank's samples: this rank's part of the concatenated batch."""
@@ -294,6 +311,26 @@ def flatten_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor
 
 
 # -- comparisons -------------------------------------------------------------------------------------------------
+
+
+def assert_same_steps(
+    actual: list[Step],
+    expected: list[Step],
+    what: str = "",
+    *,
+    same_order: bool = True,
+    without: tuple[str, ...] = (),
+    by_rank: bool = True,
+) -> None:
+    """Assert that all values are bit-equal, or equivalent if sums have another order. Only rank 0 must have steps."""
+    __tracebackhide__ = True
+    assert actual or dist.get_rank() > 0
+    for index, steps in enumerate(zip(actual, expected, strict=True)):
+        ours, theirs = (step.parts(without, by_rank) for step in steps)
+        assert list(ours) == list(theirs), f"{what}, step {index}"
+        for group in theirs:
+            compare = assert_bit_equal if same_order else assert_equivalent
+            compare(ours[group], theirs[group], f"{what}, step {index}, {group}")
 
 
 def assert_bit_equal(actual: Tensors, expected: Tensors, what: str = "") -> None:
