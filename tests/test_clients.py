@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from torch import nn
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from fsdp import (
@@ -357,6 +358,20 @@ def verl_metadata(model: nn.Module) -> list[Any]:
         assert handle is not None and model._fully_sharded_module_to_handle[model.module] == model._handle
     assert model._is_root
     return found
+
+
+@on_ranks(2)
+def test_tools_may_assign_the_mesh_and_the_root() -> None:
+    model, mesh = ours(True), init_device_mesh("cpu", (2,))
+    assert model.check_is_root() and model._is_root
+    for value, expected in ((False, None), (True, True), (None, None)):
+        model._is_root = value
+        assert model._is_root is expected, value
+    for wrapper in FSDP.fsdp_modules(model):
+        wrapper._device_mesh = mesh
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    assert all(value.device_mesh is mesh for value in state.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, register_forward_method
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, full_tensor, register_forward_method
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_pair
 from tests.harness.models import ZOO
@@ -237,6 +237,10 @@ def test_deepcopies_train_independently(world_size: int) -> None:
             assert all(param.grad is None for param in copied.parameters())
             assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
             assert copied.module.first.weight is copied.module.second.weight
+            if use_orig_params:
+                assert all(
+                    torch.equal(*map(full_tensor, each)) for each in zip(copied.parameters(), model.parameters())
+                )
             for seed in range(2, 4):  # both train further, on different data
                 for module, opt, offset in (
                     (plain, optimizers[0], 0),

@@ -566,3 +566,16 @@ def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None
     assert_at_rest(model, "after the refusal")
     words = str(caught.value)
     assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words
+
+
+@on_ranks(2)
+def test_inner_units_are_resharded_when_their_tree_is_deleted() -> None:
+    """The forward of the tree had left them gathered for its backward."""
+    case = ZOO["mlp"]
+    model = wrap(case, SHARD_GRAD_OP, True)
+    unit = model.module.blocks[0]._fsdp_unit
+    loss = case.loss(model, case.make_batch(0, 2))
+    assert unit.is_gathered
+    del model, loss
+    gc.collect()
+    assert not unit.is_gathered

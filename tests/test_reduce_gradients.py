@@ -133,6 +133,27 @@ def test_ranks_may_reduce_after_using_different_units() -> None:
     assert all(grad is not None and bool(grad.any()) for grad in grads.values())
 
 
+class Partly(nn.Module):
+    """A module with parameters that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@on_ranks(2)
+def test_parameters_that_no_rank_uses_get_no_gradient() -> None:
+    """With `reduce_unused`, as from a synchronized backward."""
+    model = wrap(Partly(), FULL, True, reduce_unused=True)
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    model.reduce_gradients()
+    assert {name for name, grad in full_gradients(model).items() if grad is None} == {"unused.weight", "unused.bias"}
+
+
 @on_ranks(4)
 def test_reduce_gradients_with_mixed_precision_and_hybrid_sharding() -> None:
     for options in (
