@@ -320,9 +320,13 @@ def test_gradient_synchronization_is_readable_and_writable_per_unit() -> None:
     assert model._sync_gradients and not inner._sync_gradients
 
 
-def test_a_lazy_module_needs_a_forward_first() -> None:
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({nn.Linear})], ids=["alone", "with a policy"])
+def test_a_lazy_module_needs_a_forward_first(policy: Any) -> None:
+    """A policy has wrapped nothing before the error."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"'1\.weight' of the Sequential unit is not initialised yet"):
-        FullyShardedDataParallel(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), StandIn())
+        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy)
+    assert type(module[0]) is nn.Linear
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # a DeprecationWarning up to 2.13, then a FutureWarning
