@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from typing import Any
 
 import pytest
@@ -13,19 +12,11 @@ from torch import Tensor, nn
 
 import fsdp.export
 from fsdp import ShardingStrategy
-from fsdp.export import Changes
 from tests.harness.exports import FULL, HYBRID, NONE, Model, build, copied, expected, train
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-
-
-def of_all_ranks(own: Changes) -> list[Changes]:
-    """Gather the pickled changes of all ranks, as a program would."""
-    packed: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(packed, pickle.dumps(own))
-    return [pickle.loads(each) for each in packed]
 
 
 def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
@@ -58,7 +49,7 @@ def test_plain_copy_follows_the_training_bit_for_bit(
             own = fsdp.export.changes(model, snapshot)
         assert not log.records
         assert own.version == step + 1
-        parts = of_all_ranks(own)
+        parts = of_all_ranks(own)  # pickled, as by a program
         version = fsdp.export.apply_changes(state, parts, version=version)
         assert_bit_equal(dict(plain.state_dict()), expected(model, torch.bfloat16), f"step {step}")
         assert sum(part.nbytes for part in parts) > 0

@@ -23,7 +23,7 @@ from tests.harness.models import Gain, MlpBlock
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pairs import pairwise
 from tests.harness.passes import HostReads
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.small import torchs
@@ -86,8 +86,7 @@ def oracle(grads: Iterable[Tensor | None], p: float) -> float:
 
 
 def ranks_agree(norm: Tensor) -> None:
-    norms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(norms, (norm.dtype, norm.double().numpy().tobytes()))
+    norms = of_all_ranks((norm.dtype, norm.double().numpy().tobytes()))
     assert len(set(norms)) == 1, norms
 
 
@@ -229,8 +228,7 @@ def test_rank_without_gradients_takes_part() -> None:
             own = [param.grad for param in model.parameters() if param.grad is not None]
             if dist.get_rank() == 1:
                 model.zero_grad()
-            kept: list[Any] = [None] * 3
-            dist.all_gather_object(kept, [] if dist.get_rank() == 1 else [grad.clone() for grad in own])
+            kept = of_all_ranks([] if dist.get_rank() == 1 else [grad.clone() for grad in own])
             norm = model.clip_grad_norm_(1.0, p)
             assert float(norm) == pytest.approx(oracle([grad for grads in kept for grad in grads], p), rel=1e-6)
             ranks_agree(norm)
@@ -333,8 +331,7 @@ def test_units_sharded_over_subgroups() -> None:
             backward(wrapped)
             inner = [param for param in wrapped.first.parameters() if param.grad is not None]
             outer = [param for param in wrapped.parameters() if param.grad is not None and param not in set(inner)]
-            held: list[Any] = [None] * 4
-            dist.all_gather_object(held, [[param.grad.clone() for param in params] for params in (inner, outer)])
+            held = of_all_ranks([[param.grad.clone() for param in params] for params in (inner, outer)])
             norm = wrapped.clip_grad_norm_(1.0, p)
             ranks_agree(norm)
             first, second = (oracle([*held[rank][0], *held[rank + 1][0]], p) for rank in (0, 2))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, impatient, new_group
 from tests.harness.differing import Program, faults, run_programs
-from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
+from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh, run_ranks
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,7 @@ def test_step_that_fails_on_one_rank_is_lost_by_all(position: str, at: int) -> N
             losses = [plain(x).square().sum() for x in inputs]
             (sum(losses) / 2).backward()  # type: ignore[union-attr]
             optimizers[0].step()
-    by_rank: list[Any] = [None, None]
-    dist.all_gather_object(by_rank, done)
-    first, second = by_rank
+    first, second = by_rank = of_all_ranks(done)
     assert [word == "done" for word in first] == [word == "done" for word in second], by_rank
     assert first.count("done") == at + 3 and second[at] == "ValueError", by_rank
     with FullyShardedDataParallel.summon_full_params(model):

@@ -20,7 +20,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.exports import FULL, HYBRID, NONE, Block, Model, build, expected, train
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
-from tests.harness.pool import Died, on_ranks, run_fresh
+from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.sharded import full_parameters, wrap
 
 
@@ -97,9 +97,7 @@ def test_rank_reads_only_the_bytes_of_its_shards(tmp_path: Path) -> None:
         load_safetensors(model, tmp_path)
     shard = sum(param.numel() for param in model.parameters()) * 4
     assert count == shard
-    total: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(total, count)
-    assert sum(total) == 4 * (64 * 64 + 64) * 4
+    assert sum(of_all_ranks(count)) == 4 * (64 * 64 + 64) * 4
 
 
 @on_ranks(2)

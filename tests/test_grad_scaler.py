@@ -22,7 +22,7 @@ from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch, sgd
 from tests.harness.passes import HostReads
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.small import torchs
@@ -313,9 +313,7 @@ def test_float16_training_finds_its_scale() -> None:
                 assert_bit_equal(full_parameters(model), start)
         assert scales[-1] < 2.0**30 and scales[-1] == scales[-2]
         assert losses[-1] < 0.9 * losses[0]
-        everyones: list[Any] = [None] * 2
-        dist.all_gather_object(everyones, scales)
-        assert everyones[0] == everyones[1]
+        assert of_all_ranks(scales) == [scales, scales]
 
 
 @on_ranks(2)

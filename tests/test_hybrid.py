@@ -28,7 +28,7 @@ from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
 from tests.harness.pairs import by_turns
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.pool import of_all_ranks, on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.small import WIDTH, StandIn, net
@@ -223,8 +223,7 @@ def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
         precision = MixedPrecision(torch.bfloat16, dtype)
         own = wrap(CASE, NO_SHARD, True, process_group=single_rank_group, mixed_precision=precision)
         backward(own)
-        held: list[Any] = [None] * 4
-        dist.all_gather_object(held, {clean_name(name): p.grad for name, p in own.named_parameters()})
+        held = of_all_ranks({clean_name(name): p.grad for name, p in own.named_parameters()})
 
         def mean(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             first = 2 if one.dtype == torch.float16 else 1
@@ -263,15 +262,13 @@ def test_gradient_norm_counts_replicas_once(shape: str) -> None:
         model = wrap(module, HYBRID, True, wrap_policy=LINEARS, device_mesh=mesh, ignored_modules=ignored)
         backward(model)
         grads = [grad for name, grad in full_gradients(model).items() if grad is not None]
-        held: list[Any] = [None] * 4
-        dist.all_gather_object(held, [q.grad for q in module.own.parameters()] if ignored else [])
+        held = of_all_ranks([q.grad for q in module.own.parameters()] if ignored else [])
         with record_collectives() as log:
             norm = model.clip_grad_norm_(0.1, p)
         per_replica = [len(dist.get_process_group_ranks(mesh.get_group(1)))] if shape != "4x1" else []
         groups = [len(record.group) for record in log.records]
         assert groups == {"2x2": [2, 2] if ignored else [2], "4x1": [4] if ignored else []}[shape], per_replica
-        norms: list[Any] = [None] * 4
-        dist.all_gather_object(norms, float(norm))
+        norms = of_all_ranks(float(norm))
         assert len(set(norms)) == 1
         own = [torch.cat([g.flatten() for g in many]).double() for many in held if many]
         ours = torch.cat([g.flatten() for g in grads]).double()

@@ -22,7 +22,7 @@ from fsdp import FullStateDictConfig, FullyShardedDataParallel, OptimStateKeyTyp
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
 from tests.harness.optim_states import transfer
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 
 FSDP = FullyShardedDataParallel
 Make = Callable[[Any], Optimizer]
@@ -303,9 +303,8 @@ def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path
         model = build(uop)
         params = list(model.parameters())
         backwards = step(torch.optim.AdamW(params[::-1] if rank else params))
-        names: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(names, list(FSDP.sharded_optim_state_dict(model, backwards)["state"]))
-        assert names[0] == names[1]
+        names = list(FSDP.sharded_optim_state_dict(model, backwards)["state"])
+        assert of_all_ranks(names) == [names, names]
 
 
 @on_ranks(2)
@@ -415,8 +414,7 @@ def test_state_of_another_rank_is_detected_at_the_first_step() -> None:
                 found = "".join(str(warning.message) for warning in caught)
             except RuntimeError as error:
                 found = str(error)
-            by_rank: list[Any] = [None, None]
-            dist.all_gather_object(by_rank, found)
+            by_rank = of_all_ranks(found)
             if uop:
                 assert "state 'exp_avg' of 'half.weight' in" in by_rank[1] and "has 11 elements, and this" in by_rank[1]
             else:

@@ -23,7 +23,7 @@ from fsdp.comm import consensus
 from fsdp.placement.boxes import Box, memory_order
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 
 LAYERS, EXTRA = 12, 200_000
 
@@ -107,8 +107,7 @@ def test_messages_opened_files_and_removals_per_rank_are_bounded(tmp_path: Path)
         dist.barrier()
         save(root, other, keep=1)
         assert 0 < len(watched.removed) <= len(older) // size + 6
-        everybody: list[Any] = [None] * size
-        dist.all_gather_object(everybody, watched.removed)
+        everybody = of_all_ranks(watched.removed)
         assert sorted(name for names in everybody for name in names if name != "retired") == sorted(older)
         assert sorted(os.listdir(root)) == ["checkpoint_00000003", "latest"]
 

@@ -33,7 +33,7 @@ from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 from tests.harness.traced import WIDTH, Block, BlockTower, Chain, Training
@@ -594,11 +594,9 @@ def test_exchanges_run_beside_the_computation_without_a_race() -> None:
 
 @on_ranks(2)
 def test_each_synchronisation_of_an_exchange_is_needed() -> None:
-    syncs: list[Any] = [None, None]
-    dist.all_gather_object(syncs, trace_exchanges().syncs)
+    syncs = of_all_ranks(trace_exchanges().syncs)
     own = sorted({sync for found in syncs for sync in found if sync.recorded.file == "placement/redistribute.py"})
     assert len(own) == 2
     for sync in own:
-        races: list[Any] = [None, None]  # on an owner, or on the rank that sends to it
-        dist.all_gather_object(races, trace_exchanges(sync).races)
+        races = of_all_ranks(trace_exchanges(sync).races)  # on an owner, or on the rank that sends to it
         assert any(races), f"{sync} is superfluous"

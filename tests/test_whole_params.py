@@ -25,7 +25,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Stacked
 from tests.harness.oracle import assert_bit_equal, flatten_state
 from tests.harness.pairs import pairwise
-from tests.harness.pool import RankFailure, on_ranks, run_fresh, run_ranks
+from tests.harness.pool import RankFailure, of_all_ranks, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -351,14 +351,12 @@ def test_a_step_moves_each_element_once_and_steps_each_matrix_once(world_size: i
     matrices = [p for name, p in build().named_parameters() if is_matrix(name, tuple(p.shape)) and p.requires_grad]
     moved = [collective for collective in log.records if collective.label == "WholeParamOptimizer"]
     elements = 3 * _numel_outside_of_the_owners_shards(optimizer)
-    sent: list[Any] = [None] * size
-    dist.all_gather_object(sent, sum(collective.input_nbytes for collective in moved))
+    sent = of_all_ranks(sum(collective.input_nbytes for collective in moved))
     padding = 16 * size * size * len(moved)  # each message ends at a multiple of 16 bytes
     assert 0 <= sum(sent) - elements * 8 <= padding
     expected = 3 * sum(p.numel() for p in matrices) * (size - 1) / size
     assert 0.6 * expected <= elements <= 1.4 * expected  # shards do not divide each matrix evenly
-    stepped: list[Any] = [None] * size
-    dist.all_gather_object(stepped, optimizer.inner_optimizers[0].stepped)
+    stepped = of_all_ranks(optimizer.inner_optimizers[0].stepped)
     frozen = [index for index, param in enumerate(optimizer.param_groups[0]["params"]) if not param.requires_grad]
     assert sorted(itertools.chain(*stepped)) == sorted(set(range(len(matrices) + len(frozen))) - set(frozen))
     assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
@@ -387,9 +385,8 @@ def test_owners_hold_the_parameters_of_two_units() -> None:
     inner.outer = optimizer
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
-    of_ranks: list[Any] = [None, None]
-    dist.all_gather_object(of_ranks, inner.whole)
-    assert [one | other for one, other in zip(*of_ranks)] == [{unit, unit + 1} & set(range(5)) for unit in range(5)]
+    first, second = of_all_ranks(inner.whole)
+    assert [one | other for one, other in zip(first, second)] == [{unit, unit + 1} & set(range(5)) for unit in range(5)]
     assert not any(each.whole for each in optimizer._selected)
 
 

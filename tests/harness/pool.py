@@ -330,6 +330,13 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     return results
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the value that each rank of the default group passes."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def run_fresh(
     world_size: int,
     fn: Callable[..., Any],
