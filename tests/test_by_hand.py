@@ -37,7 +37,6 @@ from tests.harness.summoned import (
     net,
     sgd,
     summon,
-    train,
 )
 
 # -- apply ---------------------------------------------------------------------------------------------------------
@@ -69,9 +68,7 @@ def test_apply_gets_full_parameters(mode: Mode) -> None:
         assert wrapped.count("FullyShardedDataParallel") == 4
         assert_at_rest(model, str(mode))
         assert_bit_equal(full_parameters(model), plain.values())
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values())
+        plain.train_beside(model, optimizer, step)
     with summon(model):
         model.apply(lambda module: None)
         assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
@@ -105,8 +102,7 @@ def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast:
     optimizer = sgd(model)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if moment != "built":
-        train(model, optimizer, 0)
-        plain.train(0)
+        plain.train_beside(model, optimizer, 0)
     if moment == "trained":
         optimizer.zero_grad()
         plain.optimizer.zero_grad()
@@ -127,9 +123,7 @@ def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast:
         optimizer.step()
         plain.optimizer.step()
     for step in (1, 2):
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values(), f"{cast} {moment}, step {step}")
+        plain.train_beside(model, optimizer, step)
     for layout in (bucket.layout for unit in shard_info(model) for bucket in unit.buckets):
         assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
 
@@ -140,13 +134,10 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
     """A cast during a pass or an accumulation is refused."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
+    plain.train_beside(model, optimizer, 0)
     nn.Sequential(model).double()  # a parent
     plain.module.double()
-    train(model, optimizer, 1)
-    plain.train(1)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 1)
     assert_at_rest(model, str(mode))
 
     # A single unit: the neighbours keep their dtype.
@@ -183,8 +174,7 @@ def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
     """Shards and gradients stay, and with `writeback` get the values in the dtype of the shards."""
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
+    plain.train_beside(model, optimizer, 0)
     grads = full_gradients(model)
     casts: list[Callable[[Any], Any]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.half()]
     casts.append(lambda m: nn.Sequential(m).double())
@@ -210,9 +200,7 @@ def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
         param.data = param.data.half().float()
     assert_bit_equal(full_parameters(model), plain.values(), "written back in the dtype of the shards")
     for step in (1, 2):
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+        plain.train_beside(model, optimizer, step)
     with summon(model, recurse=False):
         assert "or with all units in it while summoned" in error_of(model.half)
     assert_bit_equal(full_parameters(model), plain.values())
@@ -293,9 +281,7 @@ def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mo
     model._unshard()
     model.reset_iter_state()
     model.reset_iter_state()
-    train(model, optimizer, 3)
-    plain.train(3)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 3)
 
     found: list[str] = []
     handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
@@ -360,6 +346,4 @@ def test_reset_iter_state_drops_a_pass_and_keeps_gradients(mode: Mode) -> None:
     plain.backward(0)
     optimizer.step()
     plain.optimizer.step()
-    train(model, optimizer, 1)
-    plain.train(1)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 1)

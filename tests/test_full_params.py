@@ -59,8 +59,7 @@ def test_summon_shows_full_parameters_and_restores_shards(world_size: int, mode:
     optimizer = sgd(model)
     resting = {name: p for name, p in model.named_parameters()}  # noqa: C416
     for step in range(3):
-        train(model, optimizer, step)
-        plain.train(step)
+        plain.train_beside(model, optimizer, step)
         grads = {name: p.grad for name, p in model.named_parameters()}
         expected = plain.values()
         for module_ in (model, nn.Sequential(model)):
@@ -147,9 +146,7 @@ def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> Non
     assert found[0].startswith("AssertionError: ")
     assert "Cannot manually unshard parameters during forward/backward" in found[0]
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
@@ -228,9 +225,7 @@ def test_writeback(world_size: int, mode: Mode) -> None:
             ours.copy_(theirs)
     optimizer = sgd(model)
     for step in range(2):
-        train(model, optimizer, step)
-        plain.train(step)
-    assert_bit_equal(full_parameters(model), plain.values(), "trained afterwards")
+        plain.train_beside(model, optimizer, step)
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
@@ -283,9 +278,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
         assert torch.equal(model(batch(0)), plain.module(batch(0)))
     assert_at_rest(model, str(mode))
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 0)
 
 
 # -- on rank 0, on the CPU, with gradients ---------------------------------------------------------------------------
@@ -299,8 +292,7 @@ def test_rank0_only(mode: Mode) -> None:
     optimizer = sgd(model)
     sharded = mode.strategy is not NO_SHARD
     for step in range(2):
-        train(model, optimizer, step)
-        plain.train(step)
+        plain.train_beside(model, optimizer, step)
         resting = [p for p in model.parameters()]  # noqa: C416
         for offload in (False, True) if sharded else (False,):
             with summon(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
@@ -332,9 +324,7 @@ def test_offload_of_parameters_on_the_cpu_shares_their_memory(use_orig_params: b
                 plain.module.gain.add_(1)
     assert [w.filename for w in caught] == [__file__]
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 0)
     (message,) = [str(w.message) for w in caught]
     assert "rank0_only" in message
 
@@ -425,8 +415,7 @@ def test_forward_inside_summon_gathers_nothing(world_size: int, mode: Mode) -> N
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
     for step in range(3):
-        train(model, optimizer, step)
-        plain.train(step)
+        plain.train_beside(model, optimizer, step)
         with summon(model), record_collectives() as log:
             with torch.no_grad():
                 assert torch.equal(model(batch(step)), plain.module(batch(step)))
@@ -464,9 +453,7 @@ def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
     assert all(param.grad is None for param in model.parameters())
     assert_at_rest(model, str(mode))
     for step in range(2):
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+        plain.train_beside(model, optimizer, step)
 
 
 @on_ranks(2)
@@ -495,8 +482,7 @@ def test_a_flat_parameter_and_its_attributes_are_frozen_together() -> None:
 def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> None:
     model, plain = build(mode), Plain()
     optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
+    plain.train_beside(model, optimizer, 0)
     expected = plain.values()
     shown = {}
     for name, param in fsdp.full_params(nn.Sequential(model)):
@@ -521,9 +507,7 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
     assert_at_rest(model, str(mode))
     for param, value in zip(plain.module.parameters(), changed.values(), strict=True):
         param.data.copy_(value)
-    train(model, optimizer, 1)
-    plain.train(1)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.train_beside(model, optimizer, 1)
     assert list(fsdp.full_params(nn.Linear(2, 2))) == []
 
 

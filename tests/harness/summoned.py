@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.sharded import wrap
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.sharded import full_parameters, wrap
 from tests.harness.small import WIDTH, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
@@ -109,6 +110,12 @@ class Plain:
     def train(self, step: int) -> None:
         self.backward(step)
         self.optimizer.step()
+
+    def train_beside(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Train the wrapped model as well, and compare the parameters."""
+        train(model, optimizer, step)
+        self.train(step)
+        assert_bit_equal(full_parameters(model), self.values(), f"step {step}")
 
     def values(self) -> dict[str, Tensor]:
         return values(self.module)
