@@ -36,10 +36,10 @@ from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
-from tests.harness.oracle import adamw, sgd
+from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
-from tests.harness.sharded import wrap
+from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
 # torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
@@ -497,15 +497,14 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
 @contextmanager
 def interrupted_free(index: int) -> Iterator[None]:
     """Interrupt the free of that index after the buffer was freed."""
-    frees, counter = MemoryPool.free, itertools.count()
+    owner: Any = SharedPool if os.environ["FSDP_COLLECTIVES"] == "shared" else MemoryPool
+    free, counter = owner.free, itertools.count()
 
     def interrupt(self: MemoryPool, *args: Any) -> None:
-        kind(self, *args)
+        free(self, *args)
         if next(counter) == index:
             raise KeyboardInterrupt
 
-    kind = SharedPool.free if os.environ["FSDP_COLLECTIVES"] == "shared" else frees
-    owner = SharedPool if kind is SharedPool.free else MemoryPool
     with mock.patch.object(owner, "free", interrupt), pytest.raises(KeyboardInterrupt):
         yield
 
@@ -561,8 +560,7 @@ def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None
     expected = wrap(ZOO["mlp"], use_orig_params=use_orig_params)
     for module in (model, expected):
         module(x).sum().backward()
-    for ours, theirs in zip(model.parameters(), expected.parameters()):
-        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    assert_bit_equal(full_gradients(model), full_gradients(expected))
     assert_at_rest(model, "after the refusal")
     words = str(caught.value)
     assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words

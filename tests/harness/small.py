@@ -91,16 +91,24 @@ def train_plain(module: nn.Module, world_size: int, first: int = 0, steps: int =
     """Train a plain model with the mean of the gradients of all ranks, summed in rank order. Return the parameters."""
     optimizer = sgd(module)
     for step in range(first, first + steps):
-        grads = []
-        for rank in range(world_size):
-            optimizer.zero_grad()
-            module(batch(step, rank)).square().mean().backward()
-            grads.append([p.grad for p in module.parameters()])
-        for param, *each in zip(module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                param.grad = functools.reduce(torch.add, each) / world_size
+        average(module, world_size, lambda rank: module(batch(step, rank)).square().mean().backward())  # noqa: B023
         optimizer.step()
     return values(module)
+
+
+def average(module: nn.Module, world_size: int, run: Callable[[int], Any]) -> None:
+    """Average the gradients of `run(rank)` over all ranks, summed in rank order; unused parameters have zeros."""
+    grads = []
+    for rank in range(world_size):
+        module.zero_grad()
+        run(rank)
+        grads.append([p.grad for p in module.parameters()])
+    for param, *each in zip(module.parameters(), *grads, strict=True):
+        if each[0] is not None:
+            wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
+            param.grad = (functools.reduce(torch.add, [grad.to(wide) for grad in each]) / world_size).to(param.dtype)
+        elif param.requires_grad:
+            param.grad = torch.zeros_like(param)  # unused beside used ones
 
 
 def values(module: nn.Module) -> dict[str, Tensor]:

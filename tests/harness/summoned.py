@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.sharded import full_parameters, wrap
-from tests.harness.small import WIDTH, values
+from tests.harness.small import WIDTH, average, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 summon = FullyShardedDataParallel.summon_full_params
@@ -94,18 +93,7 @@ class Plain:
 
     def backward(self, step: int = 0, run: Callable[[int], Any] | None = None) -> None:
         """Average the gradients of `run(rank)`, which by default is a backward of the rank's batch of `step`."""
-        grads = []
-        for rank in range(dist.get_world_size()):
-            self.optimizer.zero_grad()
-            run(rank) if run is not None else backward(self.module, step, rank)
-            grads.append([p.grad for p in self.module.parameters()])
-        for param, *each in zip(self.module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
-                total = functools.reduce(torch.add, [grad.to(wide) for grad in each])
-                param.grad = (total / dist.get_world_size()).to(param.dtype)
-            elif param.requires_grad:
-                param.grad = torch.zeros_like(param)  # unused beside used ones
+        average(self.module, dist.get_world_size(), run or (lambda rank: backward(self.module, step, rank)))
 
     def train(self, step: int) -> None:
         self.backward(step)
