@@ -458,6 +458,10 @@ def test_switches_validate_arguments_and_call_order() -> None:
             wrong(model)
     with pytest.raises(ValueError, match=r"contradicts ShardingStrategy\.SHARD_GRAD_OP"):
         build(sharding_strategy=GRAD_OP, reshard_after_forward=True)
+    model(batch(0))
+    for name in ("set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"):
+        with pytest.raises(RuntimeError, match=rf"{name}\(\) should only be called on the root instance"):
+            getattr(model.layers[0], name)(1 if "buffers" in name else True)
     model.layers[0].module.register_forward_hook(lambda *_: model.set_reshard_after_forward(False))
     words = "a choice of reshard_after_forward in the middle of the forward of the root"
     with pytest.raises(RuntimeError, match=words):
