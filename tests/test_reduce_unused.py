@@ -213,12 +213,16 @@ class ZeroedChain(Chain):
         return self.head(x)
 
 
-@pytest.mark.parametrize("way, offload", [("native", False), ("direct", True)])
+@pytest.mark.parametrize(
+    "way, offload, reduce_dtype", [("native", False, torch.float32), ("direct", True, torch.bfloat16)]
+)
 @on_ranks(2)
-def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: str, offload: bool) -> None:
+def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(
+    way: str, offload: bool, reduce_dtype: torch.dtype
+) -> None:
     """Steps in bfloat16, with evaluations in full precision and a backward through such a graph in between."""
     os.environ["FSDP_COLLECTIVES"], os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = way, "1"
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": CPUOffload(offload_params=offload)}
     found = []
     for make in (Chain, ZeroedChain):
@@ -226,8 +230,11 @@ def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(way: s
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         for step, by_rank in enumerate(ORDERS[:5] * 2):
             model.train(step % 3 != 1)
-            x = Data(dist.get_rank(), 2).tensor(step, 3, WIDTH)
-            model(x, sorted(by_rank[dist.get_rank()])).float().tanh().mean().backward()
+            x, order = Data(dist.get_rank(), 2).tensor(step, 3, WIDTH), sorted(by_rank[dist.get_rank()])
+            output = model(x, order)
+            with torch.no_grad():
+                model.train()(x, order)  # in bfloat16, so that the backward of an evaluation changes the precision
+            output.float().tanh().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(full_parameters(model))
