@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
-from tests.harness.strategies import STRATEGIES
+from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, STRATEGIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing the package warns
@@ -85,15 +86,16 @@ def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: i
 
 
 @on_ranks(4)
-def test_optimizers_step_inside_the_backward_of_hybrid_sharding() -> None:
-    """Gradients that are averaged over the replicas are complete one unit later."""
-    for buffers in (1, 2):
-        model = wrap(CASE, ShardingStrategy.HYBRID_SHARD, use_orig_params=True, process_group=new_pair())
+def test_optimizers_step_before_the_backward_ends() -> None:
+    """Gradients that are averaged over replicas are complete one unit later."""
+    for strategy, buffers in itertools.product((FULL_SHARD, HYBRID_SHARD), (1, 2)):
+        options = {"process_group": new_pair()} if strategy is HYBRID_SHARD else {}
+        model = wrap(CASE, strategy, use_orig_params=True, **options)
         model.set_reduce_scatter_max_input_buffers(buffers)
         steps, before = step_by_hooks(model), list[int]()
         next(model.parameters()).register_hook(lambda grad: before.append(len(steps)))  # noqa: B023
         train(model, lambda: None, Schedule(steps=1))
-        assert 0 < before[0] < len(steps), (buffers, before, len(steps))
+        assert 0 < before[0] < len(steps), (strategy, buffers, before, len(steps))
 
 
 # -- hooks on parameters -------------------------------------------------------------------------------------------
