@@ -96,6 +96,8 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _copied_if_possible(state: Any) -> Any:
+    """Return a copy of an extra state, or the state itself if it refuses to be copied, as one with a lock in it does:
+    then a module that changes it in place keeps the change after a failed load."""
     try:
         return copy.deepcopy(state)
     except (NotImplementedError, RuntimeError, TypeError):
