@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import fsdp.checkpoint.optim_agree as optim_agree
 import fsdp.placement.redistribute as redistribute
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType, checkpoint
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fsdp.comm import consensus, native
 from fsdp.comm.calls import TREES, Calls
@@ -562,3 +563,16 @@ def reports_of_a_waiting_rank() -> list[str | None]:
 def test_rank_that_is_ahead_is_not_reported_as_diverged() -> None:
     words = "rank 1 is about to begin a model"
     assert run_ranks(RANKS, reports_of_a_waiting_rank)[::2] == [[None, words, words, None]] * 2
+
+
+@on_ranks(2)
+@impatient
+def test_training_resumes_after_one_rank_alone_has_saved(tmp_path: Path) -> None:
+    """The rank learns in its call, which is beside the training, that the peer is in a pass."""
+    model = build(Chain(UNEQUAL), new_group(), use_orig_params=True)
+    train(model)
+    with pytest.raises(RuntimeError):
+        if dist.get_rank() == 0:
+            checkpoint.save(tmp_path, model, progress=False)
+        train(model)
+    train(model)
