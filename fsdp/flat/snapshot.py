@@ -11,6 +11,8 @@ import torch
 # For ``map`` over the parameters of a unit, which several checks of each pass do: 5 % of the host time of a small unit.
 version_of = operator.attrgetter("_version")
 flag_of = operator.attrgetter("requires_grad")
+hooks_of = operator.attrgetter("_backward_hooks")
+accumulation_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Values(NamedTuple):

@@ -7,7 +7,6 @@ Two classes, one per value of ``use_orig_params``, chosen once per bucket. ``reg
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +18,9 @@ from fsdp.flat.flat_param import FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Guard, Layer, Registration, ShardedPlaceholder, Site
+from fsdp.flat.snapshot import hooks_of
 from fsdp.flat.tensor_parallel import local_of
 
-_hooks_of = operator.attrgetter("_backward_hooks")
 RefuseForward = Callable[[nn.Module, Callable[[], str]], Guard]  # the guard of a module, and its words
 
 
@@ -223,7 +222,7 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        return self.handle.has_tp or any(map(_hooks_of, self.params))
+        return self.handle.has_tp or any(map(hooks_of, self.params))
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         grad = super().hooked(index, grad)

@@ -22,7 +22,6 @@ of a group have one order.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -37,13 +36,12 @@ from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
-from fsdp.flat.snapshot import flag_of
+from fsdp.flat.snapshot import accumulation_hooks_of, flag_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.policy import UnitPolicy
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
-_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 _IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # the module that sets optimizers on parameters
 
 
@@ -476,7 +474,7 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
         params: Sequence[Any] = self.views.params
-        if any(map(_hooks_of, params)):
+        if any(map(accumulation_hooks_of, params)):
             return True
         return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
