@@ -217,6 +217,15 @@ def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     assert started.call_args.kwargs["async_op"] is True
 
 
+@on_ranks(2)
+def test_gloo_reduces_gradients_of_an_accelerator_to_means() -> None:
+    communicator = Communicator(Groups.of(new_group(), replicate=False), HostStreams())
+    communicator._on_host = False
+    rank, out = dist.get_rank(), torch.empty(3)
+    communicator.reduce(out, torch.arange(6.0) + rank, Event("reduce unit 'a'")).wait()
+    assert torch.equal(out, torch.arange(6.0)[3 * rank : 3 * rank + 3] + 0.5)
+
+
 def test_gathers_and_reductions_have_the_same_stream_priority() -> None:
     """A communicator keeps the order of its collectives: a gather would wait behind a starved reduction."""
     with mock.patch("torch.Stream") as stream:
