@@ -539,6 +539,8 @@ def main() -> None:
         settings = [setting for setting in settings if setting.title == options.setting]
     if options.only:
         settings = [chosen for setting in settings if (chosen := setting.reduced_to(options.only)).only]
+    if not settings:
+        parser.error("no setting of this machine has this title and these situations")
     for setting in settings:
         os.environ.update(setting.environment)
         with tempfile.TemporaryDirectory() as directory:

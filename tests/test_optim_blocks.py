@@ -304,7 +304,9 @@ def test_codes_in_an_unknown_layout_are_refused(layout: str, tmp_path: Path) -> 
                 state.update(state1=codes.repeat_interleave(2)[::2], absmax1=scales)
             elif layout == "of several rows":
                 state.update(state1=codes.expand(2, -1).clone(), absmax1=scales.expand(2, -1).clone())
-    words = rf"state '{HIDDEN}' of '0.weight' is a dict of tensors.*of bitsandbytes with one element per element"
+    words = (
+        rf"state '{HIDDEN}' of '0.weight' is a dict of tensors.*of bitsandbytes whose states have the parameter's size"
+    )
     with pytest.raises(NotImplementedError, match=words):
         save(tmp_path, model, optimizer)
     shown = Optimizer.state_dict(optimizer)

@@ -251,8 +251,8 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
     )
     remedy = (
         "To resume on as many ranks, save each rank's optimizer.state_dict() in a file. Of the 8-bit optimizers, those "
-        "with states in a class with dequantize() can be saved, such as torchao's, and those of bitsandbytes with one "
-        "element per element, such as AdamW8bit"
+        "with states in a class with dequantize() can be saved, such as torchao's, and those of bitsandbytes "
+        "whose states have the parameter's size, such as AdamW8bit"
     )
     return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}. {remedy}")
 

@@ -176,7 +176,7 @@ def keep_dtypes(optimizer: Any) -> None:
 
 
 def _unwrapped(optimizer: Any) -> Optimizer | None:
-    """Return the optimizer in a wrapper of one."""
+    """Return the torch optimizer inside of ``optimizer``, which may wrap it; None if there is none."""
     while optimizer is not None and "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):
         optimizer = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
     return optimizer

@@ -174,7 +174,10 @@ class Communicator:
     def _reduce_whole(
         self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, op: Any, divisor: float
     ) -> Work:
-        """Reduce as gloo's reduce-scatter on accelerators does, which cannot be waited for in steps."""
+        """Reduce by an all-reduce of the whole vector, as gloo's reduce-scatter does on accelerators.
+
+        The handle of that reduce-scatter cannot be waited for in steps.
+        """
         work = lane.collective("all_reduce", event, full, asynchronous=False, op=op)
         out.copy_(full.view(self.groups.shard_size, -1)[self.groups.shard_rank])
         return self._divided(work, out, divisor)

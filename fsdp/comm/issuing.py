@@ -98,7 +98,7 @@ class _Route(NamedTuple):
     """How one kind of collective is called: over a side group or the carrier, and by which method of the group.
 
     Attributes:
-        blocks: whether the host has to wait although the tensors are on an accelerator.
+        blocks: whether the host waits although the tensors are on an accelerator, as with gloo.
     """
 
     beside: Any
