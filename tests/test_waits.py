@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
 from fsdp.comm import threads
+from fsdp.comm.work import TimedOut, Work
 from tests.harness.agreeing import PATIENT, SHORT, UNEQUAL, Chain, build, impatient, new_group, summon, train
 from tests.harness.pool import on_ranks, run_ranks
 
@@ -144,6 +145,23 @@ def test_ranks_that_summon_with_different_arguments_raise() -> None:
     rank = dist.get_rank()
     assert seconds < PATIENT / 2, f"rank {rank}: {error}"
     assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
+
+
+class GaveUp(dist.Work):
+    """A collective that gloo has ended, after the timeout of the group."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 4000ms for send operation to complete")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_timeout_that_gloo_notices_first_is_that_of_the_group() -> None:
+    """Gloo and the wait count the same seconds, and either may be done first; the error says the same."""
+    watch = mock.Mock(timeout=4.0, epoch=0, failed=lambda error, *_, **__: error)
+    with pytest.raises(TimedOut, match="did not come within 4 s, the timeout of the process group"):
+        Work((GaveUp(),), watch, "gather unit 'a'", ends_alone=True).wait()
 
 
 @pytest.mark.parametrize("way", ["auto", "native", "direct"])
