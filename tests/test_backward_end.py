@@ -21,11 +21,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fsdp
-from fsdp import FullyShardedDataParallel
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, gradient_sizes
-from tests.harness.models import LoraBlock
+from tests.harness.models import LoraBlock, Net, Unit
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import FULL, GRAD_OP, NONE, seeded
 from tests.harness.pool import on_ranks
@@ -63,69 +62,46 @@ def steps(model: nn.Module, data: Data) -> Iterator[Any]:
 # -- inputs of a unit --------------------------------------------------------------------------------------------------
 
 
-class Detached(nn.Module):
-    """A weight used only detached in one term, before a trained layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.linear = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x @ self.gate.weight.detach()) + self.gate(x.detach())
-
-
 MIDDLES: dict[str, Callable[[], nn.Module]] = {
     "frozen norm": lambda: nn.LayerNorm(WIDTH).requires_grad_(False),
     "frozen linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     "LoRA layer": lambda: LoraBlock(WIDTH),
-    "detached weight": Detached,
+    "detached weight": lambda: Net(  # used only detached in one term, before a trained layer
+        lambda m, x: m.linear(x @ m.gate.weight.detach()) + m.gate(x.detach()),
+        gate=nn.Linear(WIDTH, WIDTH, bias=False),
+        linear=nn.Linear(WIDTH, WIDTH),
+    ),
 }
 
 
-class LanguageModel(nn.Module):
-    """A model whose root owns a layer between the units and a trainable head; token ids need no gradient."""
-
-    def __init__(self, middle: str) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.middle = MIDDLES[middle]()
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.middle(x))
+def language_model(middle: str) -> nn.Module:
+    """Build a model whose root owns a layer between the units and a trainable head; token ids need no gradient."""
+    return Net(
+        lambda m, ids: m.head(m.middle(m.blocks(m.embed(ids)))),
+        embed=nn.Embedding(VOCABULARY, WIDTH),
+        blocks=nn.Sequential(Block(), Block()),
+        middle=MIDDLES[middle](),
+        head=nn.Linear(WIDTH, 3),
+    )
 
 
-class ByAttribute(nn.Module):
-    """A unit that gets the input through an attribute, and applies a frozen layer to it first."""
+def hiding(how: str) -> nn.Module:
+    """Build a unit that gets its input through an attribute or a closure, and applies a frozen layer to it first."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
-        self.state: Any = None
+    def forward(m: Any, ids: Tensor) -> Tensor:
+        x = m.first(m.embed(ids))
+        if how == "closure":
+            return m.head(m.hidden(lambda: x))
+        getattr(m.hidden, "module", m.hidden).state = x
+        return m.head(m.hidden())
 
-    def forward(self, give: Callable[[], Tensor] | None = None) -> Tensor:
-        x = give() if give is not None else self.state
-        return self.linear(torch.tanh(self.frozen(x)))
-
-
-class Hiding(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.first, self.hidden, self.head = Block(), ByAttribute(), nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.first(self.embed(ids))
-        if self.how == "closure":
-            return self.head(self.hidden(lambda: x))
-        unit = self.hidden.module if isinstance(self.hidden, FullyShardedDataParallel) else self.hidden
-        unit.state = x
-        return self.head(self.hidden())
+    hidden = Unit(
+        lambda m, give=None: m.linear(torch.tanh(m.frozen(m.state if give is None else give()))),
+        frozen=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        linear=nn.Linear(WIDTH, WIDTH),
+    )
+    embed = nn.Embedding(VOCABULARY, WIDTH)
+    return Net(forward, embed=embed, first=Block(), hidden=hidden, head=nn.Linear(WIDTH, 3))
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -134,13 +110,13 @@ def test_frozen_and_detached_weights_stay_until_they_are_read(debug: str) -> Non
     """Also where no argument of the unit needs a gradient, and where `FSDP_DEBUG=1` poisons released memory."""
     cases: list[tuple[str, Build, dict[str, Any]]] = []
     for middle in MIDDLES:
-        make = seeded(LanguageModel, middle)
+        make = seeded(language_model, middle)
         cases.append((f"{middle}, units between", make, {"wrap_policy": ModuleWrapPolicy({Block})}))
         cases.append((f"{middle}, all units", make, {"wrap_policy": ModuleWrapPolicy({Block, nn.Embedding})}))
         cases.append((f"{middle}, ignored between", make, {"ignored": "blocks"}))
     for how in ("attribute", "closure"):
-        policy = ModuleWrapPolicy({Block, ByAttribute})
-        cases.append((f"input through {how}", seeded(Hiding, how), {"wrap_policy": policy}))
+        policy = ModuleWrapPolicy({Block, Unit})
+        cases.append((f"input through {how}", seeded(hiding, how), {"wrap_policy": policy}))
     for number, (case, build, options) in enumerate(cases):
         reference = Reference(build, steps)
         turns = number // 2 % 2
@@ -162,26 +138,26 @@ def _frozen(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
-class Segments(nn.Module):
-    """Checkpointed segments that use the root's parameters around units, recomputed after the root's last layers."""
+def segments(reentrant: bool) -> nn.Module:
+    """Build checkpointed segments that use the root's parameters around units, recomputed after its last layers."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.gate, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+    def segment(m: Any, block: nn.Module, x: Tensor) -> Tensor:
+        return block((m.norm(x) if reentrant else x) @ m.gate.weight.detach())
 
-    def segment(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.reentrant:
-            x = self.norm(x)
-        return block(x @ self.gate.weight.detach())
+    def forward(m: Any, ids: Tensor) -> Tensor:
+        x = m.embed(ids)
+        for block in m.blocks:
+            x = checkpoint(segment, m, block, x, use_reentrant=reentrant)
+        return m.head(m.norm(m.gate(x)))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(self.segment, block, x, use_reentrant=self.reentrant)
-        return self.head(self.norm(self.gate(x)))
+    return Net(
+        forward,
+        embed=nn.Embedding(VOCABULARY, WIDTH),
+        blocks=nn.ModuleList([Block(), Block()]),
+        gate=nn.Linear(WIDTH, WIDTH),
+        norm=nn.LayerNorm(WIDTH),
+        head=nn.Linear(WIDTH, 3),
+    )
 
 
 @on_ranks(2)
@@ -189,7 +165,7 @@ def test_root_stays_until_checkpointed_segments_are_recomputed() -> None:
     """Neither gradients nor saved tensors show that a recomputation will read the root's parameters."""
     torch.set_default_dtype(torch.float64)
     for reentrant, strategy, orig in itertools.product((True, False), (FULL, GRAD_OP), (True, False)):
-        build = seeded(Segments, reentrant)
+        build = seeded(segments, reentrant)
         model = wrap(build(), strategy, orig, wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
         # Each nested graph task is reduced by itself: three uses on two ranks are six terms, which either order of
         # adding them rounds five times, by half a unit of what is summed.
@@ -201,29 +177,23 @@ def test_root_stays_until_checkpointed_segments_are_recomputed() -> None:
 # -- kinds of arguments ------------------------------------------------------------------------------------------------
 
 
-class SelectiveSegment(nn.Module):
-    """Several units inside one selective checkpoint, which saves a constant that the model makes.
+def selective_segment() -> nn.Module:
+    """Build units inside one selective checkpoint, which saves a constant that the model makes.
 
     If the recomputation counted operations of the engine, it would get another tensor.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-
-    def _run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for block in m.blocks:
             x = block(x) * torch.tensor(0.5)
         return x
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return checkpoint(
-            self._run,
-            self.embed(ids),
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(_note_and_choose),
-        )
+    contexts = partial(create_selective_checkpoint_contexts, _note_and_choose)
+    return Net(
+        lambda m, ids: checkpoint(run, m, m.embed(ids), use_reentrant=False, context_fn=contexts),
+        embed=nn.Embedding(VOCABULARY, WIDTH),
+        blocks=nn.ModuleList([Block(), Block(), Block()]),
+    )
 
 
 _noted: set[str] = set()
@@ -248,7 +218,7 @@ def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_selective_checkpointing_sees_no_operation_of_the_engine() -> None:
     """Buffers, collectives and poison differ in the recomputation, and add no operations."""
-    build = seeded(SelectiveSegment)
+    build = seeded(selective_segment)
     _noted.clear()
     reference = Reference(build, _two_losses)
     of_the_model = set(_noted)
@@ -267,35 +237,23 @@ def test_selective_checkpointing_sees_no_operation_of_the_engine() -> None:
 # -- side outputs ------------------------------------------------------------------------------------------------------
 
 
-class Aside(nn.Module):
-    """A unit that stores a part of the loss, and whose output is not part of it, or only later."""
+def with_aside(marked: bool) -> nn.Module:
+    """Build a unit that stores a part of the loss, and whose output is not part of it, or only later."""
 
-    def __init__(self, marked: bool) -> None:
-        super().__init__()
-        self.marked = marked
-        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH)
-        self.kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        output = self.last(y)
-        side = torch.tanh(self.inner(y)) @ self.last.weight
-        self.kept = fsdp.mark_side_output(side) if self.marked else side
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.first(x)
+        output = m.last(y)
+        side = torch.tanh(m.inner(y)) @ m.last.weight
+        m.kept = fsdp.mark_side_output(side) if marked else side
         return output
 
-
-class WithAside(nn.Module):
-    def __init__(self, marked: bool) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.aside, self.after = Aside(marked), Block()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.after(self.aside(self.embed(ids)))
+    embed = nn.Embedding(VOCABULARY, WIDTH)
+    aside = Unit(forward, first=nn.Linear(WIDTH, WIDTH), inner=Block(), last=nn.Linear(WIDTH, WIDTH))
+    return Net(lambda m, ids: m.after(m.aside(m.embed(ids))), embed=embed, aside=aside, after=Block())
 
 
 def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
-    aside = next(m for m in model.modules() if isinstance(m, Aside))
+    aside = next(m for m in model.modules() if isinstance(m, Unit))
     for index, both in enumerate((False, True, False)):
         output = model(tokens(data, index))
         loss = aside.kept.square().mean()
@@ -307,7 +265,7 @@ def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
 def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
     """Compute the loss from the output of a nested unit alone."""
     taken: list[Tensor] = []
-    inner = next(m for m in model.modules() if isinstance(m, Aside)).inner
+    inner = next(m for m in model.modules() if isinstance(m, Unit)).inner
     inner.register_forward_hook(lambda module, args, output: taken.append(output))
     for index in range(2):
         model(tokens(data, index))
@@ -320,53 +278,34 @@ def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
 def test_backward_through_marked_side_outputs_and_nested_units() -> None:
     """A unit and the units around it are gathered when the gradient of a marked tensor arrives."""
     for orig in (True, False):
-        policy = ModuleWrapPolicy({Block, Aside})
-        build = seeded(WithAside, True)
+        policy = ModuleWrapPolicy({Block, Unit})
+        build = seeded(with_aside, True)
         model = wrap(build(), FULL, orig, wrap_policy=policy)
         Reference(build, _side_loss).check(model, f"marked, orig={orig}")
-        build = seeded(WithAside, False)
+        build = seeded(with_aside, False)
         model = wrap(build(), FULL, orig, wrap_policy=policy)
         Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
 
 
-class Biased(nn.Module):
-    """A unit that stores a sum: its gradients need no weight's value, so only the weight's hook can notice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.linear(x)
-        self.kept = self.linear(x.detach())
-        return output
-
-
 @on_ranks(2)
 def test_unmarked_side_output_raises() -> None:
-    """The error names the parameter and the remedy, instead of a gradient from released memory."""
+    """The error names the parameter and the remedy, instead of a gradient from released memory.
+
+    The gradients of the sum that is kept need no weight's value, so only the weight's hook can notice.
+    """
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        output = m.linear(x)
+        m.kept = m.linear(x.detach())
+        return output
+
     for orig in (True, False):
-        root = nn.Sequential(Biased(), Block())
-        model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Biased, Block}))
+        root = nn.Sequential(Unit(forward, linear=nn.Linear(WIDTH, WIDTH)), Block())
+        model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Unit, Block}))
         model(torch.randn(3, WIDTH))
         with pytest.raises(RuntimeError, match=r"parameter 'linear\.\w+' of unit '0'.*fsdp\.mark_side_output"):
             root[0].module.kept.square().mean().backward()
         F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # the next step works
-
-
-class Again(nn.Module):
-    """A unit that calls a layer twice and returns the first result; backward enters the second by a stored tensor."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.kept: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.kept = self.layer(torch.tanh(y))
-        return y
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -374,14 +313,21 @@ class Again(nn.Module):
 def test_no_gradient_comes_from_released_memory(debug: str) -> None:
     """Also in a frozen unit, and where a view is read first.
 
+    The unit calls a layer twice and returns the first result; backward enters the second by a stored tensor.
     Autograd detects the change of version without a name; `FSDP_DEBUG=1` names the parameter.
     """
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        m.kept = m.layer(torch.tanh(y))
+        return y
+
     named = r"parameter 'layer\.weight' of unit '1' .* fsdp\.mark_side_output"
     for orig, linear, frozen in itertools.product((True, False), (True, False), (True, False)):
-        layer = nn.Linear(WIDTH, WIDTH) if linear else nn.LayerNorm(WIDTH)
-        root = nn.Sequential(nn.Linear(WIDTH, WIDTH), Again(layer.requires_grad_(not frozen)), Block())
+        layer = (nn.Linear(WIDTH, WIDTH) if linear else nn.LayerNorm(WIDTH)).requires_grad_(not frozen)
+        root = nn.Sequential(nn.Linear(WIDTH, WIDTH), Unit(forward, layer=layer), Block())
         with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
-            model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Again}))
+            model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Unit}))
             model(torch.randn(3, WIDTH))
             expected = named.replace("weight", r"\w+")
             if debug == "0":
@@ -394,24 +340,19 @@ def test_no_gradient_comes_from_released_memory(debug: str) -> None:
 # -- other threads -----------------------------------------------------------------------------------------------------
 
 
-class Threaded(nn.Module):
-    """A unit that computes a branch, or everything, on another thread, where sequence numbers of nodes are separate."""
+def threaded(kind: str) -> Unit:
+    """Build a unit that computes a branch, or everything, on another thread, where sequence numbers are separate."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.near, self.far, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.norm.requires_grad_(False)
-        if "frozen" in kind:
-            self.far.requires_grad_(False)
+    def branch(m: Any, x: Tensor) -> Tensor:
+        return torch.tanh(m.far(m.norm(x))) @ m.near.weight.detach()
 
-    def branch(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.far(self.norm(x))) @ self.near.weight.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         with ThreadPoolExecutor(1) as pool:
-            branch = pool.submit(self.branch, x).result()
-        return branch if "whole" in self.kind else torch.tanh(self.near(x)) + self.near(branch)
+            result = pool.submit(branch, m, x).result()
+        return result if "whole" in kind else torch.tanh(m.near(x)) + m.near(result)
+
+    near, far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_("frozen" not in kind)
+    return Unit(forward, near=near, far=far, norm=nn.LayerNorm(WIDTH).requires_grad_(False))
 
 
 def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -425,50 +366,40 @@ def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_forward_may_compute_on_another_thread() -> None:
     for kind, orig in itertools.product(("branch", "branch frozen", "whole", "whole frozen"), (True, False)):
-        build = seeded(lambda kind=kind: nn.Sequential(Block(), Threaded(kind), Block(), Threaded(kind)))
-        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Threaded}))
+        build = seeded(lambda kind=kind: nn.Sequential(Block(), threaded(kind), Block(), threaded(kind)))
+        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Unit}))
         Reference(build, steps_of_vectors).check(model, f"{kind}, orig={orig}")
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = Block(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            return self.last(pool.submit(self.inner, x).result())
 
 
 @on_ranks(2)
 def test_units_of_one_forward_must_run_on_one_thread() -> None:
-    model = wrap(Pooled(), FULL, True, wrap_policy=ModuleWrapPolicy({Block}))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return m.last(pool.submit(m.inner, x).result())
+
+    net = Net(forward, inner=Block(), last=nn.Linear(WIDTH, WIDTH))
+    model = wrap(net, FULL, True, wrap_policy=ModuleWrapPolicy({Block}))
     with pytest.raises(NotImplementedError, match="forward of unit 'inner' was called on another thread"):
         model(torch.randn(2, WIDTH))
     with ThreadPoolExecutor(1) as pool:  # a forward may begin on any thread
         pool.submit(model.module.inner, torch.randn(2, WIDTH)).result()
 
 
-class Partial(Block):
-    """A block with an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Parameter(torch.ones(WIDTH))
-
-
 @on_ranks(2)
 def test_units_reduce_once_the_backward_has_passed_them() -> None:
     """With and without unused parameters."""
-    for kind, orig in itertools.product((Block, Partial), (True, False)):
-        model = wrap(nn.Sequential(kind(), kind(), kind()), FULL, orig, wrap_policy=ModuleWrapPolicy({kind}))
+    for unused, orig in itertools.product((False, True), (True, False)):
+        blocks = [Block(), Block(), Block()]
+        for block in blocks if unused else ():
+            block.unused = nn.Parameter(torch.ones(WIDTH))
+        model = wrap(nn.Sequential(*blocks), FULL, orig, wrap_policy=ModuleWrapPolicy({Block}))
         for _ in range(3):
             loss = model(torch.randn(3, WIDTH)).square().mean()
             with record_collectives() as log:
                 loss.backward()
         order = [("gather", 2), ("gather", 1), ("reduce", 2), ("gather", 0), ("reduce", 1), ("reduce", 0)]
         found = [record.label for record in log.records if record.label and " unit" in record.label]
-        assert found == [f"{event} unit '{index}'" for event, index in order], (kind.__name__, orig, found)
+        assert found == [f"{event} unit '{index}'" for event, index in order], (unused, orig, found)
 
 
 @on_ranks(2)
@@ -495,39 +426,36 @@ def test_unit_is_resharded_during_autograd_grad_of_an_input() -> None:
         assert gathered[3] == gathered[2] and not gathered[3][-1], (orig, gathered)
 
 
-class Registers(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.bias.register_post_accumulate_grad_hook(lambda bias: None)
-        return super().forward(x)
-
-
 @on_ranks(2)
 def test_gradient_hook_registered_in_a_forward_is_refused() -> None:
     """The hook would be called for unrelated gradients too, before they are reduced."""
-    model = wrap(nn.Sequential(Registers(WIDTH, WIDTH)), FULL, True, wrap_policy=ModuleWrapPolicy({Registers}))
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.linear.bias.register_post_accumulate_grad_hook(lambda bias: None)
+        return m.linear(x)
+
+    unit = Unit(forward, linear=nn.Linear(WIDTH, WIDTH))
+    model = wrap(nn.Sequential(unit), FULL, True, wrap_policy=ModuleWrapPolicy({Unit}))
     with pytest.raises(RuntimeError, match=r"inside of the forward of a wrapped module.*Register the hook outside"):
         model(torch.randn(3, WIDTH))
 
 
-class Remembers(nn.Module):
-    """A unit that keeps a state with a graph, or a function of a weight, from one call to the next."""
+def remembers(kind: str) -> Unit:
+    """Build a unit that keeps a state with a graph, or a function of a weight, from one call to the next."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.kept = kind, torch.zeros(())
-        self.inputs, self.state = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if kind == "state":
+            m.kept = torch.tanh(m.inputs(x) + m.state(torch.zeros_like(x) + m.kept))
+            return m.kept * 1.0
+        if m.kept.dim() == 0:
+            m.kept = m.inputs.weight / m.inputs.weight.norm()
+        return m.state(x @ m.kept)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "state":
-            self.kept = torch.tanh(self.inputs(x) + self.state(torch.zeros_like(x) + self.kept))
-            return self.kept * 1.0
-        if self.kept.dim() == 0:
-            self.kept = self.inputs.weight / self.inputs.weight.norm()
-        return self.state(x @ self.kept)
+    return Unit(forward, kind=kind, inputs=nn.Linear(WIDTH, WIDTH), state=nn.Linear(WIDTH, WIDTH))
 
 
 def _remembering(model: nn.Module, data: Data) -> Iterator[Any]:
-    unit = next(module for module in model.modules() if isinstance(module, Remembers))
+    unit = next(module for module in model.modules() if isinstance(module, Unit))
     for index in range(3):
         unit.kept = torch.zeros(())
         x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(tokens(data, index).sum().item()))
@@ -541,44 +469,46 @@ def _remembering(model: nn.Module, data: Data) -> Iterator[Any]:
         yield CLEAR
 
 
-class Apart(Block):
-    """A block with a branch on another thread that does not lead to the block's argument."""
+def apart(*, in_part: bool = False) -> Unit:
+    """Build a block with a branch on another thread that does not lead to the block's argument.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.apart = nn.Linear(WIDTH, WIDTH)
+    With `in_part` the branch has a parameter that the first rank alone uses.
+    """
 
-    def branch(self) -> Tensor:
-        return torch.tanh(self.apart(torch.ones(3, WIDTH)))
+    def branch(m: Any) -> Tensor:
+        result = torch.tanh(m.apart(torch.ones(3, WIDTH)))
+        return result * m.extra if in_part and dist.get_rank() == 0 else result
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = super().forward(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        result = x + torch.tanh(m.linear(m.norm(x)))
         with ThreadPoolExecutor(1) as pool:
-            return result + pool.submit(self.branch).result()
+            return result + pool.submit(branch, m).result()
+
+    unit = Unit(forward, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH), apart=nn.Linear(WIDTH, WIDTH))
+    unit.extra = nn.Parameter(torch.ones(WIDTH)) if in_part else None
+    return unit
 
 
-class Segmented(nn.Module):
-    """A weight used in two segments, each with a nested backward, and between them.
+def segmented(*, clamped: bool, plainly: int) -> Unit:
+    """Build a unit with a weight used in two segments, each with a nested backward, and between them.
 
     The first `plainly` calls have no segments.
     """
 
-    def __init__(self, *, clamped: bool, plainly: int) -> None:
-        super().__init__()
-        self.weight, self.plainly = nn.Parameter(torch.ones(WIDTH)), plainly
-        if clamped:
-            self.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        def segment(x: Tensor) -> Tensor:
+            return torch.tanh(x * m.weight)
 
-    def segment(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.weight)
+        m.plainly -= 1
+        if m.plainly >= 0:
+            return segment(segment(x) * m.weight + x)
+        y: Tensor = checkpoint(segment, x, use_reentrant=True)
+        return checkpoint(segment, y * m.weight + x, use_reentrant=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.plainly -= 1
-        if self.plainly >= 0:
-            return self.segment(self.segment(x) * self.weight + x)
-        y: Tensor = checkpoint(self.segment, x, use_reentrant=True)
-        z: Tensor = checkpoint(self.segment, y * self.weight + x, use_reentrant=True)
-        return z
+    unit = Unit(forward, weight=nn.Parameter(torch.ones(WIDTH)), plainly=plainly, clamped=clamped)
+    if clamped:
+        unit.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return unit
 
 
 @ALL_SMALL
@@ -586,37 +516,26 @@ class Segmented(nn.Module):
 def test_unit_may_be_entered_other_than_by_the_last_output(all_small: bool) -> None:
     """Calls with a dropped output, graphs that outlive a call, branches on threads, backwards inside the backward."""
     modules: list[tuple[Callable[[], nn.Module], Any]] = [
-        (lambda: Remembers("state"), _remembering),
-        (lambda: Remembers("weight"), _remembering),
-        (Apart, steps_of_vectors),
-        *((partial(Segmented, clamped=c, plainly=n), steps_of_vectors) for c in (False, True) for n in (0, 1)),
+        (lambda: remembers("state"), _remembering),
+        (lambda: remembers("weight"), _remembering),
+        (apart, steps_of_vectors),
+        *((partial(segmented, clamped=c, plainly=n), steps_of_vectors) for c in (False, True) for n in (0, 1)),
     ]
-    kinds = ModuleWrapPolicy({Block, Remembers, Apart, Segmented})
+    kinds = ModuleWrapPolicy({Block, Unit})
     for (number, (make, program)), strategy in itertools.product(enumerate(modules), (FULL, NONE)):
         build = seeded(lambda make=make: nn.Sequential(Block(), make(), Block()))
-        ulps = 8 if make().__class__ is Segmented else 0  # each nested backward ends in a reduction
+        ulps = 8 if hasattr(make(), "plainly") else 0  # each nested backward ends in a reduction
         with gradient_sizes(all_small):
             model = wrap(build(), strategy, True, wrap_policy=kinds)
             Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
-
-
-class ApartInPart(Apart):
-    """A branch with a parameter that the first rank alone uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Parameter(torch.ones(WIDTH))
-
-    def branch(self) -> Tensor:
-        return super().branch() * (self.extra if dist.get_rank() == 0 else 1)
 
 
 @on_ranks(2)
 def test_unit_with_late_gradients_reduces_once() -> None:
     """Late gradients arrive after the backward has passed the unit, and on one rank only."""
     for strategy in (FULL, NONE):
-        kinds = ModuleWrapPolicy({Block, ApartInPart})
-        model = wrap(nn.Sequential(Block(), ApartInPart(), Block()), strategy, True, wrap_policy=kinds)
+        kinds = ModuleWrapPolicy({Block, Unit})
+        model = wrap(nn.Sequential(Block(), apart(in_part=True), Block()), strategy, True, wrap_policy=kinds)
         for step in range(3):
             with record_collectives() as log:
                 model(torch.randn(3, WIDTH)).square().mean().backward()
@@ -624,44 +543,40 @@ def test_unit_with_late_gradients_reduces_once() -> None:
             assert sorted(reduced) == ["unit '0'", "unit '1'", "unit '2'"], (strategy, step, reduced)
 
 
-class Echo(Block):
-    """A unit in whose backward the backward of the call before runs, if it has not run yet."""
+def echo() -> Unit:
+    """Build a unit in whose backward the backward of the call before runs, if it has not run yet."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x.detach())
-        before = self.before
+    def forward(m: Any, x: Tensor) -> Tensor:
+        normed = m.norm(x.detach())
+        before = m.before
         if before is not None:
             normed.register_hook(lambda grad: before.backward())
-        result = fsdp.mark_side_output(torch.tanh(self.linear(normed)))
-        self.before = result.square().mean()
+        result = fsdp.mark_side_output(torch.tanh(m.linear(normed)))
+        m.before = result.square().mean()
         return x + result
 
+    return Unit(forward, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH), before=None)
 
-class Penalized(nn.Module):
-    """A weight whose penalty is differentiated by a nested backward.
+
+def penalized() -> Unit:
+    """Build a unit with a weight whose penalty is differentiated by a nested backward.
 
     It runs after the model's backward has reached the weight and before it reaches the shift.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.shift = nn.Parameter(torch.full((WIDTH,), 0.5)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shifted = x + self.shift
+    def forward(m: Any, x: Tensor) -> Tensor:
+        shifted = x + m.shift
         if shifted.requires_grad:
-            penalty = self.weight.pow(3).sum()
+            penalty = m.weight.pow(3).sum()
             shifted.register_hook(lambda grad: penalty.backward())
-        return torch.tanh(shifted * self.weight)
+        return torch.tanh(shifted * m.weight)
+
+    return Unit(forward, weight=nn.Parameter(torch.full((WIDTH,), 0.5)), shift=nn.Parameter(torch.zeros(WIDTH)))
 
 
-@pytest.mark.parametrize("unit", [Echo, Penalized])
+@pytest.mark.parametrize("unit", [echo, penalized])
 @on_ranks(2)
-def test_backward_inside_of_a_units_backward(unit: type[nn.Module]) -> None:
+def test_backward_inside_of_a_units_backward(unit: Callable[[], Unit]) -> None:
     """It enters the unit again, or reaches a leaf without passing an output of the unit, whose gradient is held.
 
     Gradients of the two backwards are kept apart, and the unit reduces after both.
@@ -669,15 +584,15 @@ def test_backward_inside_of_a_units_backward(unit: type[nn.Module]) -> None:
     build = seeded(lambda: nn.Sequential(Block(), unit(), Block()))
     for strategy in (FULL, NONE):
         plain = build()
-        model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, unit}))
+        model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, Unit}))
         for step in range(3):
-            inputs = torch.randn(1 + (unit is Echo), 3, WIDTH, generator=torch.Generator().manual_seed(step))
+            inputs = torch.randn(1 + (unit is echo), 3, WIDTH, generator=torch.Generator().manual_seed(step))
             with record_collectives() as log:
                 for each in (plain, model):
                     for x in inputs:
                         loss = each(x).square().mean()
                     loss.backward()
-                    for module in filter(lambda module: isinstance(module, Echo), each.modules()):
+                    for module in filter(lambda module: isinstance(module, Unit), each.modules()):
                         module.before = None
             reduced = log.units("reduce")
             assert reduced == ["unit '2'", "unit '1'", "unit '0'"], (strategy, step, reduced)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,26 @@ def _make_images(generator: torch.Generator, size: int) -> Batch:
 
 
 # -- vectors -----------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Children by name (modules, parameters, buffers, values) and a function `forward(net, ...)`, for one test."""
+
+    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, child in children.items():
+            if isinstance(child, Tensor) and not isinstance(child, nn.Parameter):
+                self.register_buffer(name, child)
+            else:
+                setattr(self, name, child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+class Unit(Net):
+    """A `Net` that a wrap policy selects by its class."""
 
 
 class MlpBlock(nn.Module):
