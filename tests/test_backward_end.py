@@ -247,7 +247,7 @@ def with_aside(marked: bool) -> nn.Module:
         m.kept = fsdp.mark_side_output(side) if marked else side
         return output
 
-    embed = nn.Embedding(VOCABULARY, WIDTH)
+    embed = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
     aside = Unit(forward, first=nn.Linear(WIDTH, WIDTH), inner=Block(), last=nn.Linear(WIDTH, WIDTH))
     return Net(lambda m, ids: m.after(m.aside(m.embed(ids))), embed=embed, aside=aside, after=Block())
 
@@ -263,13 +263,16 @@ def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Compute the loss from the output of a nested unit alone."""
+    """Compute the loss from the output of a nested unit alone, and run two backwards through each graph."""
     taken: list[Tensor] = []
     inner = next(m for m in model.modules() if isinstance(m, Unit)).inner
     inner.register_forward_hook(lambda module, args, output: taken.append(output))
     for index in range(2):
         model(tokens(data, index))
-        taken.pop().square().mean().backward()
+        loss = taken.pop().square().mean()
+        loss.backward(retain_graph=True)
+        yield {}
+        loss.backward()
         yield {}
         yield CLEAR
 

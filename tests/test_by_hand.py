@@ -162,6 +162,10 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
         model.zero_grad()
     assert all(words.startswith("RuntimeError") for words in found), found
     assert model.scale.dtype == torch.float64
+    before = list(model.parameters())
+    with pytest.raises(ZeroDivisionError):  # in a unit inside
+        model._apply(lambda tensor: 1 // 0)
+    assert list(map(id, model.parameters())) == list(map(id, before))
     with summon(model):
         assert_bit_equal(values(model), plain.values())
     model.double()
@@ -263,6 +267,7 @@ def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mo
                 else:
                     handle = unit._unshard(async_op=True)
                     assert handle is not None and handle.wait() is None and handle.wait() is None
+                    assert not unit._fsdp_unit.is_gathering
             assert len(log.units("gather")) == gathers * (buckets[units[0]] + buckets[units[1]])
             loss = model(batch(step)).square().mean()
             assert len(log.units("gather")) == gathers * sum(buckets.values()), "gathered again"

@@ -332,11 +332,17 @@ def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
     for wrapper in library.fsdp_modules(model):
         flat = wrapper._flat_param
         assert sum(flat._numels_with_padding) == flat._unpadded_unsharded_size.numel()
-        assert len(flat._numels_with_padding) == len(flat._is_padding_mask)
-        kept = [numel for numel, pad in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True) if not pad]
-        assert kept == list(flat._numels)
-        for info, (name, module, path), fqn in zip(flat._shard_param_infos, flat._param_infos, flat._fqns, strict=True):
+        numels, padding = flat._numels_with_padding, flat._is_padding_mask
+        params = [
+            (n, end) for n, end, pad in zip(numels, itertools.accumulate(numels), padding, strict=True) if not pad
+        ]
+        assert [numel for numel, _ in params] == list(flat._numels)
+        infos = zip(flat._shard_param_infos, flat._param_infos, flat._fqns, params, strict=True)
+        for info, (name, module, path), fqn, (numel, end) in infos:
             assert module is wrapper.module.get_submodule(path) and fqn == f"{path}.{name}".removeprefix(".")
+            if info.in_shard:
+                before = dist.get_rank() * flat._sharded_size.numel() + info.offset_in_shard
+                assert before - info.intra_param_start_idx == end - numel, fqn
             found.append((name, path, info.in_shard, info.offset_in_shard, info.numel_in_shard))
         assert flat._param_infos[-1].param_name == name and len(flat._param_infos[:2]) == 2
         assert flat._sharded_size == flat.shape

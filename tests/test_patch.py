@@ -148,10 +148,10 @@ def test_private_functions_of_torch_accept_our_modules() -> None:
         for use_orig_params in (False, True):
             model = wrapped(use_orig_params)
             assert type(model) is fsdp.FullyShardedDataParallel
+            assert model._is_root is None and runtime._lazy_init(model, root_module=model) is model and model._is_root
             torchs.register_fsdp_forward_method(module=model, method_name="double")
             torch.manual_seed(0)
             assert torch.equal(model.double(x), 2 * Net()(x))
-            assert runtime._lazy_init(model, root_module=model) is model and model.check_is_root()
             linear = model.module.inner
             assert common._get_module_fsdp_state(linear) is linear and common._get_module_fsdp_state(nn.ReLU()) is None
             assert isinstance(linear, common._FSDPState) and not isinstance(model.module, common._FSDPState)
@@ -181,8 +181,12 @@ def test_private_functions_of_torch_accept_our_modules() -> None:
         original = torchs.fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         torchs.register_fsdp_forward_method(original, "double")
         assert "double" in vars(original), "torch has done what it does"
-        plain = common._get_param_to_fqns(Net())
-        assert [name for [name] in plain.values()] == ["inner.weight", "inner.bias", "head.weight", "head.bias"]
+        tied = Net()
+        tied.head.bias = tied.inner.bias
+        names = ["inner.weight", "inner.bias", "head.weight"]
+        assert [name for [name] in common._get_param_to_fqns(tied).values()] == names
+        every = common._get_param_to_fqns(torchs.FullyShardedDataParallel(tied, use_orig_params=True), False)
+        assert list(every.values()) == [["inner.weight"], ["inner.bias", "head.bias"], ["head.weight"]]
 
 
 FAKE = """

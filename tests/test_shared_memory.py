@@ -179,7 +179,8 @@ def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
 @on_ranks(2)
 @impatient
 def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
-    """Rank 0 gathers a unit again after a change of the shard, and writes to summoned parameters."""
+    """Rank 0 gathers a unit again after a change of the shard, and writes to summoned parameters and to gradients of
+    `no_sync` that were reduced."""
     enable_shared_memory()
     model, rank = make_model(new_group()), dist.get_rank()
     step(model)
@@ -229,6 +230,15 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     for name, after in full_parameters(model).items():
         factor = 2 if name in ("3.weight", "3.bias") else 1
         assert torch.equal(after, before[name] * factor), name
+    full, total = pool.empty(16, dtype=torch.float32, device=CPU).fill_(1 + rank), torch.empty(8)
+    pending = unit.communicator.reduce(total, full, Event("reduce", 4), to_write=True)
+    if rank == 1:
+        with contextlib.suppress(RuntimeError):
+            store.wait(["overwritten"], timedelta(seconds=0.5))
+    pending.wait()
+    full.zero_()
+    store.set("overwritten", "")
+    assert total.tolist() == [1.5] * 8
 
 
 @on_ranks(2)
@@ -552,6 +562,22 @@ def make_wide_units(count: int) -> tuple[list[nn.Sequential], FullyShardedDataPa
     units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(count)]
     policy = ModuleWrapPolicy({nn.Sequential})
     return units, wrap(nn.Sequential(*units), wrap_policy=policy, process_group=new_group()), 301 * 300 * 4
+
+
+@on_ranks(2)
+def test_a_fast_rank_waits_for_a_slow_one_before_it_takes_more_memory() -> None:
+    enable_shared_memory()
+    communicator, numel = communicator_of(new_group()), 1 << 15
+    communicator.gather([Gather(torch.empty(2), torch.ones(1))], Event("first", 0)).wait()
+    before, under_way = held_nbytes_at_rest(), []
+    time.sleep(0.3 * dist.get_rank())
+    for number in range(1, 7):
+        under_way.append(communicator.reduce(torch.empty(numel), torch.ones(2 * numel), Event("reduce", number)))
+        if dist.get_rank() == 1:
+            under_way[-1].wait()
+    assert held_nbytes() - before <= 2 * 8 * numel
+    for pending in under_way:
+        pending.wait()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -48,8 +48,10 @@ def test_full_tensor_returns_full_parameters_and_gradients() -> None:
         model.layers.requires_grad_(False)
         plain.layers.requires_grad_(False)
         assert fsdp.num_params(model, only_trainable=True) == fsdp.num_params(plain, only_trainable=True)
-        with model.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_tensor\(\) in the middle of"):
-            fsdp.full_tensor(next(iter(model.parameters())))
+        for call in (fsdp.full_tensor, fsdp.full_grad):
+            words = rf"{call.__name__}\(\) in the middle of"
+            with model.summon_full_params(model), pytest.raises(RuntimeError, match=words):
+                call(next(iter(model.parameters())))
 
 
 @on_ranks(2)

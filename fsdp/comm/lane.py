@@ -349,18 +349,18 @@ class Lane(Issuer):
     # -- votes of ranks that run different units -----------------------------------------------------------------------
 
     def choose(self, label: str, understood: str, proposal: int) -> int | None:
-        """Return the largest ``proposal`` of all ranks; None if they have not ``understood`` the same text."""
+        """Return the largest ``proposal`` of all ranks, and count the event; None if they have not ``understood`` the
+        same text. ``label`` describes this rank's proposal."""
         history = self._history
+        self.note(label)
         digest = hash_of(f"{history.passes} {self._latest.number} {understood}")
-        return self.ask(f"agree to {label}", digest, largest=proposal).result()
+        chosen = self.ask(f"agree to {label}", digest, largest=proposal).result()
+        history.position += chosen is not None
+        return chosen
 
     def note(self, label: str) -> None:
         """Show the next event to the peers, where events may differ between ranks."""
         self._history.report(label, 0)
-
-    def advance(self) -> None:
-        """Count an event on which the ranks have agreed by :meth:`choose`."""
-        self._history.position += 1
 
     def misunderstanding(self, text: str) -> OutOfStep:
         """Return the error where the ranks have understood different texts; all of them have to call.

@@ -107,9 +107,6 @@ class BlockingWork(HostWork):
         Raises:
             RuntimeError: the operation failed, or is not over.
         """
-        if patience is None and self._over is None:
-            self._finish()
-            return
         if self._over is None:
             self._over = in_thread(self._finish)
         if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:

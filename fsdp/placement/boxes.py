@@ -57,9 +57,8 @@ class Box(NamedTuple):
 Part = tuple[Box, torch.Tensor]  # a local tensor and the box that it is; the shapes are equal
 
 
-def copy_parts(source: Iterable[Part], target: Iterable[Part]) -> None:
+def copy_parts(source: Iterable[Part], target: Sequence[Part]) -> None:
     """Copy the elements that both have from ``source`` to ``target``."""
-    target = list(target)
     for source_box, values in source:
         for target_box, memory in target:
             if (both := source_box.overlap(target_box)) is not None:

@@ -176,8 +176,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     module = copy_module()
     views_of_copy = [views.copied(handle, memo) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
-    policy = replace(unit.policy, prefetch_lists=None)  # they name units of the original
-    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, policy, precision)
+    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision)
     copied.set_state_settings(copy.copy(unit.state_settings))
     return copied
 

@@ -91,20 +91,17 @@ class Negotiation:
     def _propose(self, event: Event) -> int:
         """Take part until all ranks do ``event``, or end the pass; return the event that was done last."""
         while True:
-            self._lane.note(event.label)
             chosen = self._choose(event)
             if chosen >= self._end:
                 return chosen
             self._done.append(chosen)
             if chosen == event.number:
-                self._lane.advance()
                 return chosen
             number, kind, full_precision = Event.parts_of(chosen)
             unit = self._units[number]()
             context = None if unit is None else unit.context
             assert unit is not None and context is not None  # the tree is alive
             self._lane.note(f"{kind} {unit.name}")
-            self._lane.advance()
             context.take_part(unit, kind, full_precision=full_precision)
 
     def _choose(self, event: Event) -> int:
@@ -112,9 +109,7 @@ class Negotiation:
         turn = self._end if event.number >= self._end else self._turn(event.number)
         chosen = self._largest(self._lane, event.label, (self._end - turn) << _NUMBER_BITS | event.number)
         if self._replicas is not None and not self._pass.call:
-            self._replicas.note(event.label)
             chosen = self._largest(self._replicas, event.label, chosen)
-            self._replicas.advance()
         return chosen & ((1 << _NUMBER_BITS) - 1)
 
     def _largest(self, lane: Lane, label: str, proposal: int) -> int:

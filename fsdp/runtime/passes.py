@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -131,10 +131,9 @@ class Passes:
         meetings: the number of meetings of all ranks after failures.
     """
 
-    def __init__(self, units: Iterable[Unit], device: torch.device, *, negotiate: bool) -> None:
+    def __init__(self, units: Sequence[Unit], device: torch.device, *, negotiate: bool) -> None:
         """``units`` are in the order of the tree. With ``negotiate`` ranks may run different units, and all units have
         the same groups."""
-        units = list(units)
         by_group: dict[int, LaneUnits] = {}
         further: dict[int, LaneUnits] = {}
         for unit in units:

@@ -266,7 +266,6 @@ class Unsharder:
         """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
         if unit.is_gathering:
             unit.show_shards()
-            self.becomes(unit, Residence.PREFETCHED)
         else:
             self.reshard(unit)
 
