@@ -61,7 +61,6 @@ class Disk:
     """The operations of saves and loads on a file system. A power failure may undo an operation that is not synced."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory that does not exist."""
         path.mkdir()
 
     def create(self, path: Path) -> BinaryIO:
@@ -96,11 +95,9 @@ class Disk:
             os.close(number)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or directory another name, and replace a file that has it."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove a directory and everything in it."""
         shutil.rmtree(path)
 
     def remove_file(self, path: Path) -> None:
@@ -132,7 +129,6 @@ disk = Disk()
 
 
 def rank_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank_{rank}.safetensors"
 
 
@@ -384,7 +380,7 @@ class Manifest(NamedTuple):
 
     Attributes:
         ranks: the number of ranks that saved.
-        files: sizes and checksums by name; on a rank that loads, only of the files that it reads.
+        files: sizes and checksums by name.
         checksum: the SHA-256 of the manifest itself, which tells checkpoints apart.
     """
 
@@ -435,7 +431,6 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    """Read and verify a manifest."""
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     with with_path(path):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
@@ -29,8 +29,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files, index
-from fsdp.checkpoint.files import FileRecord, Manifest
-from fsdp.checkpoint.forms import boxes_of, is_distributed, parts_of
+from fsdp.checkpoint.files import Manifest
+from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.optim_dtypes import with_classes
@@ -45,12 +45,12 @@ from fsdp.checkpoint.torch_state_dict import (
     get_model_state_dict,
     optimizers_to_load,
     prepare_model_state_dict,
-    trained_parts,
+    trained_names,
 )
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
-from fsdp.placement.boxes import Box, Part
+from fsdp.placement.boxes import Part
 
 
 class Plain(NamedTuple):
@@ -136,7 +136,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     reading = Reading(True, trusted, False, progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
-        with Contents(directory, manifest, manifest.files, reading) as contents:
+        with Contents(directory, manifest, reading) as contents:
             tensors = {key: contents.empty(key) for key in contents.tensors}
             contents.read(contents.find(tensors))
             found = {**tensors, **contents.values(contents.others)}
@@ -157,15 +157,15 @@ class Reading(NamedTuple):
 
 
 class Needed(NamedTuple):
-    """The tensors to load into on this rank: the model's state, and for each optimizer the parameters, by name."""
+    """The state to load: of the model, to load into, and the names of each optimizer's parameters."""
 
     model: dict[str, Any]
-    trained: list[dict[str, torch.Tensor]] | None
+    trained: Sequence[Collection[str]] | None
 
     @property
-    def params(self) -> dict[str, torch.Tensor]:
-        """The parameters of all optimizers."""
-        return {name: param for params in self.trained or () for name, param in params.items()}
+    def params(self) -> set[str]:
+        """The names of all optimizers' parameters."""
+        return {name for names in self.trained or () for name in names}
 
 
 class Found(NamedTuple):
@@ -198,7 +198,7 @@ def _load(
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
         values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        return Needed(values, None if optimizer is None else trained_parts(model, several))
+        return Needed(values, None if optimizer is None else trained_names(model, several))
 
     def plan(contents: Contents) -> list[tuple[Optimizer, dict[str, Any]]]:
         if optimizer is None:
@@ -243,15 +243,15 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
     def lacking(groups: Iterable[Mapping[str, Any]]) -> list[str]:
         return list(dict.fromkeys(name for group in groups for name in options if name not in group))
 
-    not_saved = lacking(loadable["param_groups"])
     failure: KeyError | None = None
     try:
         optimizer.load_state_dict(with_classes(optimizer, loadable))
+        missing = lacking(optimizer.param_groups)
     except KeyError as error:  # of a state or an option that the class in the checkpoint does not have
-        if not not_saved:
+        failure, missing = error, lacking(loadable["param_groups"])
+        if not missing:
             raise
-        failure = error
-    if missing := not_saved if failure is not None else lacking(optimizer.param_groups):
+    if missing:
         saved = dict.fromkeys(name for group in loadable["param_groups"] for name in group if name != "params")
         raise RuntimeError(
             f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}, which needs the options "
@@ -268,9 +268,9 @@ def _check_classes(
 ) -> None:
     """Refuse the state of another of torch's optimizer classes, which may have options of the same names."""
     by_name = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
-    for optimizer, params in zip(optimizers, needed.trained or ()):
+    for optimizer, names in zip(optimizers, needed.trained or ()):
         own = classes_of(optimizer)
-        for name in params:
+        for name in names:
             classes = by_name.get(name, [])
             if own and classes and not {*own} & {*classes}:
                 raise RuntimeError(
@@ -285,40 +285,29 @@ def _check_classes(
 
 def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Reading, stack: ExitStack) -> Found:
     """Find the checkpoint, and read and verify everything that this rank needs. ``stack`` keeps the files open."""
-    whole: dict[str, FileRecord] = {}  # the files of the checkpoint, on rank 0
 
     def find(path: Path) -> tuple[Path, Manifest]:
-        def found(_: Any) -> list[tuple[Path, Manifest]]:
+        def found() -> tuple[Path, Manifest]:
             directory, manifest = files.find(path.absolute())
-            whole.clear()
-            whole.update(manifest.files)
-            names = sorted(name for name in whole if name != files.INDEX)
-            shares = [[files.INDEX, *names[rank :: ranks.size]] for rank in range(ranks.size)]
-            return [(directory, manifest._replace(files={name: whole[name] for name in share})) for share in shares]
+            return directory, manifest._replace(files={})  # which each rank reads itself
 
-        return ranks.round("find a checkpoint", lambda: None, found)
+        return ranks.first("find a checkpoint", found)
 
-    def read(directory: Path, manifest: Manifest) -> Found:
-        contents: Any = None
-        own = ranks.rank % manifest.ranks
+    def read(directory: Path, of_first: Manifest) -> Found:
+        own = ranks.rank % of_first.ranks
 
-        def look() -> list[str]:
-            nonlocal contents
-            for name, record in manifest.files.items():  # this rank's share
-                files.check_size(directory / name, record)
-            contents = stack.enter_context(Contents(directory, manifest, {}, reading))
+        def look() -> Contents:
+            manifest = files.find(directory)[1]
+            if manifest.checksum != of_first.checksum:
+                raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
+            for name in sorted(manifest.files)[ranks.rank :: ranks.size]:  # this rank's share
+                files.check_size(directory / name, manifest.files[name])
+            contents = stack.enter_context(Contents(directory, manifest, reading))
             contents.check_fits(needed)
-            return [files.rank_name(rank) for rank in {0, own, *contents.holders(needed)}]
+            return contents
 
-        def records(names: list[list[str]]) -> list[dict[str, FileRecord]]:
-            return [{name: whole[name] for name in each} for each in names]
-
-        def read_parts() -> Found:
-            contents.records.update(entries)
-            return _read_parts(contents, needed, plan, own)
-
-        entries = ranks.round("look for what to read", look, records)
-        return ranks.together("read a checkpoint", read_parts)
+        contents = ranks.together("look for what to read", look)
+        return ranks.together("read a checkpoint", lambda: _read_parts(contents, needed, plan, own))
 
     return files.read_latest(path, read, find)
 
@@ -360,15 +349,12 @@ class Contents:
     Attributes:
         table: the index.
         tensors, others: the keys of tensors, and of values that are no tensors.
-        records: the files that may be opened, by name.
         states: the tensors of ``optimizer_state`` that have dimensions.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, records: Mapping[str, FileRecord], reading: Reading
-    ) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, reading: Reading) -> None:
         """Read the index."""
-        self.directory, self.records, self.reading = directory, dict(records), reading
+        self.directory, self.reading, self._records = directory, reading, manifest.files
         path = directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
         with files.of_ours(path):
@@ -386,12 +372,9 @@ class Contents:
             file.close()
 
     def _file(self, rank: int) -> RankFile:
-        """Open the file of a rank at the first call."""
         if rank not in self._open:
             name = files.rank_name(rank)
-            if name not in self.records:
-                raise files.damage(f"{self.directory} lists no {name}")
-            self._open[rank] = RankFile(self.directory / name, self.records[name])
+            self._open[rank] = RankFile(self.directory / name, self._records[name])
         return self._open[rank]
 
     def check_fits(self, needed: Needed) -> None:
@@ -417,19 +400,6 @@ class Contents:
                 f"the checkpoint {self.directory} has optimizer state of {', '.join(map(repr, left))}, which no "
                 "optimizer given holds: pass those that were saved, or strict=False to leave the others out"
             )
-
-    def holders(self, needed: Needed) -> set[int]:
-        """Return the ranks whose files may have elements that this rank needs."""
-        trained, found = needed.params, set[int]()
-        for key in self.tensors:
-            if key.startswith(STATE):
-                like = trained.get(param_and_state(key)[0])
-            else:
-                like = needed.model.get(key.removeprefix(MODEL))
-            if isinstance(like, torch.Tensor):
-                whole = [Box.whole(self._shape(key))]
-                found |= self.table[key].holders(boxes_of(like) if self.has_parts_of(key, like) else whole)
-        return found
 
     def has_parts_of(self, key: str, like: Any) -> bool:
         """True if this rank needs only the part of the tensor that it holds of ``like``."""
@@ -512,7 +482,7 @@ class Contents:
                 "whoever saved it, load it with trusted=True"
             ) from error
 
-    def optimizer_state(self, trained: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, trained: Collection[str]) -> dict[str, Any]:
         """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be read later."""
 
         def wanted(key: str) -> bool:
@@ -528,7 +498,6 @@ class Contents:
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the optimizer's state dict of values by key of the checkpoint."""
     states: dict[str, dict[Any, Any]] = {}
     for key, value in found.items():
         if key.startswith(STATE):

@@ -95,10 +95,6 @@ class Holder:
         ``shape`` is the shape of the whole state if that is not the parameter's; see ``any_shape``."""
         return held_param(self.handle, member.index, self.part(member, state))
 
-    def template(self, member: Member) -> torch.Tensor:
-        """Return a tensor with the shape of ``member`` and this rank's interval of an element-wise state."""
-        return held_param(self.handle, member.index).part
-
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """Allocate this rank's part of a tensor state of this ``shape``, the parameter's if None. Padding is zero; the
         remaining elements are uninitialized."""
@@ -207,12 +203,6 @@ class ModelParams:
             for param, names in self._current_names.items()
             if param not in self.holders and clean(names[0]) not in self.by_name
         }
-
-    @cached_property
-    def groups(self) -> list[Any]:
-        """All process groups of the units, each once."""
-        of_units = (unit.groups for unit in self.units)
-        return [*dict.fromkeys(group for own in of_units for group in (own.shard, own.replica, own.tp) if group)]
 
     @cached_property
     def by_name(self) -> dict[str, tuple[Holder, Member]]:
@@ -398,7 +388,6 @@ def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def name_to_param(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The inverse of :func:`param_to_name`."""
     return {name: param for param, name in param_to_name(model).items()}
 
 

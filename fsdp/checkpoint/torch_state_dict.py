@@ -184,7 +184,6 @@ def _loaded(load: Callable[..., Any], model: nn.Module, state: Any, options: Sta
 
 @contextlib.contextmanager
 def _kind(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    """Give all units the settings of ``options`` inside the context."""
     before = {unit: unit.state_settings for unit in units_of(model)}
     try:
         for unit in before:
@@ -351,15 +350,13 @@ def optimizers_to_load(
     params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
-        part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
-        from_rank0, strict = options.broadcast_from_rank0, options.strict
         return optim_state_dict_to_load(
             model,
-            part,
+            lambda: _part_of(optimizer, model, params, optim_state_dict, options, alone=alone),
             optimizer.param_groups,
             optim=optimizer,
-            from_rank0=from_rank0,
-            strict=strict,
+            from_rank0=options.broadcast_from_rank0,
+            strict=options.strict,
         )
 
     return [(optimizer, loadable(optimizer)) for optimizer in several]
@@ -432,24 +429,14 @@ def _part_of(
     return {"state": taken, "param_groups": groups}
 
 
-def trained_parts(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[dict[str, torch.Tensor]]:
-    """Return for each optimizer this rank's part of each parameter, by the plain model's names; of a sharded one as
-    ``RaggedTensor``."""
-    model = inside(model)
-    plain = PlainNames(model).plain
-    several = list(optimizers)
-    params = ModelParams(model, _groups_of(several))
-    found = []
-    for optimizer in several:
-        parts: dict[str, torch.Tensor] = {}
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            holder = params.holders.get(param)
-            if holder is None:
-                parts.update((plain(name), param) for name in params.names(param))
-            else:
-                parts.update((plain(member.name), holder.template(member)) for member in holder.members)
-        found.append(parts)
-    return found
+def trained_names(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
+    """Return for each optimizer the plain model's names of the parameters that it holds."""
+    model, several = inside(model), list(optimizers)
+    plain, params = PlainNames(model).plain, ModelParams(model, _groups_of(several))
+    return [
+        [plain(name) for group in one.param_groups for param in group["params"] for name in params.names(param)]
+        for one in several
+    ]
 
 
 def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:

@@ -76,11 +76,6 @@ class WholeHolder(Holder):
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         return elements_of(state, self._stride(tuple(state.shape)))
 
-    def template(self, member: Member) -> torch.Tensor:
-        numel = member.record.numel if self.rank == self.owner else 0
-        local = torch.empty(numel, dtype=self.param.dtype, device="meta")
-        return RaggedTensor(local, member.shape, 0, member.record.stride)
-
     def _stride(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         record = self.members[0].record
         return record.stride if shape == record.shape else contiguous_stride(shape)
