@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fsdp.checkpoint.load_state_dict import ranks_of
 from fsdp.checkpoint.optim_dtypes import dequantized, is_quantized
 from fsdp.checkpoint.optim_names import Holder, ModelParams
 from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
@@ -48,7 +49,6 @@ class Scalar(NamedTuple):
         return Scalar(tensor.dtype, bytes(tensor.detach().cpu().reshape(1).view(torch.uint8).tolist()))
 
     def tensor(self) -> torch.Tensor:
-        """Make a new tensor on CPU."""
         return torch.frombuffer(bytearray(self.bits), dtype=self.dtype).reshape(())
 
 
@@ -85,33 +85,33 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
 
 
 def _merged(
-    holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], missing: list[str], different: list[str]
+    holder: Holder, by_rank: Mapping[int, States | None], missing: list[str], different: list[str]
 ) -> States | None:
     """Merge the descriptions of the ranks that own elements of ``holder``; None without state.
 
     Optimizers may also hold state on ranks without elements, but never step it.
 
     Args:
-        by_rank: descriptions by rank of the shard group.
-        ranks: global ranks of the shard group.
+        by_rank: descriptions by global rank, in the order of the shard group.
         missing, different: disagreements are appended to these lists.
     """
-    owners = {rank: by_rank[rank] for rank in holder.owners}
-    if all(states is None for states in owners.values()):
+    items = [*by_rank.items()]
+    owners = [items[place] for place in holder.owners]
+    if all(states is None for _, states in owners):
         return None
     merged: States = {}
-    for states in owners.values():
+    for _, states in owners:
         merged = (states or {}) | merged
-    for rank, states in owners.items():
+    for rank, states in owners:
         if states is None:
-            missing.append(f"rank {ranks[rank]} is missing all states of {holder}")
+            missing.append(f"rank {rank} is missing all states of {holder}")
             continue
         for name, value in merged.items():
             if name not in states:
-                missing.append(f"rank {ranks[rank]} is missing state {name!r} of {holder}")
+                missing.append(f"rank {rank} is missing state {name!r} of {holder}")
             elif states[name] is not value and (type(states[name]) is not type(value) or states[name] != value):
                 here, there = (repr(without_elements(one, to_cpu=True)) for one in (states[name], value))
-                different.append(f"state {name!r} of {holder} is {here} on rank {ranks[rank]} and {there} on others")
+                different.append(f"state {name!r} of {holder} is {here} on rank {rank} and {there} on others")
     return merged
 
 
@@ -134,9 +134,7 @@ def agree(
         AssertionError: states differ between ranks.
     """
     exchange = _Exchange(params, state_of, unknown)
-    exchange.over_shard_groups()
-    exchange.over_tensor_parallel_groups()
-    several = params.groups
+    several = ranks_of(list(params.units)).groups
 
     def check() -> dict[Any, list[str]]:
         exchange.check()
@@ -154,69 +152,56 @@ class _Exchange:
     """The exchange of descriptions.
 
     Attributes:
-        agreed: the description of each parameter's states, which the ranks that hold elements have in common; None
-            without state. In the order of the parameters.
+        agreed: the description of each parameter's states: this rank's, and then that which the ranks with elements
+            have in common; None without state. In the order of the parameters.
         quantized: True if a rank has states in a quantized class.
     """
 
     def __init__(
         self, params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
     ) -> None:
-        self._device, self._unknown, self._rank = params.device, unknown, dist.get_rank()
-        self._problems: list[str] = []
-        self._missing: list[str] = []
-        self._different: list[str] = []
-        known: dict[Any, States] = {}
-        self._local = {
-            holder: _described(holder, state_of[param], self._problems, known) if param in state_of else None
+        """Agree in each group over which parameters are sharded. Then send descriptions to the ranks of tensor
+        parallelism that have no part of a parameter, and so no state."""
+        self._device, self._missing, self._different = params.device, list[str](), list[str]()
+        problems, known = list[str](), dict[Any, States]()
+        self.agreed: dict[Holder, States | None] = {
+            holder: _described(holder, state_of[param], problems, known) if param in state_of else None
             for param, holder in params.holders.items()
         }
-        self.agreed: dict[Holder, States | None] = dict.fromkeys(self._local)
         self.quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
-        failure = _failure(unknown, self._problems)
-        self._failures = {} if failure is None else {self._rank: failure}
-
-    def over_shard_groups(self) -> None:
-        """Agree in each group over which parameters are sharded."""
-        by_group = defaultdict[Any, list[Holder]](list)
-        for holder in self._local:
-            by_group[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
-        for group, holders in by_group.items():
+        of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
+        for holder in self.agreed:
+            of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
+            if holder.tp_owners:
+                of_tp[holder.unit.groups.tp].append(holder)
+        if any(group is not None for group in (*of_shards, *of_tp)):
+            try:
+                pickle.dumps([*self.agreed.values()])
+            except Exception as error:  # a value's own __reduce__ may raise any exception
+                problems.append(f"a state cannot be pickled: {error}")
+                self.agreed = dict.fromkeys(self.agreed)
+        failure = _failure(unknown, problems)
+        self._failures = {} if failure is None else {dist.get_rank(): failure}
+        for group, holders in of_shards.items():
             if group is not None:
                 holders[0].unit.announce()
-            by_rank = self._gathered(self._local, holders, group)
-            for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
-                self.agreed[holder] = _merged(holder, of_ranks, [*by_rank], self._missing, self._different)
+            for holder, by_rank in self._gathered(holders, group):
+                self.agreed[holder] = _merged(holder, by_rank, self._missing, self._different)
+        for group, holders in of_tp.items():
+            for holder, by_rank in self._gathered(holders, group):
+                self.agreed[holder] = [*by_rank.values()][holder.tp_owners[0]]
 
-    def over_tensor_parallel_groups(self) -> None:
-        """Send descriptions to ranks of tensor parallelism that have no part of a parameter, and so no state."""
-        by_group = defaultdict[Any, list[Holder]](list)
-        for holder in self._local:
-            if holder.tp_owners:
-                by_group[holder.unit.groups.tp].append(holder)
-        for group, holders in by_group.items():
-            by_rank = self._gathered(self.agreed, holders, group)
-            for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
-                self.agreed[holder] = of_ranks[holder.tp_owners[0]]
-
-    def _gathered(
-        self, of: Mapping[Holder, States | None], holders: list[Holder], group: Any
-    ) -> dict[int, list[States | None]]:
-        """Return the descriptions of ``holders`` by rank of ``group``; empty if a rank has failed."""
-        own = [of.get(holder) for holder in holders]
-        everyone = {self._rank: (own, self._failures, self.quantized)}
+    def _gathered(self, holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
+        """Yield each of ``holders`` with the descriptions by rank of ``group``; nothing if a rank has failed."""
+        own = [self.agreed[holder] for holder in holders], self._failures, self.quantized
+        everyone, ranks = [own], [dist.get_rank()]
         if group is not None:
-            try:
-                packed = pickle.dumps((own, self._failures, self.quantized))
-            except Exception as error:  # a value's own __reduce__ may raise any exception
-                failure = _failure(self._unknown, [*self._problems, f"a state cannot be pickled: {error}"])
-                packed = pickle.dumps(([], {self._rank: failure}, False))
-            packed_by_rank = all_gather_object(packed, group, _LABEL, self._device)
-            everyone = dict(zip(group_ranks(group), map(pickle.loads, packed_by_rank)))
-        for _, failures, quantized in everyone.values():
+            everyone, ranks = all_gather_object(own, group, _LABEL, self._device), group_ranks(group)
+        for _, failures, quantized in everyone:
             self._failures.update(failures)
             self.quantized |= quantized
-        return {} if self._failures else {rank: states for rank, (states, _, _) in everyone.items()}
+        if not self._failures:
+            yield from ((holder, dict(zip(ranks, each))) for holder, *each in zip(holders, *(of[0] for of in everyone)))
 
     def check(self) -> None:
         """Check that no rank has failed, and that the descriptions agree; raises as :func:`agree`."""
