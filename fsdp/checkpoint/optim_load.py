@@ -12,13 +12,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, is_part, needs_exchange, read, scalar_of
+from fsdp.checkpoint.forms import Held, Source, is_part, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_classes, with_values
@@ -49,6 +49,7 @@ class Whole:
 
     Attributes:
         in_place: the memory of the optimizer's present state may become the target.
+        value: the tensor, on ranks that have the dict. It does not travel between ranks.
         target: memory for this rank's part of a tensor that the caller reads.
         exists: the target is the optimizer's present state.
     """
@@ -56,8 +57,12 @@ class Whole:
     dtype: torch.dtype
     shape: tuple[int, ...]
     in_place: bool = False
+    value: torch.Tensor | None = field(default=None, compare=False)
     target: torch.Tensor | None = field(default=None, compare=False)
     exists: bool = field(default=False, compare=False)
+
+    def __reduce__(self) -> Any:
+        return Whole, (self.dtype, self.shape)
 
 
 @dataclass
@@ -81,7 +86,6 @@ class Contents:
 
 
 def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
-    """Describe a dict to load."""
     if optim_state_dict is None or "state" not in optim_state_dict:
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
     known = dict.fromkeys([*params.by_name, *params.others.values()])
@@ -119,26 +123,21 @@ def _described_value(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
-    if shape:
-        return Whole(dtype, shape)
-    return scalar_of(value)
+    return Whole(dtype, shape, value=value) if shape else scalar_of(value)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
 
 
-class _Arrival(NamedTuple):
-    """One state of one original parameter: the place on the ranks, with this rank's memory."""
-
-    name: str
-    state: str
-    whole: Whole
-    held: Held
-
-
 class _Plan:
     """The state of each parameter on this rank after the load, with memory for it, and the transfers into that
-    memory."""
+    memory.
+
+    Attributes:
+        arrivals: the tensors of each unit, and where this rank finds the values. Of values on rank 0 alone: the value
+            there, and None on the remaining ranks.
+        exchanged: descriptions of the values that need communication.
+    """
 
     def __init__(
         self,
@@ -146,6 +145,7 @@ class _Plan:
         contents: Contents,
         present: Mapping[Any, Mapping[Any, Any]],
         *,
+        from_rank0: bool,
         strict: bool,
     ) -> None:
         """Plan the load of ``contents``.
@@ -153,11 +153,17 @@ class _Plan:
         Args:
             present: the optimizer's state.
             strict: parameters that are not in the dict do not keep it.
+
+        Raises:
+            ValueError: the states do not fit the model.
+            AssertionError: as :meth:`fsdp.checkpoint.forms.Form.read`.
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
-        self.arrivals: dict[Unit, list[_Arrival]] = {}
-        self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, name, state)
+        self.arrivals: dict[Unit, list[tuple[Held, Any]]] = {}
+        self.exchanged: dict[Unit, list[str]] = {}
+        self.as_they_are: list[tuple[nn.Parameter, str, Whole]] = []  # (parameter, name of the state, value)
         self._problems: list[str] = []
+        self._from_rank0 = from_rank0
         self._present, self._kept, self.contents = present, {} if strict else present, contents
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
@@ -173,7 +179,7 @@ class _Plan:
                 self.local[param] = dict(states)
                 for state, value in states.items():
                     if isinstance(value, Whole):
-                        self.as_they_are.append((param, name, state, value))
+                        self.as_they_are.append((param, state, value))
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
@@ -200,7 +206,7 @@ class _Plan:
                 local[state] = self._common(holder, present, state, values)
             elif holder.is_whole and _is_whole_by_nature(values[0], present[0]):
                 local[state] = values[0]
-                self.as_they_are.append((holder.param, present[0].name, state, values[0]))
+                self.as_they_are.append((holder.param, state, values[0]))
             else:
                 local[state] = self._memory(holder, present, state, values)
         if holder.rank in holder.owners:
@@ -212,13 +218,13 @@ class _Plan:
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
-                    states[state] = Whole(value.dtype, ())
+                    states[state] = Whole(value.dtype, (), value=value)
         return states
 
     def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
         """Allocate this rank's part of an element-wise state, fill in the parts that are not loaded, and note the
         transfers of the rest."""
-        dtypes = {value.dtype for value in values}
+        unit, dtypes = holder.unit, {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
         new = holder.empty(values[0].dtype, values[0].shape)
@@ -229,14 +235,29 @@ class _Plan:
                 part = holder.part(member, memory)
                 part.zero_() if (kept := self._kept_of(holder, member, state)) is None else part.copy_(kept)
         for member, value in zip(present, values):
+            called = f"state {state!r} of {member.name!r}"
             if value.shape != member.shape and not holder.any_shape:
-                self._problems.append(
-                    f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has {member.shape}"
-                )
+                self._problems.append(f"{called} has shape {value.shape}, and the parameter has {member.shape}")
+                continue
             value.exists = memory is not new
-            arrival = _Arrival(member.name, state, value, holder.held(member, memory, value.shape))
-            self.arrivals.setdefault(holder.unit, []).append(arrival)
+            held = holder.held(member, memory, value.shape)
+            found = value.value if self._from_rank0 else self._source(called, value, held, unit)
+            self.arrivals.setdefault(unit, []).append((held, found))
         return memory
+
+    def _source(self, called: str, whole: Whole, held: Held, unit: Unit) -> Source:
+        """Return this rank's part of a value: nothing yet, for a value that the caller reads."""
+        if whole.value is None:
+            whole.target = held.part
+            return Source(None, ())
+        try:
+            source = read(whole.value, held, unit.groups)
+        except (AssertionError, ValueError) as error:
+            raise type(error)(f"{called}: {error}") from error
+        if source.placement is not None:
+            words = f"{called} ({whole.dtype}, {source.placement})"
+            self.exchanged.setdefault(unit, []).append(words)
+        return source
 
     def _reusable(self, holder: Holder, state: Any, new: torch.Tensor) -> torch.Tensor:
         """Return the optimizer's present state if it is like ``new``, else ``new``."""
@@ -252,7 +273,6 @@ class _Plan:
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
-        """Return the value that all members share."""
         lacking = [
             member.name
             for member in holder.members
@@ -281,26 +301,11 @@ def _is_whole_by_nature(value: Whole, member: Member) -> bool:
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Unit) -> Source:
-    """Return this rank's part of the value that is to be loaded: nothing yet, for a value that the caller reads.
-
-    Raises: as :meth:`fsdp.checkpoint.forms.Form.read`.
-    """
-    value = states[arrival.name][arrival.state]
-    if isinstance(value, Whole):
-        value.target = arrival.held.part
-        return Source(None, ())
-    try:
-        return read(value, arrival.held, unit.groups)
-    except (AssertionError, ValueError) as error:
-        raise type(error)(f"state {arrival.state!r} of {arrival.name!r}: {error}") from error
-
-
-def _of_first(value: torch.Tensor | None, whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
-    """Broadcast ``value`` from rank 0 of ``group``; ``device`` is one on which the group communicates."""
+def _of_first(whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
+    """Broadcast the value from rank 0 of ``group``; ``device`` is one on which the group communicates."""
     tensor = torch.empty(whole.shape, dtype=whole.dtype, device=device)
-    if value is not None:
-        tensor.copy_(value)
+    if whole.value is not None:
+        tensor.copy_(whole.value)
     broadcast([tensor], group)
     return tensor
 
@@ -349,58 +354,40 @@ def optim_state_dict_to_load(
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else with_values(given())
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
-    chunked = any(needs_exchange(value) for state in of_params for value in state.values())
+    chunked = any(is_sharded(value) for state in of_params for value in state.values())
     present = getattr(optim, "state", {})  # no optimizer, or a wrapper without states, has none
-    exchanged: dict[Unit, list[str]] = {}
 
     def describe() -> Contents:
-        nonlocal saved
-        saved = with_values(given()) if from_rank0 else saved
-        return _contents_of(saved, params, full=from_rank0)
+        return _contents_of(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
 
-    def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key], dict[Unit, list[Source]]]:
-        if from_rank0:
-            contents = ranks_of(list(params.units), [group]).first("describe rank 0's optimizer state", describe)
-        else:
-            contents = describe()
+    def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key]]:
+        first = ranks_of(list(params.units), [group])
+        contents = first.first("describe rank 0's optimizer state", describe) if from_rank0 else describe()
         keys: dict[nn.Parameter, Key] = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}
         groups = contents.groups
         if groups is not None:
             groups = lay_out(own, groups, params, keys, strict=strict)
-        plan = _Plan(params, contents, present, strict=strict)
-        states = {} if saved is None else saved["state"]
-        sources: dict[Unit, list[Source]] = {}
-        for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
-            sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
-            exchanged[unit] = [
-                f"state {one.state!r} of {one.name!r} ({one.whole.dtype}, {source.placement})"
-                for one, source in zip(arrivals, sources[unit])
-                if source.placement is not None  # needs communication
-            ]
-        return plan, groups, keys, sources
+        return _Plan(params, contents, present, from_rank0=from_rank0, strict=strict), groups, keys
 
     ranks = ranks_of(list(params.units) if chunked else [])  # otherwise without communication
-    plan, groups, keys, sources = ranks.together("load optimizer state", make_plan, lambda _: by_group(exchanged))
-    states: Mapping[str, Any] = {} if saved is None else saved["state"]
+    plan, groups, keys = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].exchanged))
     channels = Channels()
-    for unit, arrivals in plan.arrivals.items():
-        held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
+    for unit, arriving in plan.arrivals.items():
+        label = f"optimizer state of {params.units[unit]}"
         if from_rank0:
-            values = [states[one.name][one.state].detach() if states else None for one in arrivals]
-            fill_from_first(zip(held, values), unit, channels, label, group=group)
+            fill_from_first(arriving, unit, channels, label, group=group)
         else:
-            fill_each(zip(held, sources[unit]), unit, channels, label)
+            fill_each(arriving, unit, channels, label)
     channels.flush()
-    for param, name, state, whole in plan.as_they_are:
-        value: Any = states[name][state] if states else None
-        if isinstance(value, Whole):
+    for param, state, whole in plan.as_they_are:
+        if from_rank0:
+            value = _of_first(whole, group, params.device)
+        elif whole.value is None:
             value = whole.target = _target(param, whole)
-        elif from_rank0:
-            value = _of_first(value, whole, group, params.device)
-        elif not is_sharded(value):
-            value = value.detach().clone()
+        else:
+            value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
         for param, holder in params.holders.items():
