@@ -84,20 +84,6 @@ class Source(NamedTuple):
     group: Any = None
     spread: tuple[Any, Placement] | None = None
 
-    @classmethod
-    def of_first(cls, value: torch.Tensor | None, shape: tuple[int, ...], ranks: int, tp: Any = None) -> Source:
-        """Return the source for a tensor that only rank 0 has.
-
-        Args:
-            value: the tensor; None except on rank 0.
-            tp: ranks of tensor parallelism, of which only rank 0 has the tensor.
-        """
-        placement = Placement.whole(shape, ranks, only=0)
-        spread = None if tp is None else (tp, Placement.whole(shape, tp.size(), only=0))
-        if value is None:
-            return cls(placement, [], spread=spread)
-        return cls(placement, [(Box.whole(shape), local_of(value))], spread=spread)
-
 
 class Mismatch(RuntimeError, AssertionError):
     """A sharded or local state dict that does not fit: an AssertionError in FSDP1, a RuntimeError in ``nn.Module``."""
@@ -178,11 +164,6 @@ class Form(ABC):
         ``channel`` is over the group of ``held``."""
 
     @staticmethod
-    def distribution(value: Any, groups: Groups) -> str:
-        """Describe how ``value`` is distributed, in words that must be equal on all ranks that exchange elements."""
-        return ""
-
-    @staticmethod
     @abstractmethod
     def read(value: Any, held: Held, groups: Groups) -> Source:
         """Find this rank's elements in ``value``, a value of this form that is loaded into ``held`` of a unit with
@@ -257,23 +238,11 @@ class Rows(Form):
         return Placement(tuple((chunk,) if chunk.numel else () for chunk in chunks))
 
     @staticmethod
-    def distribution(value: Any, groups: Groups) -> str:
-        if not isinstance(value, DTensor):
-            return " in rows"
-        # with tensor parallelism the ranks of a shard group may have different one-dimensional meshes
-        mesh = value.device_mesh if value.device_mesh.ndim > 1 or groups.tp is None else "a mesh"
-        return f" in rows ({value.placements} on {mesh})"
-
-    @staticmethod
     def read(value: Any, held: Held, groups: Groups) -> Source:
-        shape = kind_of(value)[1]
-        if isinstance(value, DTensor) and (of_tp := dims_of_tp(value, groups)):
-            return _read_spread(value, groups, of_tp[0])
-        group = group_that_has(value, groups)
         if isinstance(value, DTensor):
-            ranges, rows = chunk_rows(shape[0], group.size()), value.to_local().detach()
-        else:
-            ranges, rows = rows_of_shards(value, group)
+            return _read_dtensor(value, groups)
+        shape, group = kind_of(value)[1], group_that_has(value, value._process_group, groups)
+        ranges, rows = rows_of_shards(value, group)
         if sum(end - start for start, end in ranges) != shape[0]:
             raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
         placement = Placement.rows(shape, ranges)
@@ -354,11 +323,6 @@ def parts_of(value: torch.Tensor) -> list[Part]:
     return [(boxes[0], local)]
 
 
-def boxes_of(value: torch.Tensor) -> Sequence[Box]:
-    """Return the boxes of :func:`parts_of`."""
-    return value.boxes if isinstance(value, RaggedTensor) else [box for box, _ in parts_of(value)]
-
-
 def is_saved_elsewhere(value: torch.Tensor) -> bool:
     """True if another rank of tensor parallelism saves the elements that this rank holds."""
     return isinstance(value, RaggedTensor) and value.saved_elsewhere
@@ -386,19 +350,20 @@ def is_part(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and form_of(value) is not Full
 
 
-def needs_exchange(value: Any) -> bool:
-    """Return True for a tensor whose elements all ranks have to exchange when they load it."""
-    return isinstance(value, torch.Tensor) and form_of(value) is Rows
-
-
 def scalar_of(value: torch.Tensor) -> torch.Tensor:
     """Return a tensor without dimensions as a plain tensor, if its element is on this rank."""
     return value.local.view(()) if isinstance(value, RaggedTensor) and value.local.numel() == 1 else value
 
 
 def distribution(value: torch.Tensor, groups: Groups) -> str:
-    """Describe how a value of any form is distributed; see :meth:`Form.distribution`."""
-    return form_of(value).distribution(value, groups)
+    """Describe how ``value`` is distributed, in words that must be equal on all ranks that exchange elements."""
+    if not is_sharded(value):
+        return ""
+    if not isinstance(value, DTensor):
+        return " in rows"
+    # with tensor parallelism the ranks of a shard group may have different one-dimensional meshes
+    mesh = value.device_mesh if value.device_mesh.ndim > 1 or groups.tp is None else "a mesh"
+    return f" in rows ({value.placements} on {mesh})"
 
 
 def read(value: torch.Tensor, held: Held, groups: Groups, *, flat: bool = False) -> Source:
@@ -408,20 +373,25 @@ def read(value: torch.Tensor, held: Held, groups: Groups, *, flat: bool = False)
     return form.read(value, held, groups)
 
 
-def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
-    """Find this rank's elements in ``value``, which tensor parallelism cuts along mesh dimension ``of_tp``."""
-    mesh, rest, own = value.device_mesh, [dim for dim in cut_dims(value) if dim != of_tp], group_of(groups)
-    rows = [dim for dim in rest if value.placements[dim] == ShardOf(0)]
-    if len(rest) > 1 or rows != rest or any(group_ranks(mesh.get_group(dim)) != group_ranks(own) for dim in rest):
+def _read_dtensor(value: DTensor, groups: Groups) -> Source:
+    """Find this rank's elements in ``value``, which is cut into rows, by tensor parallelism, or both."""
+    mesh, cut, own = value.device_mesh, cut_dims(value), group_of(groups)
+    of_tp, tp = dims_of_tp(value, groups), groups.tp
+    rows, group = [dim for dim in cut if dim not in of_tp], own
+    fits = [value.placements[dim] for dim in rows] == [ShardOf(0)]
+    if fits:
+        group = group_that_has(value, mesh.get_group(rows[0]), groups)
+    if not (fits or (of_tp and not rows)) or (of_tp and group is not own):
         raise AssertionError(
-            f"a DTensor placed as {tuple(value.placements)} on {mesh}; expected rows over the ranks that the parameter "
-            "is sharded over, or no cut but that of tensor parallelism"
+            f"a DTensor placed as {tuple(value.placements)} on {mesh}; expected rows over one dimension of the mesh, "
+            "which with tensor parallelism has the ranks that the parameter is sharded over"
         )
     here = dict(enumerate(mesh.get_coordinate() or ()))
-    tp: Any = groups.tp
-    has = Placement(tuple(box_at(value, here | {of_tp: rank}, sorted([*rows, of_tp])) for rank in range(tp.size())))
-    placement = None
-    if rows:
-        placement = Placement(tuple(box_at(value, here | {rows[0]: rank}, rows) for rank in range(own.size())))
-    local = value.to_local().detach()
-    return Source(placement, [(box, local) for box in has.boxes[tp.rank()]], None, (tp, has))
+
+    def along(dim: int, ranks: int, dims: list[int]) -> Placement:
+        return Placement(tuple(box_at(value, here | {dim: rank}, dims) for rank in range(ranks)))
+
+    placement = along(rows[0], group.size(), rows) if rows else None
+    spread = (tp, along(of_tp[0], tp.size(), cut)) if tp is not None and of_tp else None
+    parts = [(box, value.to_local().detach()) for box in box_at(value, here, cut)]
+    return Source(placement, parts, None if group is own else group, spread)

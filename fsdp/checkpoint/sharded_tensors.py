@@ -130,21 +130,12 @@ def box_at(value: DTensor, position: Mapping[int, int], dims: Sequence[int]) -> 
     return (box,) if box.numel else ()
 
 
-def group_that_has(value: Any, groups: Groups) -> Any:
-    """Return the group whose ranks hold the rows of ``value``, a sharded value for a unit of ``groups``.
+def group_that_has(value: Any, group: Any, groups: Groups) -> Any:
+    """Return the group whose ranks hold the rows of ``value``, a sharded value of ``group`` for a unit of ``groups``.
 
     Raises:
-        AssertionError: ``value`` is not cut into rows, or ranks that do not take part hold some.
+        AssertionError: ranks that do not take part hold some.
     """
-    if isinstance(value, DTensor):
-        mesh, cut = value.device_mesh, cut_dims(value)
-        if [value.placements[dim] for dim in cut] != [ShardOf(0)]:
-            raise AssertionError(
-                f"a DTensor placed as {tuple(value.placements)}; expected rows over one dimension of the mesh"
-            )
-        group = mesh.get_group(cut[0])
-    else:
-        group = value._process_group
     own, ranks = group_of(groups), group_ranks(group)
     if ranks == group_ranks(own):
         return own

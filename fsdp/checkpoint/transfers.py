@@ -21,6 +21,7 @@ from fsdp.checkpoint.forms import Form, Held, Source
 from fsdp.checkpoint.sharded_tensors import group_of
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.host_memory import empty_strided
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.boxes import Box, Part, Placement, copy_parts, dense_stride, memory_order
 from fsdp.placement.redistribute import Channel, Channels, Item, redistribute
 from fsdp.runtime.unit import Unit
@@ -196,18 +197,21 @@ def fill_from_first(
     """
     groups = unit.groups
     by_replicas = groups.sharded and groups.replica is not None
-    if group is not None and not (by_replicas and groups.data_parallel_size == group.size()):
-        shared = groups.sharded and group_ranks(groups.shard) == group_ranks(group)
-        several = [(held if shared else held._replace(spans=None), value) for held, value in values]
-        arriving = [(held, Source.of_first(value, held.part.shape, group.size())) for held, value in several]
-        fill(arriving, channels.over(group, unit.device), label)
-        return
-    arriving = [(held, Source.of_first(value, held.part.shape, groups.shard_size, tp)) for held, value in values]
-    if groups.replica_rank == 0:
-        fill(gathered(arriving, unit, channels, label), channels.over(groups.shard, unit.device), label)
-    if groups.replica is not None:
+    if group is not None and by_replicas and groups.data_parallel_size == group.size():
+        group = None
+    channel = channels.over(groups.shard if group is None else group, unit.device)
+    is_cut = group is None or (groups.sharded and group_ranks(groups.shard) == group_ranks(group))
+    arriving: list[tuple[Held, Source]] = []
+    for held, value in values:
+        shape = tuple(held.part.shape)
+        parts = [] if value is None else [(Box.whole(shape), local_of(value))]
+        spread = None if tp is None else (tp, Placement.whole(shape, tp.size(), only=0))
+        source = Source(Placement.whole(shape, channel.size, only=0), parts, spread=spread)
+        arriving.append((held if is_cut else held._replace(spans=None), source))
+    if group is not None or groups.replica_rank == 0:
+        fill(gathered(arriving, unit, channels, label), channel, label)
+    if group is None and groups.replica is not None:
         channels.flush()
         channel, others = channels.over(groups.replica, unit.device), ((),) * (groups.replica.size() - 1)
-        parts = [held.part for held, _ in arriving]
-        copies = [(Held(part, None), Source(Placement((part.boxes, *others)), part.parts)) for part in parts]
-        fill(copies, channel, label)
+        copies = [(held.part, Placement((held.part.boxes, *others))) for held, _ in arriving]
+        fill([(Held(part, None), Source(placement, part.parts)) for part, placement in copies], channel, label)
