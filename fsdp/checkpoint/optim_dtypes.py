@@ -96,7 +96,7 @@ def with_classes(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     key_of = {param: key for key, param in zip(keys, params) if key in state_dict["state"]}
     states = dict(state_dict["state"])
-    with _set_aside(optimizer), first_step(optimizer, without={*params} - key_of.keys()):
+    with first_step(optimizer, without={*params} - key_of.keys()):
         for param, key in key_of.items():
             made = as_tensors(optimizer.state.get(param, {}))
             states[key] = as_parts({name: _like(made.get(name), value) for name, value in states[key].items()})
@@ -110,54 +110,39 @@ def _like(made: Any, value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _set_aside(optimizer: Optimizer) -> Iterator[None]:
-    """Take the states and gradients away inside the context."""
-    params = stepped_params(optimizer)
-    states, grads = dict(optimizer.state), [param.grad for param in params]
-    try:
-        optimizer.state.clear()
-        for param in params:
-            param.grad = None
-        yield
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(states)
-        for param, grad in zip(params, grads):
-            param.grad = grad
-
-
-@contextlib.contextmanager
 def first_step(optimizer: Optimizer, without: Collection[torch.Tensor]) -> Iterator[None]:
-    """Give an optimizer without state the state of a step with zero gradients and a rate of zero, in the context.
+    """Give an optimizer the state of a first step with zero gradients and a rate of zero, in the context.
 
     Args:
         without: parameters that get no state.
     """
     params = stepped_params(optimizer)
+    states, grads = dict(optimizer.state), [param.grad for param in params]
     rates = [group.get("lr") for group in optimizer.param_groups]
     # without a rate an optimizer may move parameters
     values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
     try:
+        optimizer.state.clear()
         try:
             for group, rate in zip(optimizer.param_groups, rates):
                 if rate is not None:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             for param in params:
-                if param.requires_grad and param not in without:
-                    param.grad = torch.zeros_like(param)
+                param.grad = torch.zeros_like(param) if param.requires_grad and param not in without else None
             with hooks.own_step(optimizer):
                 optimizer.step()
         finally:
             for group, rate in zip(optimizer.param_groups, rates):
                 if rate is not None:
                     group["lr"] = rate
-            for param in params:
-                param.grad = None
+            for param, grad in zip(params, grads):
+                param.grad = grad
             for param, value in zip(params, values):
                 param.detach().copy_(value)
         yield
     finally:
         optimizer.state.clear()
+        optimizer.state.update(states)
 
 
 # -- Optimizer.load_state_dict -----------------------------------------------------------------------------------------
