@@ -23,7 +23,6 @@ DIGITS = 16  # hexadecimal digits of the checksum of a block
 
 
 def sha256(content: Any) -> str:
-    """Return the SHA-256 of bytes in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 

@@ -160,7 +160,6 @@ def _run(given: Sequence[Any]) -> Run:
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
-    """Check that these can be the sizes of a tensor."""
     sizes = tuple(map(int, given))
     if any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) >= 1 << 62:
         raise ValueError(f"{given} are no sizes of a tensor")

@@ -225,14 +225,12 @@ class Loading:
             return self
 
         try:
-            ranks_of([hooks.unit for hooks in self._hooks]).together("load a state dict", check, Loading.given)
+            with self._snapshot:
+                ranks = ranks_of([hooks.unit for hooks in self._hooks])
+                ranks.together("load a state dict", check, Loading.given)
         except NotLoaded as error:
-            self.undo()
             if not messages:
                 messages.append(str(error))
-        except BaseException:
-            self.undo()
-            raise
         else:
             self.write()
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.forms import Form
+from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, mark
@@ -138,31 +138,27 @@ def _send(
     channel: Channel,
     label: str,
 ) -> dict[tuple[Member, str], Leaving]:
-    """Start to send the unit's states to the ranks that get them."""
-    keys = [
-        (holder, member, name)
+    elementwise = [
+        (holder, name)
         for holder, of_holder in states.items()
-        for member in holder.members
         for name, value in of_holder.items()
         if isinstance(value, Elementwise)
     ]
-    keys.sort(key=lambda key: state_order(key[2]))  # so that one batch contains few states
-    tensors = []
-    plain: dict[tuple[Holder, str], torch.Tensor] = {}
-    for holder, member, name in keys:
-        mine, what = holder.rank in holder.owners, states[holder][name]  # else this rank may have no state
-        if (holder, name) not in plain:
-            plain[holder, name] = dequantized(state_of[holder.param][name]) if mine else holder.empty(*what)
-        tensors.append(holder.held(member, plain[holder, name], what.shape))
+    keys: list[tuple[Member, str]] = []
+    tensors: list[Held] = []
+    for holder, name in sorted(elementwise, key=lambda key: state_order(key[1])):  # so that a batch contains few states
+        what = states[holder][name]
+        mine = holder.rank in holder.owners  # else this rank may have no state
+        tensor = dequantized(state_of[holder.param][name]) if mine else holder.empty(*what)
+        keys += [(member, name) for member in holder.members]
+        tensors += [holder.held(member, tensor, what.shape) for member in holder.members]
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
-    over_group = (groups.shard or groups.replica) is not None and (
-        unit.groups.mesh is None or unit.groups.mesh.ndim == 1
-    )
+    over_group = (groups.shard or groups.replica) is not None and (groups.mesh is None or groups.mesh.ndim == 1)
     cut = groups.sharded or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
     leaving = export(tensors, form, channel, label, first=_first(group_ranks(group)[0], unit, channel))
-    return {(member, name): one for (_, member, name), one in zip(keys, leaving)}
+    return dict(zip(keys, leaving))
 
 
 def _first(saving: int, unit: Unit, channel: Channel) -> int:

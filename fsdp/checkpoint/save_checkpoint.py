@@ -401,7 +401,6 @@ class Save:
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """Return the state of optimizers by keys of the checkpoint."""
     several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     given = optimizer_state_as_it_is(model, several, options)
     trained = {name for group in given["param_groups"] for name in group["params"]}
@@ -451,7 +450,6 @@ def aligned(nbytes: int) -> int:
 
 
 def _name_of(key: str) -> str:
-    """Return the name of a value of the checkpoint in an error message."""
     if key in (EXTRA, CLASSES):
         return key
     if key in (GROUPS, OTHERS):

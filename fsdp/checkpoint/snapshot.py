@@ -62,7 +62,6 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
-        """Restore the state."""
         with torch.inference_mode(False), torch.no_grad():
             for module, attribute, param, values in self._params:
                 register_instead(module, attribute, param)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.checkpoint.forms import Form, distribution, is_part, read
+from fsdp.checkpoint.forms import Form, Source, distribution, is_part, read
 from fsdp.checkpoint.sharded_tensors import check_no_mesh, kind_of, warns_of_shape
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.checkpoint.transfers import fill_each
@@ -126,6 +126,7 @@ class UnitLoading(UnitTensors):
             check_no_mesh(unit)
         super().__init__(unit, opener, flat=self._flat)
         self.values: dict[Key, Any] = {}
+        self._sources: dict[Key, Source] = {}
         self._held = self.held
         self._targets: dict[Key, Target] = {}
         for key, held in self._held.items():
@@ -138,9 +139,8 @@ class UnitLoading(UnitTensors):
         self._targets.clear()  # they refer to this object, which would keep the values until garbage is collected
 
     def _receive(self, key: Key, value: Any) -> None:
-        """Keep ``value`` for a parameter."""
         value = value.value if isinstance(value, Part) else torch.detach(value)
-        read(value, self._held[key], self.unit.groups, flat=self._flat)
+        self._sources[key] = read(value, self._held[key], self.unit.groups, flat=self._flat)
         self.values[key] = value
 
     def finish(self, *, assign: bool) -> Iterator[str]:
@@ -172,12 +172,9 @@ class UnitLoading(UnitTensors):
     def write(self) -> None:
         """Copy this rank's parts into the shards; values in rows travel in one collective."""
         unit, channels = self.unit, Channels()
-        arriving = [
-            (self._held[key], read(value, self._held[key], unit.groups, flat=self._flat))
-            for key, value in self.values.items()
-        ]
-        if any(source.placement is not None for _, source in arriving):
+        if any(source.placement is not None for source in self._sources.values()):
             unit.announce()
+        arriving = [(self._held[key], source) for key, source in self._sources.items()]
         fill_each(arriving, unit, channels, f"gather {unit.name}")
         channels.flush()
         written = {bucket for bucket, _ in self.values}

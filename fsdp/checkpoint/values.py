@@ -25,9 +25,8 @@ from torch import nn
 Tensors = list[torch.Tensor]  # those of a value, by number
 
 _PLAIN = (type(None), bool, int, float, str)
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "size": torch.Size}
-_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
-_NAMES = {kind: name for name, kind in (*_SEQUENCES.items(), *_MAPPINGS.items())}
+_SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
+_MAPPINGS: dict[type, str] = {dict: "$dict", collections.OrderedDict: "$OrderedDict", collections.Counter: "$Counter"}
 
 
 def pack(value: Any, path: str, remedy: str = "", *, trusted: bool = False) -> tuple[Any, Tensors]:
@@ -56,17 +55,15 @@ def _packed(value: Any, path: str, tensors: Tensors, remedy: str, trusted: bool)
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind is list:
-        return [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]
-    if kind in (tuple, torch.Size):
-        return {f"${_NAMES[kind]}": [inner(each, f"{path}[{number}]") for number, each in enumerate(value)]}
-    if kind is set:
-        return {"$set": [inner(each, f"an element of {path}") for each in value]}
-    if kind in (dict, collections.OrderedDict, collections.Counter):
+    if kind is list or kind in _SEQUENCES:
+        of = "an element of {}" if kind is set else "{}[{}]"
+        content: Any = [inner(each, of.format(path, number)) for number, each in enumerate(value)]
+        return content if kind is list else {_SEQUENCES[kind]: content}
+    if kind in _MAPPINGS:
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
             return {key: inner(each, f"{path}[{key!r}]") for key, each in value.items()}
         pairs = [(inner(k, f"the key {k!r} of {path}"), inner(v, f"{path}[{k!r}]")) for k, v in value.items()]
-        return {f"${_NAMES[kind]}": pairs}
+        return {_MAPPINGS[kind]: pairs}
     if kind in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         return {"$tensor": refer(value.detach())}
     if kind in (bytes, bytearray):
@@ -97,6 +94,31 @@ def _tensor_of(content: bytes | bytearray) -> torch.Tensor:
     )
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name.
+
+    Raises:
+        TypeError: there is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {  # of a value from the content
+    "$tuple": tuple,
+    "$set": set,
+    "$size": torch.Size,
+    "$dict": dict,
+    "$OrderedDict": collections.OrderedDict,
+    "$Counter": lambda pairs: collections.Counter(dict(pairs)),
+    "$complex": lambda parts: complex(*parts),
+    "$dtype": torch_dtype,
+    "$device": torch.device,
+}
+
+
 def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) -> Any:
     """Return the value that :func:`pack` was given, from what it returned.
 
@@ -120,38 +142,19 @@ def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) 
     if not name.startswith("$"):
         return {key: inner(each) for key, each in value.items()}
     (content,) = value.values()
-    name = name[1:]
-    if name in _SEQUENCES:
-        return _SEQUENCES[name](inner(content))
-    if name in _MAPPINGS:
-        return _MAPPINGS[name]({inner(key): inner(each) for key, each in content})
-    if name == "tensor":
+    if name in _MAKERS:
+        return _MAKERS[name](inner(content))
+    if name == "$tensor":
         return tensor(content)
-    if name in ("bytes", "bytearray"):
-        return {"bytes": bytes, "bytearray": bytearray}[name](tensor(content).numpy().tobytes())
-    if name == "complex":
-        return complex(*content)
-    if name == "dtype":
-        return torch_dtype(content)
-    if name == "device":
-        return torch.device(content)
-    if name != "pickle":
+    if name == "$bytes":
+        return tensor(content).numpy().tobytes()
+    if name == "$bytearray":
+        return bytearray(tensor(content).numpy())
+    if name != "$pickle":
         raise ValueError(f"no value is written as {name!r}")
     if not trusted:
         raise pickle.UnpicklingError("it holds a pickled object")
     return torch.load(io.BytesIO(tensor(content).numpy().tobytes()), map_location="cpu", weights_only=False)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        TypeError: there is none.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
-    return dtype
 
 
 def _type_of(value: Any) -> str:

@@ -20,7 +20,7 @@ from fsdp.api import (
     StateDictType,
     as_state_dict_settings,
 )
-from fsdp.checkpoint import optim_load, optim_state
+from fsdp.checkpoint import optim_state
 from fsdp.checkpoint.forms import Form, Full
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.optim_legacy import LegacyOptimMethods
@@ -274,17 +274,14 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         """
-        from_rank0 = _optim_form(model).rank0_only
-        with calling_wrapped("optim_state_dict_to_load()", model):
-            loadable = optim_load.optim_state_dict_to_load(
-                model,
-                lambda: optim_state_dict,
-                optim.param_groups,
-                optim=optim,
-                is_named=is_named_optimizer,
-                from_rank0=from_rank0,
-                group=group,
-            )
+        loadable = StateDictMethods._optim_state_dict_to_load_impl(
+            optim_state_dict,
+            model,
+            optim=optim,
+            rank0_only=_optim_form(model).rank0_only,
+            is_named_optimizer=is_named_optimizer,
+            group=group,
+        )
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
@@ -314,6 +311,5 @@ def _settings_in(module: nn.Module) -> StateDictSettings | None:
 
 
 def _optim_form(model: nn.Module) -> Form:
-    """Return the form of optimizer state that ``state_dict_type`` has chosen."""
     settings = StateDictMethods.get_state_dict_type(model)
     return Full() if settings is None else Form.of(settings.optim_state_dict_config)
