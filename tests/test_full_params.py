@@ -472,6 +472,10 @@ def test_a_flat_parameter_and_its_attributes_are_frozen_together() -> None:
             assert (layer._flat_param.grad is not None) is wanted
             assert layer.weight.requires_grad is layer._flat_param.requires_grad is wanted
             model.zero_grad()
+    for wanted in (False, True):
+        with summon(model, writeback=False):
+            layer.requires_grad_(wanted)
+        assert layer._flat_param.requires_grad is wanted
 
 
 # -- unit by unit ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,18 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import node_groups
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.agreeing import UNEQUAL, Chain, assert_out_of_step, build, new_group, new_pair, play, train
+from tests.harness.agreeing import (
+    UNEQUAL,
+    Chain,
+    assert_out_of_step,
+    build,
+    impatient,
+    new_group,
+    new_pair,
+    play,
+    train,
+    train_and_raise,
+)
 from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
@@ -410,6 +421,25 @@ def test_divergence_is_reported_on_all_ranks(odd: str, odd_ranks: tuple[int, ...
     for outcome in outcomes:
         named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
         assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
+
+
+@on_ranks(4)
+@impatient
+def test_training_resumes_after_a_backward_that_failed_on_one_rank() -> None:
+    """The rank has a reduction whose all-reduce over the replicas it has yet to start."""
+    torch.manual_seed(0)
+    model = build(Chain(UNEQUAL), new_pair(), HYBRID)
+    train(model)
+    expected = full_gradients(model)
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        train_and_raise(model, 1, backward=True)
+    else:
+        with pytest.raises(RuntimeError, match="failed in the backward"):
+            train(model)
+    model.zero_grad()
+    train(model)
+    assert_bit_equal(full_gradients(model), expected)
 
 
 @on_ranks(4)

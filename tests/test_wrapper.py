@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
 import fsdp.fully_sharded_data_parallel as wrapper_file
-from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp import CPUOffload, FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.harness.oracle import assert_bit_equal
@@ -156,12 +156,14 @@ class ScaledTensor(Tensor):
 
 
 def test_tensor_subclasses_with_gather_hooks_are_refused() -> None:
-    """FSDP2's extension hooks would be ignored, and training would continue without them."""
+    """FSDP2's extension hooks would be ignored, and training would continue without them. No module is changed."""
     module = net()
     module.head.weight = nn.Parameter(module.head.weight.detach().as_subclass(ScaledTensor))
-    words = r"'head.weight' of the Net unit is a ScaledTensor with fsdp_pre_all_g"
-    with pytest.raises(NotImplementedError, match=words):
-        FullyShardedDataParallel(module, StandIn())
+    children, words = list(module.modules()), r"'head.weight' of the Net unit is a ScaledTensor with fsdp_pre_all_g"
+    for policy in (None, ModuleWrapPolicy({nn.Linear})):
+        with pytest.raises(NotImplementedError, match=words):
+            FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy)
+        assert list(module.modules()) == children
     FullyShardedDataParallel(module, StandIn(), ignored_states=[module.head.weight])
 
 
@@ -357,6 +359,7 @@ def test_attributes_that_tools_rely_on(use_orig_params: bool) -> None:
     assert _get_module_state(model) is model
     flat = model._flat_param
     assert flat is model.params[0] and model.params == [flat] and model._has_params
+    assert (model.cpu_offload, model.forward_prefetch, model.limit_all_gathers) == (CPUOffload(), False, True)
     assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat._is_flat_param
     assert not isinstance(nn.Parameter(torch.ones(1)), FlatParameter)
     with pytest.raises(TypeError, match="cannot be subclassed"):
