@@ -39,7 +39,7 @@ LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
     "fsdp/comm/user_warnings.py",
     "fsdp/comm/groups.py",
-    "fsdp/comm/recording.py",
+    "fsdp/comm/profiling.py",
     "fsdp/comm/threads.py",
     "fsdp/comm/host_memory.py",
     "fsdp/comm/streams.py",

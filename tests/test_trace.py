@@ -16,8 +16,8 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.comm.recording import recorder
-from fsdp.tools.trace import Event, _exposed
+from fsdp.comm.profiling import profiler_runs
+from fsdp.tools.trace import Event, exposed_parts
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.chains import Part
 from tests.harness.pool import on_ranks
@@ -44,19 +44,20 @@ def _saved(t: fsdp.Trace) -> None:
         picture = ElementTree.fromstring(t.save(Path(directory, "step.svg")).read_text())
         with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
             t.save(Path(directory, "trace.txt"))
-    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {re.split(r"[ ,]", row)[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
+    named = [(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
+    compute, communication = 2 * t.rank, 2 * t.rank + 1
+    assert named == [(process, unit) for process in (compute, communication) for unit in ("(root)", *LAYERS)]
     words = [text.text or "" for text in picture.findall("{http://www.w3.org/2000/svg}text")]
     assert re.fullmatch(rf"rank {dist.get_rank()}: [\d.]+ ms, of which [\d.]+ ms are exposed waits", words[0])
-    assert any("nested units" in word for word in words) and json.loads(t.to_json())[0]["unit"] == ""
+    assert words[1:5] == ["(root)", *LAYERS] and json.loads(t.to_json())[0]["unit"] == ""
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
-    for row in rows:  # events of one row overlap only if they are nested
-        own = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
+    for row in {(span["pid"], span["tid"]) for span in spans}:  # events of one row overlap only if they are nested
+        own = sorted((span["ts"], -span["dur"]) for span in spans if (span["pid"], span["tid"]) == row)
         ends: list[float] = []
         for start, negative in own:
             ends = [end for end in ends if end > start + 1e-6]
-            assert all(end >= start - negative - 1e-6 for end in ends), rows[row]
+            assert all(end >= start - negative - 1e-6 for end in ends), row
             ends.append(start - negative)
 
 
@@ -74,7 +75,7 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
         assert len(events) == len(log.units(phase)), [event.title for event in events]
     assert sum(event.nbytes for event in counted["gather"]) == planned.gathered_nbytes
     assert sum(event.nbytes for event in counted["reduce"]) == planned.reduced_nbytes
-    phases = [(event.phase, event.unit) for event in t.events if event.lane == "compute"]
+    phases = [(event.phase, event.unit) for event in t.events if event.computes]
     assert phases == [
         *(("forward", unit) for unit in ["", *LAYERS]),
         *(("backward", unit) for unit in ["", *reversed(LAYERS)]),
@@ -87,6 +88,7 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
         assert inside and wait.end <= inside[-1].end
     spent = sum(event.end - event.start for event in waits if event.unit == "1" and event.of == "gather")
     assert t.exposed("1", "gather") == spent > 0
+    assert repr(t) == t.summary()
     rows = [re.split(r"  +", row.strip()) for row in t.summary().splitlines()]
     assert [(row[0], row[3], row[6]) for row in rows[1:]] == [
         ("(root)", "1", "1"),
@@ -94,11 +96,15 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
     ]
     known = len(t.events)
     _step(model)
-    assert recorder() is None and len(t.events) == known  # the trace has ended
+    assert not profiler_runs() and len(t.events) == known  # the trace has ended
     _saved(t)
-    with fsdp.trace(model), pytest.raises(RuntimeError, match="a step is being traced already"), fsdp.trace(model):
+    with (
+        fsdp.trace(model),
+        pytest.raises(RuntimeError, match="a trace or profiler is active already"),
+        fsdp.trace(model),
+    ):
         pass
-    assert recorder() is None
+    assert not profiler_runs()
     with fsdp.trace(model) as nothing:
         pass
     with pytest.raises(RuntimeError, match="recorded nothing to save: run a forward"):
@@ -120,5 +126,5 @@ def test_collectives_of_an_accelerator_are_exposed_while_no_unit_computes() -> N
     """On an accelerator the host does not wait for collectives."""
     compute = [Event("a", "forward", 1.0, 2.0), Event("b", "forward", 1.5, 3.0)]
     gathers = [Event("a", "gather", 0.0, 1.0), Event("b", "gather", 0.5, 1.5), Event("c", "gather", 2.5, 4.0)]
-    waits = [(event.unit, event.start, event.end, event.of) for event in _exposed([*compute, *gathers])]
+    waits = [(event.unit, event.start, event.end, event.of) for event in exposed_parts([*compute, *gathers])]
     assert waits == [("a", 0.0, 1.0, "gather"), ("b", 0.5, 1.0, "gather"), ("c", 3.0, 4.0, "gather")]

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from fsdp.comm.host_memory import locked_pages, place
-from fsdp.comm.recording import NOTHING
+from fsdp.comm.profiling import NOTHING
 
 logger = logging.getLogger("fsdp")
 

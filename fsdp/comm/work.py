@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
-from fsdp.comm.recording import Told
+from fsdp.comm.profiling import profiled
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.threads import Daemon, in_thread
 
@@ -219,11 +219,8 @@ class Work:
             RuntimeError: the collective failed or timed out, with the label and the last collectives of each rank.
         """
         if self._handles:
-            if Told.recorder is None:
+            with profiled("wait", self.label):
                 self._wait()
-            else:
-                with Told.recorder.span("wait", self.label):
-                    self._wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

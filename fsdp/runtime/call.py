@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
-from fsdp.comm.recording import NOTHING
+from fsdp.comm.profiling import NOTHING, profiled
 from fsdp.flat.params import Mark
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext, backward_of_summoned
 from fsdp.runtime.nested import tensors_in, to_device
 from fsdp.runtime.precision import cast_floating
-from fsdp.runtime.ranges import profiled, ranged
+from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import Summoned, Unit
 
 _INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers

@@ -14,6 +14,7 @@ import torch
 from fsdp.comm.groups import Groups
 from fsdp.comm.history import Pass
 from fsdp.comm.issuing import REDUCE
+from fsdp.comm.profiling import profiled
 from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.comm.versions import set_versions
@@ -21,7 +22,7 @@ from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import log, logs, profiled
+from fsdp.runtime.ranges import log, logs
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.unit import Phase, Unit
 from fsdp.runtime.unshard import Residence, Unsharder

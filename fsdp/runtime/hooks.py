@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from fsdp.comm.recording import NOTHING
+from fsdp.comm.profiling import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
 from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_pickling, warn_of_stale, warn_of_unowned
 

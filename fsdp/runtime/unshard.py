@@ -14,6 +14,7 @@ from enum import Enum, auto
 import torch
 
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, Event
+from fsdp.comm.profiling import profiled
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
 from fsdp.flat.full_copy import BufferState
@@ -21,7 +22,7 @@ from fsdp.flat.memory import MemoryPool
 from fsdp.flat.snapshot import Values
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import log, profiled
+from fsdp.runtime.ranges import log
 from fsdp.runtime.unit import Unit
 
 
