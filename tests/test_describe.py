@@ -136,7 +136,6 @@ def test_format_of_sizes_and_tables() -> None:
     ]
     table = Table(["a", "bc"], [["def", "1"], ["g", "234"]])
     assert str(table) == "a     bc\ndef    1\ng    234"
-    assert table.markdown() == "| a | bc |\n| --- | ---: |\n| def | 1 |\n| g | 234 |"
 
 
 def test_unknown_name_of_the_package_raises() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -50,16 +52,10 @@ class UnitDescription:
     full_nbytes: int
     tied: tuple[tuple[str, ...], ...]
 
-    @property
-    def dtypes_in_words(self) -> str:
-        """Return ``float32``, or ``float32 -> bfloat16 -> float32`` if compute and reduction differ."""
-        several = [[in_dtype(d) for d in dtypes] for dtypes in dict.fromkeys(self.dtypes)]
-        return ", ".join(names[0] if len(set(names)) == 1 else " -> ".join(names) for names in several) or "-"
-
 
 @dataclass(frozen=True, repr=False)
 class Description:
-    """The result of :func:`describe`. ``str()`` is a table with the remarks below; notebooks show it as well.
+    """The result of :func:`describe`. It prints as a table with the remarks below.
 
     Attributes:
         units: the units, depth first.
@@ -76,51 +72,32 @@ class Description:
         """Number of elements in the parameters of all units."""
         return sum(unit.numel for unit in self.units)
 
-    @property
-    def table(self) -> Table:
-        """One row per unit, and the total."""
+    def __str__(self) -> str:
         head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
         head += ["dtypes", "shard", "gradients", "gathered"]
-        rows = [self._row(label, unit) for label, unit in _merged(self.units)]
-        total = [counted(len(self.units), "unit"), f"{self.numel:,}", "", "", "", "", "", ""]
-        total += [in_bytes(sum(unit.param_nbytes for unit in self.units))]
-        total += [in_bytes(sum(unit.grad_nbytes for unit in self.units)), ""]
-        return Table(head, [*rows, total])
-
-    def __str__(self) -> str:
-        return "\n".join([str(self.table), *(f"* {remark}" for remark in self.remarks)])
+        rows = []
+        for _, alike in itertools.groupby(self.units, key=lambda unit: dataclasses.replace(unit, name="")):
+            unit, *rest = alike  # neighbours that differ only by name share a row
+            label = f"{unit.name} to {rest[-1].name}: {len(rest) + 1} x" if rest else unit.name or "(root)"
+            dtypes = [" -> ".join(map(in_dtype, each if len(set(each)) > 1 else each[:1])) for each in unit.dtypes]
+            rows.append(
+                [
+                    f"{'  ' * unit.depth}{label} {unit.kind}",
+                    f"{unit.numel:,}",
+                    f"{unit.numel / max(self.numel, 1):.1%}",
+                    f"{unit.padding:,}",
+                    f"{unit.frozen_numel / max(unit.numel, 1):.0%}",
+                    unit.strategy,
+                    str(unit.shards),
+                    ", ".join(dict.fromkeys(dtypes)) or "-",
+                    *map(in_bytes, (unit.param_nbytes, unit.grad_nbytes, unit.full_nbytes)),
+                ]
+            )
+        shards, grads = (sum(getattr(unit, held) for unit in self.units) for held in ("param_nbytes", "grad_nbytes"))
+        total = [counted(len(self.units), "unit"), f"{self.numel:,}", *[""] * 6, in_bytes(shards), in_bytes(grads), ""]
+        return "\n".join([str(Table(head, [*rows, total])), *(f"* {remark}" for remark in self.remarks)])
 
     __repr__ = __str__
-
-    def _repr_markdown_(self) -> str:
-        return "\n".join([self.table.markdown(), "", *(f"* {remark}" for remark in self.remarks)])
-
-    def _row(self, label: str, unit: UnitDescription) -> list[str]:
-        held = [in_bytes(nbytes) for nbytes in (unit.param_nbytes, unit.grad_nbytes, unit.full_nbytes)]
-        return [
-            "  " * unit.depth + label,
-            f"{unit.numel:,}",
-            f"{unit.numel / max(self.numel, 1):.1%}",
-            f"{unit.padding:,}",
-            f"{unit.frozen_numel / max(unit.numel, 1):.0%}",
-            unit.strategy,
-            str(unit.shards),
-            unit.dtypes_in_words,
-            *held,
-        ]
-
-
-def _merged(units: tuple[UnitDescription, ...]) -> Iterator[tuple[str, UnitDescription]]:
-    """Yield a label and a unit for each row. Neighbours that differ only by name share a row."""
-    start = 0
-    for end in range(1, len(units) + 1):
-        first = units[start]
-        if end < len(units) and replace(units[end], name=first.name) == first:
-            continue
-        alike = end - start
-        label = f"{first.name or '(root)'} {first.kind}"
-        yield label if alike == 1 else f"{first.name} to {units[end - 1].name}: {alike} x {first.kind}", first
-        start = end
 
 
 def describe(model: nn.Module) -> Description:
@@ -149,15 +126,13 @@ def describe(model: nn.Module) -> Description:
 
 def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescription:
     layouts = [handle.layout for handle in unit.handles]
-    trainable = [any(visible.param.requires_grad for visible in views.visible) for views in unit.views]
-    shards = [handle.shard.nbytes for handle in unit.handles]
-    frozen = 0
-    for layout, views in zip(layouts, unit.views):
+    records = [record for layout in layouts for record in layout.params]
+    numel, frozen, grads = sum(record.numel for record in records), 0, 0
+    for handle, views in zip(unit.handles, unit.views):
         members = {i for visible in views.visible if not visible.param.requires_grad for i in visible.members}
-        frozen += sum(record.numel for index, record in enumerate(layout.params) if index in members)
-    numel = sum(record.numel for layout in layouts for record in layout.params)
-    kept = unit.policy.reshard_after_forward
-    if strategy in ("FULL_SHARD", "HYBRID_SHARD") and kept is False:
+        frozen += sum(record.numel for index, record in enumerate(handle.layout.params) if index in members)
+        grads += handle.shard.nbytes if any(visible.param.requires_grad for visible in views.visible) else 0
+    if strategy in ("FULL_SHARD", "HYBRID_SHARD") and unit.policy.reshard_after_forward is False:
         strategy += ", kept after forward"
     return UnitDescription(
         name=name,
@@ -169,13 +144,12 @@ def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescript
         frozen_numel=frozen,
         padding=sum(layout.padded_numel for layout in layouts) - numel,
         dtypes=tuple((layout.dtype, layout.compute_dtype, layout.reduce_dtype) for layout in layouts),
-        param_nbytes=sum(shards),
-        grad_nbytes=sum(nbytes for nbytes, trains in zip(shards, trainable) if trains),
+        param_nbytes=sum(handle.shard.nbytes for handle in unit.handles),
+        grad_nbytes=grads,
         full_nbytes=unit.full_nbytes,
         tied=tuple(
             tuple(joined(path_of(unit, name), each) for each in (record.name, *record.aliases))
-            for layout in layouts
-            for record in layout.params
+            for record in records
             if record.aliases
         ),
     )
@@ -218,22 +192,17 @@ def _remarks(
 
 
 def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> str:
-    """Propose a class to wrap: among repeated classes that are not nested, the one with most parameters."""
-    numel_below: Counter[str] = Counter()
+    """Propose a class to wrap: of the repeated classes that are outermost, the one with most parameters."""
+    kinds = {path: type(module) for path, module in plain_modules(model) if path and unit_of(module) is None}
+    count = Counter(kind for kind in kinds.values() if not kind.__module__.endswith("modules.container"))
+    held: Counter[type[nn.Module]] = Counter()
     for name, unit, _ in found:
         for record in (record for handle in unit.handles for record in handle.layout.params):
             parts = joined(path_of(unit, name), record.name).split(".")
-            numel_below.update({".".join(parts[:end]): record.numel for end in range(1, len(parts))})
-    modules = {path: module for path, module in plain_modules(model) if path and unit_of(module) is None}
-    kinds = {path: type(m) for path, m in modules.items() if not type(m).__module__.endswith("modules.container")}
-    count = Counter(kinds.values())
-    repeated = {path: kind for path, kind in kinds.items() if count[kind] > 1}
-    held: Counter[type[nn.Module]] = Counter()
-    for path, kind in repeated.items():
-        parts = path.split(".")
-        if not any(".".join(parts[:end]) in repeated for end in range(1, len(parts))):
-            held[kind] += numel_below[path]
-    if not held.total():
+            around = [kinds.get(".".join(parts[:end])) for end in range(1, len(parts))]
+            repeated = [kind for kind in around if kind is not None and count[kind] > 1]
+            held.update(dict.fromkeys(repeated[:1], record.numel))
+    if not held:
         return ""
-    (best, _), *_ = held.most_common(1)
+    ((best, _),) = held.most_common(1)
     return f"; ModuleWrapPolicy({{{best.__name__}}}) would make a unit of each of {count[best]} modules"

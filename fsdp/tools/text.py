@@ -38,9 +38,3 @@ class Table:
         widths = [max(len(line[column]) for line in lines) for column in range(len(self.head))]
         aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
         return "\n".join("  ".join(cells).rstrip() for cells in aligned)
-
-    def markdown(self) -> str:
-        """Format as a Markdown table, which notebooks show."""
-        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
-        indented = [[line[0].replace("  ", "&emsp;"), *line[1:]] for line in lines]
-        return "\n".join(f"| {' | '.join(line)} |" for line in indented)
