@@ -12,7 +12,7 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,8 @@ _SHAPES = {
     "numel": "call fsdp.num_params(model)",
 }
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
+_OPTIMIZER, _NAMED = re.compile(r"torch\.optim\.\w+"), re.compile(r"(self\.)?opt(im(izer)?)?")  # by class, by name
 _OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
@@ -107,12 +109,12 @@ class Finding:
     Attributes:
         line: line number, from 1.
         advice: the change and the reason.
-        edits: the proposed change; empty if it is left to the user.
+        edit: the proposed change; None if it is left to the user.
     """
 
     line: int
     advice: str
-    edits: tuple[Edit, ...] = ()
+    edit: Edit | None = None
 
 
 class Script:
@@ -128,48 +130,45 @@ class Script:
         self._tree = ast.parse(text, name)
         self._parents = {child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
         self._nodes = [n for n in ast.walk(self._tree) if isinstance(n, (ast.stmt, ast.expr, ast.comprehension))]
-        self._aliases = self._read_imports()
-        self._wrapped = self._assigned_from(lambda made: made in _DDP or made in _WRAPPERS)
-        self._inner = {  # names of the module inside: raw_model = model.module
-            ast.unparse(target)
-            for node in self._nodes
-            if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)
-            if any(self._is_inner(each) for each in ast.walk(node.value))
-            for target in node.targets
-        }
-        self._optimizers = self._assigned_from(lambda made: made.startswith("torch.optim.") and made.count(".") == 2)
-        self._optimizers |= {
-            name: node
-            for name, node in self._assigned_from(lambda made: True).items()
-            if re.fullmatch(r"(self\.)?opt(im(izer)?)?", name)
-        }
+        self._aliases: dict[str, str] = {}  # full names of imported names
+        for node in self._nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    package = alias.name.split(".")[0]
+                    self._aliases[alias.asname or package] = alias.name if alias.asname else package
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                self._aliases.update(names)
+        assigned = [
+            (ast.unparse(to), node) for node in self._nodes if isinstance(node, ast.Assign) for to in node.targets
+        ]
+        made = [
+            (name, node, self._full(node.value.func)) for name, node in assigned if isinstance(node.value, ast.Call)
+        ]
+        self._wrapped = {name: node for name, node, cls in made if cls in _DDP or cls in _WRAPPERS}
+        self._optimizers = {name for name, _, cls in made if _OPTIMIZER.fullmatch(cls) or _NAMED.fullmatch(name)}
+        # the wrapped model of each expression that is a wrapped model, or the module inside: raw_model = model.module
+        self._models = {text: name for name in self._wrapped for text in (name, f"{name}.module")}
+        for name, node in assigned:
+            value = node.value
+            for part in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:
+                if self._is_inner(part):
+                    self._models.setdefault(name, self._model(part))
         used = {self._full(node) for node in self._nodes}
-        imported = set(self._aliases.values())
-        self._from_ddp = not used.isdisjoint(_DDP) and not (used | imported) & _WRAPPERS
+        self._from_ddp = not used.isdisjoint(_DDP) and not used.union(self._aliases.values()) & _WRAPPERS
         self.findings = sorted(self._find(), key=lambda finding: finding.line)
 
     @property
     def proposed(self) -> list[Finding]:
         """The findings with a proposed change."""
-        return [finding for finding in self.findings if finding.edits]
+        return [finding for finding in self.findings if finding.edit]
 
     @property
     def left(self) -> list[Finding]:
         """The findings that are left to the user."""
-        return [finding for finding in self.findings if not finding.edits]
+        return [finding for finding in self.findings if not finding.edit]
 
     # -- facts ---------------------------------------------------------------------------------------------------------
-
-    def _read_imports(self) -> dict[str, str]:
-        aliases = {}
-        for node in self._nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    package = alias.name.split(".")[0]
-                    aliases[alias.asname or package] = alias.name if alias.asname else package
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-        return aliases
 
     def _full(self, node: ast.AST) -> str:
         """Return ``torch.nn.Linear`` for ``nn.Linear``; "" for names that are not imported."""
@@ -180,32 +179,13 @@ class Script:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
-    def _assigned_from(self, matches: Callable[[str], bool]) -> dict[str, ast.Assign]:
-        """Map the targets of assignments from calls of matching functions to these assignments."""
-        return {
-            ast.unparse(target): node
-            for node in self._nodes
-            if isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Call)
-            and matches(self._full(node.value.func))
-            for target in node.targets
-        }
+    def _model(self, node: ast.AST) -> str:
+        """Return the wrapped model that an expression is, or is the inside of; "" for other expressions."""
+        return self._models.get(ast.unparse(node), "") if isinstance(node, ast.expr) else ""
 
     def _is_inner(self, node: ast.AST) -> bool:
         """Return True for ``model.module`` of a wrapped ``model``, and for its aliases."""
-        if isinstance(node, ast.Attribute) and node.attr == "module" and ast.unparse(node.value) in self._wrapped:
-            return True
-        return isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in getattr(self, "_inner", ())
-
-    def _is_model(self, node: ast.AST) -> bool:
-        return self._is_inner(node) or ast.unparse(node) in self._wrapped
-
-    def _wrapper_of(self, node: ast.AST) -> str:
-        """Return the source text of the wrapped model that ``node`` is, or is the inside of."""
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in self._wrapped:
-            return ast.unparse(node.value)
-        text = ast.unparse(node)
-        return text if text in self._wrapped else min(self._wrapped)
+        return self._model(node) not in ("", ast.unparse(node))
 
     def _source(self, node: ast.AST) -> str:
         return ast.get_source_segment(self.text, node) or ast.unparse(node)
@@ -216,28 +196,18 @@ class Script:
             yield node, outer
             node = outer
 
-    def _guard(self, node: ast.AST) -> str:
-        """Return the innermost condition around ``node`` that one rank alone meets; "" without one."""
-        for inner, outer in self._around(node):
-            if isinstance(outer, ast.If) and inner in outer.body and _OF_ONE_RANK.search(ast.unparse(outer.test)):
-                return ast.unparse(outer.test)
-        return ""
-
     def _function_of(self, node: ast.AST) -> ast.AST | None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         return next((outer for _, outer in self._around(node) if isinstance(outer, functions)), None)
 
-    def _is_after_wrapping(self, node: ast.AST) -> bool:
+    def _is_after_wrapping(self, node: ast.stmt | ast.expr) -> bool:
         """Return True if the model may be wrapped when ``node`` runs.
 
         A function that the script calls before the wrapping line, and nowhere else, runs on the plain model.
         """
-        if not self._wrapped:
-            return False
-        first = min(wrapping.lineno for wrapping in self._wrapped.values())
         function = self._function_of(node)
-        if function in {self._function_of(wrapping) for wrapping in self._wrapped.values()}:
-            return int(getattr(node, "lineno", 0)) > first
+        if function in map(self._function_of, self._wrapped.values()):
+            return node.lineno > min(wrapping.lineno for wrapping in self._wrapped.values())
         name = getattr(function, "name", "")
         calls = [n for n in self._nodes if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] == name]
         return not calls or any(self._is_after_wrapping(call) for call in calls if self._function_of(call) != function)
@@ -266,17 +236,19 @@ class Script:
             elif isinstance(node, (ast.Name, ast.Attribute)):
                 yield from self._named(node)
             elif isinstance(node, ast.Call):
-                yield from self._call(node)
-            elif isinstance(node, (ast.For, ast.comprehension)):
+                made = self._full(node.func)
+                if made in _DDP and self._from_ddp:  # else the script chooses between the two wrappers
+                    yield from self._wrap(node)
+                elif made in _CLIP and self._wrapped:
+                    yield self._clip(node)
+                elif self._wrapped and (advice := self._advice(node)):
+                    yield Finding(node.lineno, advice)
+            elif isinstance(node, (ast.For, ast.comprehension)) and self._wrapped:
                 yield from self._shapes(node)
-        conditional = [
-            w for w in self._wrapped.values() if any(isinstance(outer, ast.If) for _, outer in self._around(w))
-        ]
-        if conditional and len(conditional) == len(self._wrapped):
-            yield Finding(
-                conditional[0].lineno,
-                "wrap the model unconditionally, also in one process: later lines call methods of the wrapper",
-            )
+        wrappings = list(self._wrapped.values())
+        if wrappings and all(any(isinstance(outer, ast.If) for _, outer in self._around(w)) for w in wrappings):
+            advice = "wrap the model unconditionally, also in one process: later lines call methods of the wrapper"
+            yield Finding(wrappings[0].lineno, advice)
 
     def _import(self, node: ast.Import) -> Iterator[Finding]:
         for alias in node.names:
@@ -284,210 +256,151 @@ class Script:
                 continue
             used = {self._full(n) for n in self._nodes if isinstance(n, ast.Attribute)}
             missing = sorted(n for n in used if n.rpartition(".")[0] == alias.name and not _is_here(n))
-            if alias.name not in _HERE:
-                missing = [alias.name]
-            if missing:
-                yield Finding(node.lineno, f"{', '.join(missing)}: {_PRIVATE}")
+            if missing or alias.name not in _HERE:
+                yield Finding(node.lineno, f"{', '.join(missing or [alias.name])}: {_PRIVATE}")
                 continue
             ours = alias.name.replace(_FSDP1, "fsdp")
-            text = f"import {ours}" + (f" as {alias.asname}" if alias.asname else "")
-            if not alias.asname and self._aliases.get("torch") == "torch":
-                text = f"import torch, {ours}" if len(node.names) == 1 else text
-            edits = (self._replace(node, text),) if len(node.names) == 1 else ()
-            yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edits)
+            text = f"import {ours} as {alias.asname}" if alias.asname else f"import torch, {ours}"  # it binds torch too
+            edit = self._replace(node, text) if len(node.names) == 1 else None
+            yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edit)
 
     def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
         module, names = node.module or "", {alias.name for alias in node.names}
+        line, ours = node.lineno, module.replace(_FSDP1, "fsdp")
+        edit: Edit | None
         if module == "torch.distributed" and "fsdp" in names:
-            yield Finding(node.lineno, "import fsdp instead of torch.distributed.fsdp")
+            yield Finding(line, "import fsdp instead of torch.distributed.fsdp")
         elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
             here = {name for name in names if name == "*" or _is_here(f"{module}.{name}")}
             for name in sorted(names - here):
-                replacement = f"of torch's FSDP2 is not in this package. Write {_FSDP2.get(name)}"
-                yield Finding(
-                    node.lineno, f"{name} {replacement}" if name in _FSDP2 else f"{module}.{name}: {_PRIVATE}"
-                )
+                fsdp2 = f"{name} of torch's FSDP2 is not in this package. Write {_FSDP2.get(name)}"
+                yield Finding(line, fsdp2 if name in _FSDP2 else f"{module}.{name}: {_PRIVATE}")
             if here:
-                ours = module.replace(_FSDP1, "fsdp")
-                lines = [_import_line(ours, node, here)]
-                lines += [_import_line(module, node, names - here)] if here < names else []
-                edit = self._replace_by_lines(node, lines)
-                yield Finding(node.lineno, f"import from {ours}: the same names, arguments and values", (edit,))
+                edit = self._moved(node, names - here, _import_line(ours, node, here))
+                yield Finding(line, f"import from {ours}: the same names, arguments and values", edit)
         elif module == _STATE_DICT:
-            edit = self._replace_by_lines(node, [_import_line("fsdp.checkpoint", node, names)])
+            public = all(re.match(r"[gs]et_\w*state_dict$|StateDictOptions$", name) for name in names)
+            edit = self._moved(node, set(), _import_line("fsdp.checkpoint", node, names)) if public else None
             yield Finding(
-                node.lineno,
-                "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one",
-                (edit,) if all(re.match(r"[gs]et_\w*state_dict$|StateDictOptions$", name) for name in names) else (),
+                line, "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one", edit
             )
         elif self._from_ddp and any(f"{module}.{name}" in _DDP for name in names):
-            rest = {name for name in names if f"{module}.{name}" not in _DDP}
-            lines = [_import_line(module, node, rest)] if rest else []
-            lines.append("from fsdp import FullyShardedDataParallel as FSDP")
-            lines += ["from fsdp.wrap import ModuleWrapPolicy"] if self._layer_class else []
-            advice = "import FullyShardedDataParallel in place of DistributedDataParallel"
-            yield Finding(node.lineno, advice, (self._replace_by_lines(node, lines),))
+            edit = self._moved(node, {n for n in names if f"{module}.{n}" not in _DDP}, *self._our_imports)
+            yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
 
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
         parent = self._parents[node]
         is_called = isinstance(parent, ast.Call) and parent.func is node
         if self._full(node) in _DDP and self._from_ddp and not is_called:
-            yield Finding(node.lineno, "FullyShardedDataParallel instead", (self._replace(node, "FSDP"),))
+            yield Finding(node.lineno, "FullyShardedDataParallel instead", self._replace(node, "FSDP"))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
             if _is_here(self._full(parent)):
-                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", (self._replace(node, "fsdp"),))
+                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", self._replace(node, "fsdp"))
             else:
                 yield Finding(node.lineno, f"{ast.unparse(parent)}: {_PRIVATE}")
 
-    def _call(self, call: ast.Call) -> Iterator[Finding]:
-        made, line = self._full(call.func), call.lineno
-        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
-        method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-        name = ast.unparse(call.func).rpartition(".")[2]
-        inside = self._parents.get(call)
-        is_wrapped = isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")
-        if made in _DDP:
-            yield from self._wrap(call)
-        elif not self._wrapped:
-            return
-        elif made in _CLIP:
-            yield self._clip(call)
-        elif made in _CALLS:
-            yield Finding(line, _CALLS[made])
-        elif name.lower() in _WHOLE_MATRIX and not is_wrapped:
-            yield Finding(line, _WHOLE_MATRIX_ADVICE.format(name=name))
-        elif (
-            owner is not None and ast.unparse(owner) in self._optimizers and method in ("state_dict", "load_state_dict")
-        ):
-            yield from self._optimizer_state(call, ast.unparse(owner), method)
-        elif guard := self._needs_all_ranks(call, owner, method):
-            yield Finding(
-                line,
-                f"this runs under `if {guard}`, and needs all ranks: call {ast.unparse(call.func)}() on every rank, "
-                "and print or save the result on one",
-            )
-        elif owner is not None and self._is_model(owner) and method in _MODEL_METHODS:
-            yield Finding(line, _MODEL_METHODS[method])
-        elif self._is_inner(call.func):
-            yield Finding(line, f"call {self._wrapper_of(call.func)}, not the module inside: the wrapper gathers")
-        elif owner is not None and self._is_inner(owner) and method not in _SAFE_METHODS:
-            yield Finding(
-                line,
-                f"{method}() of the module inside finds sharded parameters: call fsdp.register_forward_method("
-                f"{self._wrapper_of(owner)}, {method!r}) once, then {self._wrapper_of(owner)}.{method}()",
-            )
-        elif any(self._is_inner(argument) for argument in call.args):
-            given = next(argument for argument in call.args if self._is_inner(argument))
-            whole = self._wrapper_of(given)
-            yield Finding(line, f"pass {whole}, not the module inside: a part of a unit cannot be copied or run alone")
-
-    def _needs_all_ranks(self, call: ast.Call, owner: ast.expr | None, method: str) -> str:
-        """Return the condition around a call that communicates, if one rank alone meets it; else ""."""
-        guard = self._guard(call)
-        if not guard:
-            return ""
-        runners = {
-            node.name
-            for node in self._nodes
-            if isinstance(node, ast.FunctionDef)
-            if any(isinstance(each, ast.Call) and self._is_model(each.func) for each in ast.walk(node))
-        }
-        own_function = isinstance(call.func, ast.Name) and not self._full(call.func)
-        given = own_function and any(self._is_model(argument) for argument in call.args)
-        runs = self._is_model(call.func) or (own_function and ast.unparse(call.func) in runners) or given
-        asks = (
-            owner is not None
-            and self._is_model(owner)
-            and method not in _SAFE_METHODS - {"state_dict", "load_state_dict"}
-        )
-        return guard if runs or asks else ""
-
     def _wrap(self, call: ast.Call) -> Iterator[Finding]:
         """Replace ``DDP(...)`` by ``FSDP(...)``."""
-        if not self._from_ddp:
-            return  # the script chooses between the two wrappers
+        given = {keyword.arg or "**": keyword.value for keyword in call.keywords}
         arguments = [self._source(argument) for argument in call.args[:1]]
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        if len(call.args) > 1:
-            keywords["device_ids"] = call.args[1]
-        notes, unknown = [], []
-        for name, value in keywords.items():
-            if name in _KEPT_ARGUMENTS:
-                arguments.append(f"{name}={self._source(value)}")
-            elif name == "device_ids":
-                device = self._only_device(value)
-                if device is None:
-                    unknown.append("device_ids")
-                arguments += [f"device_id={device}"] if device not in (None, "None") else []
-            elif name == "find_unused_parameters":
-                arguments += [] if ast.unparse(value) == "False" else [f"reduce_unused={self._source(value)}"]
-            elif name in ARGUMENTS:
-                notes.append(f"without {name}: {ARGUMENTS[name]}")
-            else:
-                unknown.append("**" if name is None else name)
-        arguments += [] if "broadcast_buffers" in keywords else ["broadcast_buffers=True"]
+        arguments += [f"{name}={self._source(given[name])}" for name in _KEPT_ARGUMENTS if name in given]
+        unused = given.pop("find_unused_parameters", None)
+        if unused is not None and ast.unparse(unused) != "False":
+            arguments.append(f"reduce_unused={self._source(unused)}")
+        arguments += [] if "broadcast_buffers" in given else ["broadcast_buffers=True"]
         arguments += ["use_orig_params=True", "sync_module_states=True"]
-        layer = self._layer_class
-        arguments += [f"auto_wrap_policy=ModuleWrapPolicy({{{layer}}})"] if layer else []
-        advice = "; ".join(
-            ["wrap by FullyShardedDataParallel, with rank 0's values and buffers as DDP has them", *notes]
-        )
-        if unknown:
-            yield Finding(call.lineno, f"{advice}. Not known here: {', '.join(unknown)}")
+        arguments += [f"auto_wrap_policy=ModuleWrapPolicy({{{self._layer_class}}})"] if self._layer_class else []
+        advice = "wrap by FullyShardedDataParallel, with rank 0's values and buffers as DDP has them"
+        advice += "".join(f"; without {name}: {ARGUMENTS[name]}" for name in given if name in ARGUMENTS)
+        if unknown := given.keys() - set(_KEPT_ARGUMENTS) - ARGUMENTS.keys():
+            yield Finding(call.lineno, f"{advice}. Not known here: {', '.join(sorted(unknown))}")
         else:
-            yield Finding(call.lineno, advice, (self._replace(call, f"FSDP({', '.join(arguments)})"),))
-        if not layer:
+            yield Finding(call.lineno, advice, self._replace(call, f"FSDP({', '.join(arguments)})"))
+        if not self._layer_class:
             yield Finding(
                 call.lineno,
                 "pass auto_wrap_policy=ModuleWrapPolicy({...}) of fsdp.wrap with the class of the model's layers: else "
                 "the whole model is gathered at once",
             )
 
-    def _only_device(self, value: ast.AST) -> str | None:
-        """Return the source of the only element of a list; "None" for None, and None for the remaining expressions."""
-        if isinstance(value, ast.List) and len(value.elts) == 1:
-            return self._source(value.elts[0])
-        if isinstance(value, ast.IfExp):
-            both = self._only_device(value.body), self._only_device(value.orelse)
-            return None if None in both else f"{both[0]} if {self._source(value.test)} else {both[1]}"
-        return "None" if isinstance(value, ast.Constant) and value.value is None else None
-
     def _clip(self, call: ast.Call) -> Finding:
-        of, *rest = call.args or [ast.Constant(None)]
-        of_model = isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr == "parameters"
-        model, edits = min(self._wrapped), tuple[Edit, ...]()
-        if of_model and self._is_model(of.func.value):  # type: ignore[attr-defined]
-            model = self._wrapper_of(of.func.value)  # type: ignore[attr-defined]
-            arguments = [self._source(each) for each in rest]
-            arguments += [f"{keyword.arg}={self._source(keyword.value)}" for keyword in call.keywords]
-            if {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
-                edits = (self._replace(call, f"{model}.clip_grad_norm_({', '.join(arguments)})"),)
-        advice = f"call `{model}.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone"
-        return Finding(call.lineno, advice, edits)
+        of = call.args[0] if call.args else None
+        owner = of.func.value if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) else None
+        model, edit = self._model(owner) if owner is not None else "", None
+        if model and {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
+            arguments = ", ".join(map(self._source, [*call.args[1:], *call.keywords]))
+            edit = self._replace(call, f"{model}.clip_grad_norm_({arguments})")
+        model = model or min(self._wrapped)
+        return Finding(
+            call.lineno,
+            f"call `{model}.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone",
+            edit,
+        )
 
-    def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> Iterator[Finding]:
+    def _advice(self, call: ast.Call) -> str:
+        """Return what to change about a call, by hand; "" for nothing."""
+        function, name = call.func, ast.unparse(call.func).rpartition(".")[2]
+        owner = function.value if isinstance(function, ast.Attribute) else ast.Constant(None)
+        inside, model = self._parents[call], self._model(owner)
+        if self._full(function) in _CALLS:
+            return _CALLS[self._full(function)]
+        if name.lower() in _WHOLE_MATRIX:
+            done = isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")
+            return "" if done else _WHOLE_MATRIX_ADVICE.format(name=name)
+        if ast.unparse(owner) in self._optimizers and name in ("state_dict", "load_state_dict"):
+            return self._optimizer_state(call, ast.unparse(owner))
+        if (guard := self._guard(call)) and self._needs_all_ranks(call, name, model):
+            return (
+                f"this runs under `if {guard}`, and needs all ranks: call {ast.unparse(function)}() on every rank, and "
+                "print or save the result on one"
+            )
+        if model and name in _MODEL_METHODS:
+            return _MODEL_METHODS[name]
+        if self._is_inner(function):
+            return f"call {self._model(function)}, not the module inside: the wrapper gathers"
+        if self._is_inner(owner) and name not in _SAFE_METHODS:
+            return (
+                f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method({model}, "
+                f"{name!r}) once, then {model}.{name}()"
+            )
+        whole = next((self._model(given) for given in call.args if self._is_inner(given)), "")
+        return whole and f"pass {whole}, not the module inside: a part of a unit cannot be copied or run alone"
+
+    def _guard(self, node: ast.AST) -> str:
+        """Return the innermost condition around ``node`` that one rank alone meets; "" without one."""
+        for inner, outer in self._around(node):
+            if isinstance(outer, ast.If) and inner in outer.body and _OF_ONE_RANK.search(ast.unparse(outer.test)):
+                return ast.unparse(outer.test)
+        return ""
+
+    def _needs_all_ranks(self, call: ast.Call, name: str, model: str) -> bool:
+        """Return True if ``call``, of ``name`` of ``model`` ("" for another owner), may run a forward or gather."""
+        if self._model(call.func) or model:
+            return name not in _SAFE_METHODS - {"state_dict", "load_state_dict"}
+        runners = (n for n in self._nodes if isinstance(n, ast.FunctionDef) and n.name == name)
+        runs = any(isinstance(n, ast.Call) and self._model(n.func) for runner in runners for n in ast.walk(runner))
+        is_own = isinstance(call.func, ast.Name) and not self._full(call.func)
+        return is_own and (runs or any(map(self._model, call.args)))
+
+    def _optimizer_state(self, call: ast.Call, optimizer: str) -> str:
         model = min(self._wrapped)
-        if method == "state_dict":
+        if not call.args:
             text = f"`FSDP.optim_state_dict({model}, {optimizer})`"
-            yield Finding(
-                call.lineno, f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
-            )
-        elif call.args and "optim_state_dict_to_load" not in ast.unparse(call.args[0]):
-            saved = self._source(call.args[0])
-            early = "" if self._is_after_wrapping(call) else ", after the model is wrapped"
-            yield Finding(
-                call.lineno,
-                f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`{early}: each rank loads a part. "
-                "Pass DDP's state through FSDP.rekey_optim_state_dict first",
-            )
+            return f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
+        saved = self._source(call.args[0])
+        if "optim_state_dict_to_load" in saved:
+            return ""
+        early = "" if self._is_after_wrapping(call) else ", after the model is wrapped"
+        return (
+            f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`{early}: each rank loads a part. Pass "
+            "DDP's state through FSDP.rekey_optim_state_dict first"
+        )
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Find decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
-        if not re.search(r"\bparameters\(|named_parameters\(|param_dict", ast.unparse(loop.iter)):
-            return
         scope = loop if isinstance(loop, ast.For) else self._parents[loop]
         asked = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute) and n.attr in _SHAPES]
-        if asked and self._is_after_wrapping(loop.iter):
+        if asked and _PARAMETERS.search(ast.unparse(loop.iter)) and self._is_after_wrapping(loop.iter):
             yield Finding(
                 asked[0].lineno,
                 f".{asked[0].attr} of a parameter is that of this rank's 1-D shard: {_SHAPES[asked[0].attr]}; for "
@@ -496,23 +409,29 @@ class Script:
 
     # -- the proposed text ---------------------------------------------------------------------------------------------
 
+    @property
+    def _our_imports(self) -> list[str]:
+        lines = ["from fsdp import FullyShardedDataParallel as FSDP"]
+        return [*lines, "from fsdp.wrap import ModuleWrapPolicy"] if self._layer_class else lines
+
     def _replace(self, node: ast.stmt | ast.expr, text: str) -> Edit:
         assert node.end_lineno is not None and node.end_col_offset is not None
         return Edit((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text)
 
-    def _replace_by_lines(self, node: ast.stmt, lines: list[str]) -> Edit:
+    def _moved(self, node: ast.ImportFrom, rest: set[str], *lines: str) -> Edit:
+        """Replace an import by ``lines``, and an import of the names in ``rest``."""
         before = self._lines[node.lineno - 1][: node.col_offset].decode()
-        return self._replace(node, (f"\n{before}" if not before.strip() else "; ").join(lines))
+        separator = f"\n{before}" if not before.strip() else "; "
+        stays = [_import_line(str(node.module), node, rest)] if rest else []
+        return self._replace(node, separator.join([*lines, *stays]))
 
     def migrated(self, *, comments: bool = False) -> str:
         """Return the script with all proposed changes; with ``comments`` also a TODO before each line that is left."""
-        edits = [edit for finding in self.findings for edit in finding.edits]
+        edits = [finding.edit for finding in self.findings if finding.edit]
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
-            names = "from fsdp import FullyShardedDataParallel as FSDP\n"
-            names += "from fsdp.wrap import ModuleWrapPolicy\n" if self._layer_class else ""
             top = [n for n in self._tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
             place = ((top[-1].end_lineno or 0) + 1 if top else 1, 0)
-            edits.append(Edit(place, place, names))
+            edits.append(Edit(place, place, "".join(f"{line}\n" for line in self._our_imports)))
         for finding in self.left if comments else ():
             starts = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
             start = max(n.lineno for n in starts if (n.end_lineno or 0) >= finding.line)
@@ -553,17 +472,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings. Return 0 if none is left to the user, 1 if some are, 2 if the script cannot be read."""
-    try:
-        script = Script(options.script.read_text(), str(options.script))
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        print(f"fsdp migrate: {options.script}: {error}", file=sys.stderr)
-        return 2
-    out = sys.stderr if options.diff else sys.stdout
+    """Print the findings. Return 0 if none is left to the user, else 1.
+
+    Raises:
+        OSError, SyntaxError, UnicodeDecodeError: the script cannot be read.
+    """
+    script = Script(options.script.read_text(), str(options.script))
     if options.diff:
         print(script.diff(), end="")
+    out = sys.stderr if options.diff else sys.stdout
     for finding in script.findings:
-        kind = "--diff" if finding.edits else "by hand"
+        kind = "--diff" if finding.edit else "by hand"
         print(f"{options.script}:{finding.line}: [{kind}] {finding.advice}", file=out)
     print(f"{len(script.proposed)} changes proposed by --diff, {len(script.left)} left to do by hand", file=out)
     return 1 if script.left else 0
