@@ -6,16 +6,24 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from fsdp.tools import convert, migrate, plan
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; 2 for an error."""
+    """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; exit with 2 for an error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat imports torch's own FSDP
         os.execv(sys.executable, [sys.executable, "-m", "fsdp.compat", *arguments[1:]])
-    parser = argparse.ArgumentParser(prog="fsdp", description="Tools of the fsdp package.")
+    parser = _Parser(prog="fsdp", description="Tools of the fsdp package.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, tool, text in (
         ("plan", plan, "memory and traffic of every rank under every strategy, before a run"),
@@ -27,7 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.set_defaults(run=tool.run)
     commands.add_parser("run", help="run a script, or -m module, with this package in the place of torch's FSDP1")
     options = parser.parse_args(arguments)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except (OSError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
+        commands.choices[options.command].error(str(error))
     return code
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeVar
 
@@ -331,6 +332,19 @@ def as_count(value: Any, argument: str, of: str) -> int:
     if value < 0:
         raise ValueError(f"{argument} must be a number of {of}, 0 or more, but got {value}")
     return value
+
+
+def as_nbytes(value: int | str, argument: str) -> int:
+    """Convert ``80GB``, ``80 GiB``, ``512MB`` or a number of bytes to bytes.
+
+    Raises:
+        ValueError: ``value`` is none of these.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+    if found is None:
+        raise ValueError(f"{argument} must be a number of bytes, such as 80GB, 80GiB or 512MB, but got {value!r}")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
 
 
 FlatParamKey = Callable[[str, nn.Parameter], Hashable]  # the label of a parameter, given its name in the unit

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp.api import as_count
 from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
 
-_ModuleGroups = list[tuple[ModuleGroup, dict[str, Any]]]  # with the arguments of their wrappers
+ModuleGroups = list[tuple[ModuleGroup, dict[str, Any]]]  # with the arguments of their wrappers
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ def forget(group: ModuleGroup) -> None:
         member.__dict__.pop(_GROUP, None)
 
 
-def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _ModuleGroups:
+def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> ModuleGroups:
     """Return the declared groups below ``root_module``, with their arguments, in the order of the model.
 
     Raises:
@@ -89,7 +89,7 @@ def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _Module
     return [(ModuleGroup(members), group.arguments) for group, members in found.items()]
 
 
-def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
+def inner_first(groups: ModuleGroups) -> ModuleGroups:
     """Sort ``groups`` so that each follows the groups inside the modules of that group.
 
     Raises:
@@ -113,7 +113,7 @@ def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
 
 def coalesced(
     root_module: nn.Module, targets: dict[nn.Module, dict[str, Any]], ignored_params: Collection[nn.Parameter]
-) -> _ModuleGroups:
+) -> ModuleGroups:
     """Return groups of neighbours among ``targets``, with their arguments, as ``coalesce_nbytes`` asks for.
 
     Neighbours are consecutive children of one module with equal arguments. They contain no units and together have at

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import members_of
 from fsdp.flat.ownership import ONE_UNIT_ONLY
-from fsdp.module_groups import coalesced, forget, groups_in, inner_first
+from fsdp.module_groups import ModuleGroups, coalesced, forget, groups_in, inner_first
 from fsdp.runtime.hooks import around_forward
 
 __all__ = [
@@ -271,41 +271,36 @@ def _with_own_overrides(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, 
 # Wrapping by policy
 
 
-def auto_wrap(
+def choose_units(
     root_module: nn.Module,
     policy: Any,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-    wrapper_cls: type[nn.Module],
     root_kwargs: dict[str, Any],
-) -> int:
-    """Wrap the submodules of ``root_module`` that ``policy`` chooses, and declared groups. The root is not wrapped.
+) -> tuple[_Targets, ModuleGroups]:
+    """Choose the submodules of ``root_module`` that become units by ``policy``, and declared groups.
 
-    Each chosen module is replaced, in all parents, by one ``wrapper_cls(module, **kwargs)``. The arguments are
-    ``root_kwargs`` as changed by the policy, and for a policy object ``auto_wrap_policy=None`` besides. A policy that
-    matches no module is warned of, since the whole model is then one unit. Modules of the classes that
-    ``mixed_precision`` excludes become units in full precision, with a warning. ``coalesce_nbytes`` among the arguments
-    merges neighbours (see ``coalesced``) and is not passed on.
+    Each has the arguments ``root_kwargs`` as changed by the policy, and for a policy object ``auto_wrap_policy=None``
+    besides. A policy that matches no module is warned of, since the whole model is then one unit. Modules of the
+    classes that ``mixed_precision`` excludes become units in full precision, with a warning, and get hooks that cast
+    inputs and outputs. ``coalesce_nbytes`` among the arguments merges neighbours (see ``coalesced``) and is removed.
 
     Args:
-        policy: a policy of either kind; None wraps declared groups alone.
-        ignored_modules: modules that are not wrapped; every descendant has to be named.
+        policy: a policy of either kind; None chooses declared groups alone.
+        ignored_modules: modules that are not chosen; every descendant has to be named.
         ignored_params: parameters that are not counted.
 
     Returns:
-        the number of units.
+        the modules, and the groups, inner ones first, which both map to or come with their arguments.
 
     Raises:
-        ValueError: the tree contains a ``wrapper_cls`` already, ``policy`` is no policy, or a group cannot be one unit.
-            The model is unchanged.
+        ValueError: ``policy`` is no policy, or a group cannot be one unit. The model is unchanged.
         TypeError: ``policy`` has further required arguments.
     """
     if policy is None and root_kwargs.get("coalesce_nbytes"):
         raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
     groups = groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
-    if policy is not None:
-        _check_not_wrapped(root_module, wrapper_cls)
     if policy is None:
         targets: _Targets = {}
     elif callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
@@ -315,7 +310,6 @@ def auto_wrap(
         choice = _Choice(policy, ignored_modules, ignored_params, grouped)
         choice.visit(root_module, only_children=True)
         targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
-        del choice  # it would keep the original parameters alive during wrapping
     else:
         raise ValueError(
             "expected auto_wrap_policy to be callable, a function or a policy object such as "
@@ -337,10 +331,34 @@ def auto_wrap(
     groups = inner_first(groups + coalesced(root_module, targets, ignored_params))
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
     targets = {module: arguments for module, arguments in targets.items() if module not in grouped}
-    root_kwargs = {name: value for name, value in root_kwargs.items() if name != "coalesce_nbytes"}
     _check_ties(root_module, {**dict(zip(targets, targets)), **grouped}, ignored_modules, ignored_params)
     for module in sensitive:
         _CastAround(module)
+    root_kwargs = {name: value for name, value in root_kwargs.items() if name != "coalesce_nbytes"}
+    return targets, [(group, {**root_kwargs, **arguments}) for group, arguments in groups]
+
+
+def auto_wrap(
+    root_module: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    wrapper_cls: type[nn.Module],
+    root_kwargs: dict[str, Any],
+) -> int:
+    """Wrap the units that :func:`choose_units` finds below ``root_module``. The root is not wrapped.
+
+    Each chosen module is replaced, in all parents, by one ``wrapper_cls(module, **arguments)``.
+
+    Returns:
+        the number of units.
+
+    Raises: as ``choose_units``, and
+        ValueError: the tree contains a ``wrapper_cls`` already.
+    """
+    if policy is not None:
+        _check_not_wrapped(root_module, wrapper_cls)
+    targets, groups = choose_units(root_module, policy, ignored_modules, ignored_params, root_kwargs)
     wrapped = _construct_wrap_fn(root_module, targets, wrapper_cls)
     around: Any = wrapper_cls
     done: set[nn.Module] = set()
@@ -352,7 +370,7 @@ def auto_wrap(
     for group, arguments in groups:  # before the units around the group's modules, after the units inside them
         wrap_in({module for member in members_of(group).values() for module in member.modules()} - done)
         forget(group)
-        wrappers = around._around_group(group, {**root_kwargs, **arguments})
+        wrappers = around._around_group(group, arguments)
         _post_order_apply(root_module, wrappers.get)
     wrap_in(targets.keys() - done)
     return len(targets) + len(groups)

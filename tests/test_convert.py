@@ -117,7 +117,10 @@ def test_the_command_converts_to_either_format(tmp_path: Path, capsys: pytest.Ca
         dcp.load(state, checkpoint_id=directory, no_dist=True)
     assert torch.equal(state["model"]["linear.weight"], model.get_parameter("linear.weight"))
 
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "model.pt")]) == 2
-    assert "expected NAME.safetensors" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "nothing"), str(file)]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
+    for arguments, words in (
+        (("run", "model.pt"), "expected NAME.safetensors"),
+        (("nothing", "x.safetensors"), "is no checkpoint"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["convert", *(str(tmp_path / name) for name in arguments)])
+        assert ended.value.code == 2 and words in capsys.readouterr().err

@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import nn
 
+from fsdp.api import as_nbytes
 from fsdp.checkpoint.files import FORGED, disk, write_durably
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import Holder, Member, ModelParams
@@ -35,7 +36,6 @@ from fsdp.runtime.unit import Unit
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 @dataclass(eq=False)
@@ -124,7 +124,8 @@ def save_safetensors(
 
     def plan() -> list[_File]:
         tensors = _tensors(model, dtype)
-        return _laid_out(tensors, _as_bytes(max_shard_size), rename, ranks.size, dict(metadata or {"format": "pt"}))
+        limit = as_nbytes(max_shard_size, "max_shard_size")
+        return _laid_out(tensors, limit, rename, ranks.size, dict(metadata or {"format": "pt"}))
 
     def begin() -> str:
         path.mkdir(parents=True, exist_ok=True)
@@ -468,10 +469,3 @@ def _pread(found: _Found, descriptor: int, start: int, numel: int) -> torch.Tens
 
 def _temporary(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}{suffix}")
-
-
-def _as_bytes(size: int | str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Z]*)\s*", str(size).upper())
-    if match is None or match[2] not in _UNITS or (nbytes := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise ValueError(f"max_shard_size must be a number of bytes, or like '5GB' or '500MiB', got {size!r}")
-    return nbytes

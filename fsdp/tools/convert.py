@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import fsdp.checkpoint
@@ -26,29 +25,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and print format and size. Return 0, or 2 with a message if that is not possible."""
-    try:
-        kind, target = _convert(options.source, options.target, trusted=options.trusted)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"fsdp convert: {error}", file=sys.stderr)
-        return 2
-    files = [target] if target.is_file() else [path for path in target.iterdir() if path.is_file()]
+    """Convert, print format and size, and return 0.
+
+    Raises: as the functions of ``fsdp.checkpoint``, and
+        ValueError: the target's name is that of a file of another format.
+    """
+    source, target = options.source, options.target
+    if target.suffix in _FILES:
+        raise ValueError(f"expected NAME.safetensors, or a directory without such a suffix, but got {target}")
+    if target.suffix == ".safetensors":
+        kind, files = "safetensors", [fsdp.checkpoint.to_safetensors(source, target)]
+    else:
+        kind = "torch.distributed.checkpoint"
+        files = list(fsdp.checkpoint.to_dcp(source, target, trusted=options.trusted).iterdir())
     nbytes = sum(path.stat().st_size for path in files)
     if options.json:
-        print(json.dumps({"source": str(options.source), "target": str(target), "format": kind, "nbytes": nbytes}))
+        print(json.dumps({"source": str(source), "target": str(target), "format": kind, "nbytes": nbytes}))
     else:
         print(f"{target}: {kind}, {nbytes:,} bytes")
     return 0
-
-
-def _convert(source: Path, target: Path, *, trusted: bool) -> tuple[str, Path]:
-    """Write ``target`` in the format that the name chooses; return the format and the path.
-
-    Raises: as the functions of ``fsdp.checkpoint``, and
-        ValueError: the name is that of a file of another format.
-    """
-    if target.suffix == ".safetensors":
-        return "safetensors", fsdp.checkpoint.to_safetensors(source, target)
-    if target.suffix in _FILES:
-        raise ValueError(f"expected NAME.safetensors, or a directory without such a suffix, but got {target}")
-    return "torch.distributed.checkpoint", fsdp.checkpoint.to_dcp(source, target, trusted=trusted)

@@ -1,4 +1,4 @@
-"""The arithmetic of ``fsdp.plan``: memory and traffic of units, without tensors.
+"""The arithmetic of ``fsdp.plan``: the units of a plain model, their memory and their traffic.
 
 [Note: The peak of a step]
 The peak is a closed form, evaluated when the backward computes each unit. It adds, in bytes:
@@ -15,146 +15,222 @@ CUDA's context. On two CPU ranks without shared memory the peak is within 10 % o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from fsdp.comm.collectives import DIRECT_MIN_NBYTES
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fsdp.api import MixedPrecision, ShardingStrategy, as_mixed_precision
 from fsdp.comm.groups import Groups
 from fsdp.flat.layout import FlatLayout
+from fsdp.flat.names import joined, members_of
+from fsdp.flat.ownership import Ignored, OwnedParam, owned_params
+from fsdp.runtime.hooks import around_forward, on_saved
+from fsdp.wrap import choose_units
 
 _RING_SEGMENT = 1 << 20  # bytes; the largest message of gloo's all-reduce
 
 
-@dataclass(frozen=True)
-class PlannedBucket:
-    """One flat vector; ``trained``: some parameter requires grad."""
-
-    layout: FlatLayout
-    trained: bool
-
-    @property
-    def shard_nbytes(self) -> int:
-        return self.layout.shard_numel * self.layout.dtype.itemsize
-
-    @property
-    def reduce_nbytes(self) -> int:
-        return self.layout.padded_numel * self.layout.reduce_dtype.itemsize
-
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """The facts of a unit that memory and traffic depend on.
+@dataclass(eq=False)
+class ModelUnit:
+    """A unit that the wrapper would make of modules of a plain model.
 
     Attributes:
+        module: the module, or the group of modules.
+        index: the number in the order of the modules, depth first; 0 is the root.
         around: the indices of the units around it.
-        stays: it stays gathered from forward to backward.
-        open_early: it has trained parameters before and after nested units, so that the reduce buffer is open during
-            their whole backward.
-        activation_nbytes: bytes that autograd saves in its forward.
+        precision: the dtypes of the unit.
+        strategy: the strategy that the policy gives this unit; None for the model's.
+        names: the paths of the modules.
+        is_open_early: the unit has trained parameters before and after further units, so that the reduce buffer is open
+            during their whole backward.
+        activation_nbytes: the bytes that autograd saves in the unit's forward.
     """
 
+    module: nn.Module
     index: int
-    around: frozenset[int]
-    groups: Groups
-    buckets: tuple[PlannedBucket, ...]
+    around: set[int]
+    precision: MixedPrecision
+    strategy: ShardingStrategy | None
+    names: list[str] = field(default_factory=list)
+    owned: list[OwnedParam] = field(default_factory=list)
+    is_open_early: bool = False
+    activation_nbytes: int = 0
+
+
+def find_units(model: nn.Module, policy: Any, precision: MixedPrecision) -> list[ModelUnit]:
+    """Return the units that the wrapper would make of ``model``, in the order of the modules."""
+    options: dict[str, Any] = {"mixed_precision": precision, "sharding_strategy": None}
+    targets, groups = choose_units(model, policy, set(), set(), options)
+    chosen = {model: (model, options), **{module: (module, arguments) for module, arguments in targets.items()}}
+    chosen |= {member: (group, arguments) for group, arguments in groups for member in members_of(group).values()}
+    units: dict[nn.Module, ModelUnit] = {}
+    begun: list[ModelUnit] = []
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module, path: str, around: set[int]) -> None:
+        if module in visited:
+            return
+        visited.add(module)
+        if module in chosen:
+            whole, arguments = chosen[module]
+            dtypes, strategy = as_mixed_precision(arguments["mixed_precision"]), arguments["sharding_strategy"]
+            unit = units.setdefault(whole, ModelUnit(whole, len(units), set(around), dtypes, strategy))
+            unit.names.append(path)
+            begun.append(unit)
+            around = around | {unit.index}
+        for name, child in module.named_children():
+            visit(child, joined(path, name), around)
+
+    visit(model, "", set())
+    place = {param: number for number, param in enumerate(model.parameters())}
+    nested: set[nn.Parameter] = set()
+    for unit in reversed(units.values()):
+        unit.owned = owned_params(
+            unit.module, Ignored(params=frozenset(nested)), f"the {type(unit.module).__name__} unit"
+        )
+        nested.update(item.param for item in unit.owned)
+        places = {place[item.param] for item in unit.owned}
+        trained = [place[item.param] for item in unit.owned if item.param.requires_grad]
+        unit.is_open_early = bool(trained) and not places.issuperset(range(min(trained), max(trained)))
+    return in_order(units.values(), begun)
+
+
+def in_order(units: Collection[ModelUnit], begun: list[ModelUnit]) -> list[ModelUnit]:
+    """Sort ``units`` by the first time that each has begun. A group is around the units that begin between its first
+    and its last module."""
+    for unit in units:
+        if len(unit.names) > 1 and unit in begun:
+            last = len(begun) - 1 - begun[::-1].index(unit)
+            for other in {*begun[begun.index(unit) : last]} - {unit}:
+                other.around.add(unit.index)
+    return list(dict.fromkeys([*begun, *units]))
+
+
+def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[ModelUnit]:
+    """Run ``model`` on the meta device with ``batch``, arguments and keywords. Count the activations of each unit, and
+    return the units in the order in which they begin."""
+    begun: list[ModelUnit] = []
+    running: list[ModelUnit] = []
+    kept: dict[int, torch.Tensor] = {}  # by storage; held, so that the number is not reused
+
+    def save(tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:
+            kept[storage._cdata] = tensor
+            running[-1].activation_nbytes += storage.nbytes()
+
+    def watch(unit: ModelUnit, module: nn.Module) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            begun.append(unit)
+            running.append(unit)
+            for value in tree_leaves((args, kwargs)):  # kept by a checkpoint inside the unit, past autograd
+                if isinstance(value, torch.Tensor):
+                    save(value)
+
+        around_forward(module, enter, lambda *_: running.pop() and None)
+
+    def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    for unit in units:
+        for module in members_of(unit.module).values():
+            watch(unit, module)
+        for item in unit.owned:
+            param = nn.Parameter(cast(item.param.detach(), unit.precision.param_dtype), item.param.requires_grad)
+            kept[param.untyped_storage()._cdata] = param
+            for site in item.sites:
+                setattr(site.module, site.attribute, param)
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: cast(tensor, units[0].precision.param_dtype), batch)
+    try:
+        with on_saved(save), torch.enable_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run with this batch, on the meta device: {type(error).__name__}: "
+            f"{error}. Pass the arguments of its forward as inputs=(...), or no batch: activations are not counted then"
+        ) from error
+    return in_order(units, begun)
+
+
+@dataclass
+class UnitMemory:
+    """Bytes of a unit on one rank under one strategy.
+
+    Attributes:
+        stays: the unit stays gathered from forward to backward.
+        params, grads, optim: of the shards, their gradients and the optimizer's state.
+        full: of the full buffers that have memory of their own.
+        reduce: of the reduce buffers; without sharding these become the gradients.
+        receive: that a reduction receives into memory of its own (gloo).
+        reduced: of the reduced gradients, in the reduce dtype.
+        leaf: of the largest gradient of one parameter.
+        gathered, received: that a gather and a reduction receive from other ranks.
+        reductions: the number of collectives of a reduction.
+    """
+
+    unit: ModelUnit
     stays: bool
-    open_early: bool
-    activation_nbytes: int
+    params: int = 0
+    grads: int = 0
+    optim: int = 0
+    full: int = 0
+    reduce: int = 0
+    receive: int = 0
+    reduced: int = 0
+    leaf: int = 0
+    gathered: int = 0
+    received: int = 0
+    reductions: int = 0
 
-    @property
-    def trained(self) -> list[PlannedBucket]:
-        return [bucket for bucket in self.buckets if bucket.trained]
-
-    @property
-    def full_nbytes(self) -> int:
-        """Bytes of the full buffers that have memory of their own."""
-        layouts = [bucket.layout for bucket in self.buckets]
-        own = [each for each in layouts if self.groups.sharded or each.compute_dtype != each.dtype]
-        return sum(each.padded_numel * each.compute_dtype.itemsize for each in own)
-
-    @property
-    def reduce_nbytes(self) -> int:
-        """Bytes of the reduce buffers; without sharding these become the gradients."""
-        return sum(bucket.reduce_nbytes for bucket in self.trained) if self.groups.sharded else 0
-
-    @property
-    def grad_nbytes(self) -> int:
-        """Bytes of the reduced gradients, in the reduce dtype."""
-        return sum(bucket.reduce_nbytes // self.groups.shard_size for bucket in self.trained)
-
-    @property
-    def leaf_nbytes(self) -> int:
-        """Bytes of the largest gradient of one parameter."""
-        sizes = [(record.numel, b.layout) for b in self.trained for record in b.layout.params]
-        return max((numel * layout.compute_dtype.itemsize for numel, layout in sizes), default=0)
-
-    def received_nbytes(self, on_cpu: bool) -> int:
-        """Bytes that a reduction receives into memory of its own (gloo)."""
-        if not on_cpu:
-            return 0
-        groups, direct, ring = self.groups, 0, 0
-        for bucket in self.trained:
-            shard = bucket.reduce_nbytes // groups.shard_size
-            if groups.sharded and bucket.reduce_nbytes >= DIRECT_MIN_NBYTES:
-                direct += shard * (groups.shard_size - 1)
-            if groups.replica_size > 1:
-                ring = max(ring, 2 * min(_RING_SEGMENT, shard // groups.replica_size))
-        return direct + ring
+    def add(self, layout: FlatLayout, groups: Groups, optim: int | None, *, on_cpu: bool) -> None:
+        """Add a bucket. ``optim`` is the optimizer's state in bytes, and None if the bucket is frozen."""
+        ranks, replicas = groups.shard_size, groups.replica_size
+        shard, full = (numel * layout.compute_dtype.itemsize for numel in (layout.shard_numel, layout.padded_numel))
+        self.params += layout.shard_numel * layout.dtype.itemsize
+        self.full += full if groups.sharded or layout.compute_dtype != layout.dtype else 0
+        self.gathered += shard * (ranks - 1)
+        if optim is None:
+            return
+        reduced = layout.shard_numel * layout.reduce_dtype.itemsize
+        self.grads += layout.shard_numel * layout.dtype.itemsize
+        self.optim += optim
+        self.reduced += reduced
+        self.reduce += reduced * ranks if groups.sharded else 0
+        self.leaf = max(self.leaf, *(record.numel * layout.compute_dtype.itemsize for record in layout.params))
+        self.received += reduced * (ranks - 1) + 2 * reduced * (replicas - 1) // replicas  # a ring, there and back
+        self.reductions += (ranks > 1) + (replicas > 1)
+        if on_cpu:
+            self.receive += reduced * (ranks - 1) + (replicas > 1) * 2 * min(reduced // replicas, _RING_SEGMENT)
 
 
-def peaks(units: Sequence[PlannedUnit], order: Sequence[int], on_cpu: bool) -> tuple[int, int]:
+def peaks(units: Sequence[UnitMemory]) -> tuple[int, int]:
     """Return the largest working set, and the largest sum of working set, gradients and activations.
 
-    [Note: The peak of a step] has the formula.
+    [Note: The peak of a step] has the formula. ``units`` are in the order of the forward.
     """
-    run = [units[index] for index in order]
-    limited = [unit for unit in units if not unit.stays]
-    spare = sorted((unit.full_nbytes for unit in limited), reverse=True)[:2]
-    reduces = sorted((u.reduce_nbytes + u.received_nbytes(on_cpu) for u in units if not u.open_early), reverse=True)
+    spare = sorted((each.full for each in units if not each.stays), reverse=True)[:2]
+    reduces = sorted((each.reduce + each.receive for each in units if not each.unit.is_open_early), reverse=True)[:2]
     working = most = 0
-    for place, unit in enumerate(run):
-        around = [units[index] for index in unit.around]
-        before = [other for other in run[:place] if other not in around]
-        full = sum(u.full_nbytes for u in {unit, *around, *before} if u.stays) + sum(spare)
-        full += sum(other.full_nbytes for other in around if not other.stays)
-        opened = sum(other.reduce_nbytes for other in [unit, *around] if other.open_early)
-        held = full + opened + sum(reduces[:2]) + unit.leaf_nbytes
-        over = [other for other in run[place:] if other is not unit] + [unit]
+    for number, each in enumerate(units):
+        begun = units[: number + 1]
+        around = [other for other in begun if other.unit.index in each.unit.around]
+        full = sum(other.full for other in begun if other.stays) + sum(o.full for o in around if not o.stays)
+        opened = sum(other.reduce for other in [each, *around] if other.unit.is_open_early)
+        held = full + sum(spare) + opened + sum(reduces) + each.leaf
         working = max(working, held)
-        grads = sum(other.grad_nbytes for other in over)
-        most = max(most, held + grads + sum(other.activation_nbytes for other in [unit, *around, *before]))
+        grads = sum(other.reduced for other in units[number:])
+        most = max(most, held + grads + sum(other.unit.activation_nbytes for other in begun))
     return working, most
 
 
-def _reached(units: Sequence[PlannedUnit]) -> set[int]:
-    """Return the units that a backward reaches: trained ones, later ones, and the units around these."""
-    reached: set[int] = set()
-    begun = False
-    for unit in units:
-        begun = begun or bool(unit.trained)
-        reached |= {unit.index} | unit.around if begun else set()
-    return reached
-
-
-def gathers(units: Sequence[PlannedUnit]) -> tuple[int, int]:
-    """Return the bytes that a rank receives in a step's gathers, and their number."""
-    nbytes = count = 0
-    reached = _reached(units)
-    for unit in units:
-        if unit.groups.sharded and unit.full_nbytes:
-            times = 2 if not unit.stays and unit.index in reached else 1
-            nbytes += times * (unit.full_nbytes * (unit.groups.shard_size - 1) // unit.groups.shard_size)
-            count += times
-    return nbytes, count
-
-
-def reductions(units: Sequence[PlannedUnit]) -> tuple[int, int]:
-    """Return the bytes that a rank receives in a step's reductions, and their number."""
-    nbytes = count = 0
-    for unit in units:
-        for bucket in unit.trained:
-            shard, groups = bucket.reduce_nbytes // unit.groups.shard_size, unit.groups
-            nbytes += shard * (groups.shard_size - 1)  # 0 without sharding
-            nbytes += 2 * shard * (groups.replica_size - 1) // groups.replica_size  # a ring, there and back
-            count += groups.sharded + (groups.replica_size > 1)
-    return nbytes, count
+def gathers(units: Sequence[UnitMemory]) -> list[int]:
+    """Return how often a step gathers each unit: a second time if a backward reaches it after it was resharded."""
+    first = next((number for number, each in enumerate(units) if each.grads), len(units))
+    reached = {index for each in units[first:] for index in (each.unit.index, *each.unit.around)}
+    return [
+        bool(each.gathered) + bool(each.gathered and not each.stays and each.unit.index in reached) for each in units
+    ]
