@@ -14,7 +14,6 @@ public ones look these up at each call, so it does not matter when and how a pro
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -86,14 +85,9 @@ def patch(*, imported: bool = True) -> list[str]:
     """
     if _patched:
         return []
-    wrong = [problem for detour in _INSIDE if (problem := _misfit(detour))]
-    if wrong:
-        raise RuntimeError(
-            f"patch() does not fit this version of torch, {torch.__version__}, which lacks {', '.join(wrong)}. Nothing "
-            "was changed; import the names from fsdp in place of torch.distributed.fsdp"
-        )
+    _check_fits("patch", _INSIDE, [], "import the names from fsdp in place of torch.distributed.fsdp")
     ours = {id(original): replacement for original, replacement in (*_same_names(), *map(_detoured, _INSIDE))}
-    owners = [*_PLACES, *(_others() if imported else ())]
+    owners = dict.fromkeys([*_PLACES, *(_others() if imported else ())])
     changes = [
         _Change(owner, name, original, ours[id(original)])
         for owner in owners
@@ -139,15 +133,9 @@ def enable_dcp() -> None:
     """
     if _enabled or _patched:
         return
-    wrong = [problem for detour in _DETOURS if (problem := _misfit(detour))]
-    info = vars(torchs).get("_StateDictInfo")
-    fields = {field.name for field in dataclasses.fields(info)} if info is not None else set()
-    wrong += [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
-    if wrong:
-        raise RuntimeError(
-            f"enable_dcp() does not fit this version of torch, {torch.__version__}, which lacks {', '.join(wrong)}. "
-            "Nothing was changed; get_state_dict and set_state_dict of fsdp.checkpoint do the same"
-        )
+    fields = getattr(vars(torchs).get("_StateDictInfo"), "__dataclass_fields__", {})
+    lacking = [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
+    _check_fits("enable_dcp", _DETOURS, lacking, "get_state_dict and set_state_dict of fsdp.checkpoint do the same")
     _make([_Change(detour.owner, detour.name, *_detoured(detour)) for detour in _DETOURS], _enabled)
 
 
@@ -197,77 +185,72 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     wrapper.register_forward_method(module, method_name)
 
 
-def load_fsdp_optimizer(
-    fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, *rest: Any, **options: Any
-) -> Any:
-    """Call accelerate's function, with state to load into for an optimizer that has not stepped."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    empty = (
-        _has_wrappers(model)
-        and not inner.state
-        and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
-    )
-    if empty:
-        with torch_state_dict.initialised(inner, ModelParams(model)):
-            made = dict(inner.state)
-        inner.state.update(made)
-    try:
-        return _libraries_own[load_fsdp_optimizer](fsdp_plugin, accelerator, optimizer, model, *rest, **options)
-    except BaseException:
-        if empty:
-            inner.state.clear()
-        raise
+# -- replacements of functions of libraries, made of the originals ----------------------------------------------------
 
 
-def get_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
-    """Call peft's function, with names of modules as in state dicts."""
-    with _clean_names(model):
-        return _libraries_own[get_peft_model_state_dict](model, *rest, **options)
+def _loading_into_new_optimizers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an optimizer that has not stepped a state for accelerate's function to load into."""
+
+    def load_fsdp_optimizer(
+        fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, *rest: Any, **options: Any
+    ) -> Any:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        full = fsdp_plugin.state_dict_type is api.StateDictType.FULL_STATE_DICT
+        is_new = _has_wrappers(model) and not inner.state and not full
+        if is_new:
+            with torch_state_dict.initialised(inner, ModelParams(model)):
+                made = dict(inner.state)
+            inner.state.update(made)
+        try:
+            return original(fsdp_plugin, accelerator, optimizer, model, *rest, **options)
+        except BaseException:
+            if is_new:
+                inner.state.clear()
+            raise
+
+    return load_fsdp_optimizer
 
 
-def set_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
-    """Call peft's function, with names of modules as in state dicts.
+def _getting_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show peft's function names of modules as in state dicts. It removes parts of wrappers only where names begin."""
 
-    The function reads keys and shapes from a state dict, which with ``rank0_only`` is empty on all ranks but one.
-    """
-    with _clean_names(model), _described_state(model):
-        return _libraries_own[set_peft_model_state_dict](model, *rest, **options)
+    def get_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
+        named_modules = model.named_modules
+
+        def clean_names(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+            return ((clean(name), module) for name, module in named_modules(*args, **kwargs))
+
+        with _showing(model, "named_modules", clean_names):
+            return original(model, *rest, **options)
+
+    return get_peft_model_state_dict
+
+
+def _setting_adapters(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Show peft's function, besides, all keys and shapes, on the meta device and without communication. It reads these
+    from a state dict, which with ``rank0_only`` is empty on all ranks but one."""
+
+    def set_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
+        units = units_of(model)
+        if not units or any(unit.groups.tp is not None for unit in units):
+            return with_clean_names(model, *rest, **options)
+        infos = WeightStream(model, None, None, None).metadata()
+        shapes = {info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in infos}
+        with _showing(model, "state_dict", lambda: dict(shapes)):
+            return with_clean_names(model, *rest, **options)
+
+    with_clean_names = _getting_adapters(original)
+    return set_peft_model_state_dict
 
 
 @contextlib.contextmanager
-def _clean_names(model: nn.Module) -> Iterator[None]:
-    """Make ``model.named_modules()`` yield names as in state dicts, without wrapper parts. peft itself removes such a
-    part at the start of a name only."""
-    if not _has_wrappers(model):
-        yield
-        return
-    named_modules = model.named_modules
-
-    def clean_named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return ((clean(name), module) for name, module in named_modules(*args, **kwargs))
-
-    vars(model)["named_modules"] = clean_named_modules
+def _showing(model: nn.Module, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of ``model``."""
+    vars(model)[name] = method
     try:
         yield
     finally:
-        del vars(model)["named_modules"]
-
-
-@contextlib.contextmanager
-def _described_state(model: nn.Module) -> Iterator[None]:
-    """Make ``model.state_dict()`` return names and shapes, on the meta device, without communication."""
-    units = units_of(model)
-    if not units or any(unit.groups.tp is not None for unit in units):
-        yield
-        return
-    metadata = WeightStream(model, None, None, None).metadata()
-    vars(model)["state_dict"] = lambda: {
-        info.name: torch.empty(info.shape, dtype=info.dtype, device="meta") for info in metadata
-    }
-    try:
-        yield
-    finally:
-        del vars(model)["state_dict"]
+        vars(model).pop(name, None)
 
 
 def _is_wrapper(module: nn.Module, *rest: Any) -> bool:
@@ -317,19 +300,6 @@ class _Change(NamedTuple):
         return f"{self.owner.__name__}.{self.name}"
 
 
-_OF_COMMON_UTILS: list[Callable[..., Any]] = [
-    fsdp1._get_module_fsdp_state,
-    fsdp1._get_module_fsdp_state_if_fully_sharded_module,
-    fsdp1._has_fsdp_params,
-    fsdp1._module_handle,
-]
-_OF_RUNTIME_UTILS: list[Callable[..., Any]] = [
-    fsdp1._lazy_init,
-    fsdp1._root_pre_forward,
-    fsdp1._unshard,
-    fsdp1._reshard,
-    fsdp1._post_backward_final_callback,
-]
 _DETOURS = [
     _Detour(torchs, _get_model_state_dict, _has_model),
     _Detour(torchs, _load_model_state_dict, _has_model),
@@ -339,17 +309,19 @@ _DETOURS = [
 ]
 _INSIDE = [
     _Detour(torchs_fsdp, register_fsdp_forward_method, _is_wrapper),
-    *(_Detour(torchs_common, replacement, _is_wrapper) for replacement in _OF_COMMON_UTILS),
+    _Detour(torchs_common, fsdp1._get_module_fsdp_state, _is_wrapper),
+    _Detour(torchs_common, fsdp1._get_module_fsdp_state_if_fully_sharded_module, _is_wrapper),
+    _Detour(torchs_common, fsdp1._has_fsdp_params, _is_wrapper),
+    _Detour(torchs_common, fsdp1._module_handle, _is_wrapper),
     _Detour(torchs_common, fsdp1._get_param_to_fqns, _has_wrappers),
-    *(_Detour(torchs_runtime, replacement, _is_wrapper) for replacement in _OF_RUNTIME_UTILS),
+    _Detour(torchs_runtime, fsdp1._lazy_init, _is_wrapper),
+    _Detour(torchs_runtime, fsdp1._root_pre_forward, _is_wrapper),
+    _Detour(torchs_runtime, fsdp1._unshard, _is_wrapper),
+    _Detour(torchs_runtime, fsdp1._reshard, _is_wrapper),
+    _Detour(torchs_runtime, fsdp1._post_backward_final_callback, _is_wrapper),
     _Detour(torchs_unshard, fsdp1._unshard_params_for_summon, _is_wrapper),
 ]
-_ASKED = (
-    "handle_model",
-    "handle_optim",
-    "submodule_prefixes",
-    "broadcast_from_rank0",
-)  # fields of torch's _StateDictInfo
+_ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of torch's _StateDictInfo
 _PUBLIC = {  # modules of torch, and ours with the same names
     torchs_api: api,
     torchs_wrap: wrap,
@@ -357,11 +329,13 @@ _PUBLIC = {  # modules of torch, and ours with the same names
     torchs_scaler: sharded_grad_scaler,
 }
 _PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime, torchs_unshard)
-_LIBRARIES: dict[str, Sequence[Callable[..., Any]]] = {  # replacements of their functions of the same names
-    "accelerate.utils.fsdp_utils": (load_fsdp_optimizer,),
-    "peft.utils.save_and_load": (get_peft_model_state_dict, set_peft_model_state_dict),
+_LIBRARIES: dict[str, dict[str, Callable[..., Any]]] = {  # functions of libraries, and what makes the replacements
+    "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": _loading_into_new_optimizers},
+    "peft.utils.save_and_load": {
+        "get_peft_model_state_dict": _getting_adapters,
+        "set_peft_model_state_dict": _setting_adapters,
+    },
 }
-_libraries_own: dict[Callable[..., Any], Callable[..., Any]] = {}  # originals by replacement
 _enabled: list[_Change] = []  # made by enable_dcp
 _patched: list[_Change] = []  # made by patch
 
@@ -396,12 +370,19 @@ def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return original, chosen
 
 
-def _misfit(detour: _Detour) -> str | None:
-    """Return the signature that this version of torch lacks, or None."""
-    required, original = inspect.signature(detour.replacement), getattr(detour.owner, detour.name, None)
-    if original is not None and list(inspect.signature(original).parameters) == list(required.parameters):
-        return None
-    return f"{detour.name}({', '.join(required.parameters)})"
+def _check_fits(function: str, detours: Iterable[_Detour], lacking: list[str], instead: str) -> None:
+    """Raise RuntimeError if torch lacks a function with the parameters of its replacement, or names are ``lacking``."""
+    wrong = []
+    for detour in detours:
+        original = getattr(detour.owner, detour.name, None)
+        wanted = list(inspect.signature(detour.replacement).parameters)
+        if original is None or list(inspect.signature(original).parameters) != wanted:
+            wrong.append(f"{detour.name}({', '.join(wanted)})")
+    if wrong or lacking:
+        raise RuntimeError(
+            f"{function}() does not fit this version of torch, {torch.__version__}, which lacks "
+            f"{', '.join([*wrong, *lacking])}. Nothing was changed; {instead}"
+        )
 
 
 def _same_names() -> Iterator[tuple[Any, Any]]:
@@ -416,12 +397,9 @@ def _same_names() -> Iterator[tuple[Any, Any]]:
 
 def _others() -> Iterator[ModuleType]:
     """Yield all imported modules except those of torch and of this package."""
-    found = {
-        id(module): module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "fsdp")
-    }
-    yield from found.values()
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "fsdp"):
+            yield module
 
 
 class _PatchedChild:
@@ -436,14 +414,12 @@ def _and_patch(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict
 
 
 def _adapt(library: ModuleType) -> None:
-    for replacement in _LIBRARIES[library.__name__]:
-        name = replacement.__name__
+    for name, replace in _LIBRARIES[library.__name__].items():
         original = getattr(library, name, None)
-        if original is None:
-            continue  # this version does not need the adaptation
-        _libraries_own[replacement] = original
-        owners = [library, *(other for other in _others() if vars(other).get(name) is original)]
-        _make([_Change(owner, name, original, replacement) for owner in dict.fromkeys(owners)], _patched)
+        if original is not None:  # else this version does not need the adaptation
+            owners = dict.fromkeys([library, *(other for other in _others() if vars(other).get(name) is original)])
+            replacement = replace(original)
+            _make([_Change(owner, name, original, replacement) for owner in owners], _patched)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
