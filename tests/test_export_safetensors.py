@@ -145,7 +145,7 @@ def test_invalid_files_and_names_raise_on_all_ranks_and_change_nothing(tmp_path:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(FileExistsError, match=r"good has model\.safetensors already"):
         save_safetensors(model, tmp_path / "good")
-    with pytest.raises(ValueError, match="must be a number of bytes, or like '5GB'"):
+    with pytest.raises(ValueError, match="max_shard_size must be a number of bytes, such as 80GB"):
         save_safetensors(model, tmp_path / "bad size", max_shard_size="much")
     with pytest.raises(ValueError, match=r"gives .* the same name 'x'"):
         save_safetensors(model, tmp_path / "bad names", rename=lambda name: "x")

@@ -7,6 +7,7 @@ target dtype, and the program sends the changes of all ranks to the processes th
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import nn
 
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
-from fsdp.export.weights import unowned
+from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import memory_order
 from fsdp.runtime.build import join
@@ -98,7 +99,7 @@ def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
     """
     made = Snapshot(dtype)
     for part in _parts(model):
-        made.values[part.name] = part.values.to(_target(part.values, dtype), copy=True)
+        made.values[part.name] = part.values.to(target_dtype(part.values.dtype, dtype), copy=True)
     return made
 
 
@@ -131,8 +132,8 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
         found.append(change)
         before[places] = values
     snapshot.version += 1
-    rank, ranks = _place()
-    return Changes(snapshot.version, rank, ranks, digest.digest(), tuple(found))
+    group = default_group()
+    return Changes(snapshot.version, group.rank(), group.size(), digest.digest(), tuple(found))
 
 
 def _different(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -213,9 +214,6 @@ def _add_to(digest: hashlib.blake2b, change: Change, before: torch.Tensor) -> No
 
 def _row_major(places: torch.Tensor, shape: Sequence[int], stride: tuple[int, ...]) -> torch.Tensor:
     """Return the row-major indices of elements that are counted in memory order."""
-    numel = 1
-    for size in shape:
-        numel *= size
     if stride != contiguous_stride(tuple(shape)):
         row_major, rest = torch.zeros_like(places), places
         steps = contiguous_stride(tuple(shape))
@@ -223,16 +221,7 @@ def _row_major(places: torch.Tensor, shape: Sequence[int], stride: tuple[int, ..
             row_major += rest % shape[dim] * steps[dim]
             rest = rest // shape[dim]
         places = row_major
-    return places if numel > torch.iinfo(torch.int32).max else places.int()
-
-
-def _target(values: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and values.is_floating_point() else values.dtype
-
-
-def _place() -> tuple[int, int]:
-    group = default_group()
-    return group.rank(), group.size()
+    return places if math.prod(shape) > torch.iinfo(torch.int32).max else places.int()
 
 
 def _parts(model: nn.Module) -> list[_Part]:
@@ -240,21 +229,18 @@ def _parts(model: nn.Module) -> list[_Part]:
     params, found = ModelParams(model), list[_Part]()
     if not params.units:
         raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
+    check_placements(params, "fsdp.export.changes()")
     for unit in params.units:
         join(unit)
         unit.check_idle("compare shards outside of that")
         unit.follow_parameters()
-        if unit.groups.tp is not None:
-            raise NotImplementedError(
-                f"fsdp.export.changes() of {unit.name}, which has parameters of tensor parallelism"
-            )
     for holder in params.holders.values():
         groups, handle = holder.unit.groups, holder.handle
         for member in holder.members if groups.replica_rank == 0 else ():
             piece, record = handle.layout.piece(member.index, groups.shard_rank), member.record
             values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel].detach()
             found += [_Part(name, values, piece.start, record.shape, record.stride) for name in member.names]
-    if _place()[0] == 0:
+    if default_group().rank() == 0:
         for name, tensor in unowned(model):
             flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
             found.append(_Part(name, flat, 0, shape, contiguous_stride(shape)))

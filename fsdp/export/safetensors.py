@@ -28,7 +28,7 @@ from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
 from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.consensus import Ranks
-from fsdp.export.weights import unowned
+from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import Box, Placement, elements_of
 from fsdp.placement.redistribute import Channels, Item, redistribute
@@ -164,22 +164,17 @@ def save_safetensors(
 
 def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
     """List the tensors of the model by unit, in ``dtype`` or their own. Tensors that no unit owns are last."""
-
-    def target(own: torch.dtype) -> torch.dtype:
-        return dtype if dtype is not None and own.is_floating_point else own
-
     params, found = ModelParams(model), list[_Tensor]()
+    check_placements(params, "safetensors")
     for unit in params.units:
         unit.check_idle("save or load safetensors outside of that")
         unit.follow_parameters()
-        if unit.groups.tp is not None:
-            raise NotImplementedError(f"safetensors of {unit.name}, which has parameters of tensor parallelism")
     for holder in params.holders.values():
         for member in holder.members:
-            own = holder.handle.layout.dtype
-            found.append(_Tensor(member.names, target(own), member.shape, holder, member))
+            own = target_dtype(holder.handle.layout.dtype, dtype)
+            found.append(_Tensor(member.names, own, member.shape, holder, member))
     for name, value in unowned(model):
-        found.append(_Tensor((name,), target(value.dtype), tuple(value.shape), value=value))
+        found.append(_Tensor((name,), target_dtype(value.dtype, dtype), tuple(value.shape), value=value))
     return found
 
 

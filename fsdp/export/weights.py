@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.issuing import GATHER
 from fsdp.comm.work import Work
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
 from fsdp.flat.names import joined, plain_modules
 from fsdp.runtime.build import join
@@ -56,16 +55,16 @@ class Bucket(NamedTuple):
 
 @dataclass
 class _Gathered:
-    """The buffers of a unit that is being gathered: one per bucket, of ``padded_numel`` elements each."""
+    """The buffers of a unit that is being gathered: one per bucket, of ``padded_numel`` elements each.
+
+    Attributes:
+        works: the collectives in flight, which read ``shards``.
+    """
 
     unit: Unit
     buffers: list[torch.Tensor]
-    pending: Any = None  # a Work, or several
-
-    def wait(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.wait()
+    works: list[Work]
+    shards: list[torch.Tensor]
 
 
 def weights(
@@ -106,11 +105,7 @@ class WeightStream:
         ranks = torch.distributed.get_world_size()
         if to is not None and not 0 <= to < ranks:
             raise ValueError(f"{LABEL}: to must be a rank of the default group, 0 to {ranks - 1}, or None, got {to}")
-        for unit in params.units:
-            if unit.groups.tp is not None:
-                raise NotImplementedError(
-                    f"{LABEL}: {unit.name} has parameters of tensor parallelism: gather them by a full state dict"
-                )
+        check_placements(params, LABEL)
         self._model, self._dtype, self._to, self._merge = model, dtype, to, merge
         members = [(holder.handle, member) for holder in params.holders.values() for member in holder.members]
         self._names = {(handle, member.index): member.names for handle, member in members}
@@ -121,18 +116,21 @@ class WeightStream:
         found: list[TensorInfo] = []
         for unit in self._units:
             metas = [
-                torch.empty(handle.layout.padded_numel, dtype=self._dtype_of(handle), device="meta")
+                torch.empty(
+                    handle.layout.padded_numel, dtype=target_dtype(handle.layout.dtype, self._dtype), device="meta"
+                )
                 for handle in unit.handles
             ]
             found += [TensorInfo(n, t.dtype, tuple(t.shape)) for n, t in self._merged(self._named(unit, metas))]
-        return found + [TensorInfo(n, self._cast(t), tuple(t.shape)) for n, t in self._unowned()]
+        rest = unowned(self._model)
+        return found + [TensorInfo(n, target_dtype(t.dtype, self._dtype), tuple(t.shape)) for n, t in rest]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for gathered in self._gather():
             yield from self._merged(self._named(gathered.unit, gathered.buffers))
-        if self._receives_unowned:
-            for name, tensor in self._unowned():
-                yield name, tensor.detach().to(self._cast(tensor))
+        if self._receives:
+            for name, tensor in unowned(self._model):
+                yield name, tensor.detach().to(target_dtype(tensor.dtype, self._dtype))
 
     def buckets(self) -> Iterator[Bucket]:
         """Iterate over the gathered buffers themselves, for transfers of few large messages.
@@ -150,19 +148,12 @@ class WeightStream:
                 yield Bucket(buffer, [_slice(name, tensor, buffer) for name, tensor in inside])
             if named:
                 raise ValueError(f"{named[0][0]!r}, which merge() has returned, does not lie in the gathered buffer")
-        if self._receives_unowned:
-            for name, tensor in self._unowned():
-                flat = tensor.detach().to(self._cast(tensor)).reshape(-1)
+        if self._receives:
+            for name, tensor in unowned(self._model):
+                flat = tensor.detach().to(target_dtype(tensor.dtype, self._dtype)).reshape(-1)
                 yield Bucket(flat, [_slice(name, flat.view(tensor.shape), flat)])
 
     # -- names and tensors ---------------------------------------------------------------------------------------------
-
-    def _dtype_of(self, handle: FlatParamHandle) -> torch.dtype:
-        dtype = handle.layout.dtype
-        return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
-
-    def _cast(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
 
     def _named(self, unit: Unit, buffers: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The unit's parameters as views of ``buffers``, under all of their names."""
@@ -176,12 +167,8 @@ class WeightStream:
         with torch.no_grad():
             return list(named.items() if self._merge is None else self._merge(self._model, named))
 
-    def _unowned(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that no unit owns, and persistent buffers: every rank has them."""
-        return unowned(self._model)
-
     @property
-    def _receives_unowned(self) -> bool:
+    def _receives(self) -> bool:
         return self._to is None or torch.distributed.get_rank() == self._to
 
     # -- gathering -----------------------------------------------------------------------------------------------------
@@ -197,8 +184,10 @@ class WeightStream:
             next_one = self._start(units[number], memory, number % 2) if number < len(units) else None
             if gathered is None:
                 continue
-            gathered.wait()
-            if left_early or not self._receives(gathered.unit):
+            for work in gathered.works:
+                work.wait()
+            gathered.shards.clear()
+            if left_early or not self._receives:
                 continue
             try:
                 yield gathered
@@ -207,13 +196,10 @@ class WeightStream:
         for unit in units:
             join(unit).unsharder.settle_offloaded()
 
-    def _receives(self, unit: Unit) -> bool:
-        return self._to is None or torch.distributed.get_rank() == self._to
-
     def _takes_part(self, unit: Unit) -> bool:
         """Whether this rank receives the unit, or sends its shard."""
         if self._to is None or not unit.groups.sharded:
-            return self._receives(unit)
+            return self._receives
         return self._to in group_ranks(unit.groups.shard)
 
     def _start(self, unit: Unit, memory: list[torch.Tensor | None], turn: int) -> _Gathered:
@@ -223,9 +209,9 @@ class WeightStream:
             unit.check_idle(f"iterate over {LABEL} outside of that")
             unit.follow_parameters()
             unit.announce(replicas=False)
-            dtypes = [self._dtype_of(handle) for handle in unit.handles]
+            dtypes = [target_dtype(handle.layout.dtype, self._dtype) for handle in unit.handles]
             buffers = [torch.empty(0, dtype=dtype, device=unit.device) for dtype in dtypes]
-            if self._receives(unit):
+            if self._receives:
                 buffers = _cut(memory, turn, unit, dtypes)
             streams = context.streams
             context.unsharder.gathers_follow_compute()
@@ -236,13 +222,13 @@ class WeightStream:
                 if not groups.sharded:
                     for buffer, shard in zip(buffers, shards):
                         buffer.copy_(shard)
-                    return _Gathered(unit, buffers, Work.done(streams))
+                    return _Gathered(unit, buffers, [Work.done(streams)], shards)
                 if self._to is None:
                     parts = [Gather(buffer, shard) for buffer, shard in zip(buffers, shards)]
                     event = context.passes.event(GATHER, unit)
-                    return _Gathered(unit, buffers, unit.communicator.gather(parts, event))
+                    return _Gathered(unit, buffers, [unit.communicator.gather(parts, event)], shards)
                 target = group_ranks(groups.shard).index(self._to)
-                several = [
+                works = [
                     exchange(
                         buffer.view(torch.uint8),
                         shard.view(torch.uint8),
@@ -254,18 +240,7 @@ class WeightStream:
                     )
                     for buffer, shard in zip(buffers, shards)
                 ]
-                return _Gathered(unit, buffers, _All(several, shards))
-
-
-class _All(NamedTuple):
-    """Several collectives in flight, and the tensors that they read."""
-
-    several: list[Work]
-    sources: list[torch.Tensor]
-
-    def wait(self) -> None:
-        for pending in self.several:
-            pending.wait()
+                return _Gathered(unit, buffers, works, shards)
 
 
 def _cut(memory: list[torch.Tensor | None], turn: int, unit: Unit, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
@@ -294,3 +269,17 @@ def unowned(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[joined(path, name)] = buffer
     return list(found.items())
+
+
+def target_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to export tensors of dtype ``own`` in: ``dtype``, if both are for floating-point numbers."""
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def check_placements(params: ModelParams, label: str) -> None:
+    """Raise NotImplementedError if a parameter is placed by tensor parallelism."""
+    for unit in params.units:
+        if unit.groups.tp is not None:
+            raise NotImplementedError(
+                f"{label}: {unit.name} has parameters of tensor parallelism: gather them by a full state dict"
+            )
