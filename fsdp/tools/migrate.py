@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import itertools
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
@@ -93,17 +94,15 @@ _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 # -- a script ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Edit:
-    """A replacement of the text between two places, each (line from 1, byte from 0)."""
+class Edit(NamedTuple):
+    """A replacement of the text from byte ``start`` to byte ``end``."""
 
-    start: tuple[int, int]
-    end: tuple[int, int]
+    start: int
+    end: int
     text: str
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One place that has to change.
 
     Attributes:
@@ -126,7 +125,9 @@ class Script:
 
     def __init__(self, text: str, name: str = "script.py") -> None:
         self.text, self.name = text, name
-        self._lines = text.encode().splitlines(keepends=True)
+        self._bytes = text.encode()
+        lengths = [len(line) for line in self._bytes.splitlines(keepends=True)]
+        self._line_starts = [0, *itertools.accumulate(lengths)]
         self._tree = ast.parse(text, name)
         self._parents = {child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
         self._nodes = [n for n in ast.walk(self._tree) if isinstance(n, (ast.stmt, ast.expr, ast.comprehension))]
@@ -188,7 +189,8 @@ class Script:
         return self._model(node) not in ("", ast.unparse(node))
 
     def _source(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self.text, node) or ast.unparse(node)
+        start, end, _ = self._replace(node, "")
+        return self._bytes[start:end].decode()
 
     def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """Yield (child, parent) pairs from ``node`` outward."""
@@ -348,7 +350,7 @@ class Script:
             done = isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")
             return "" if done else _WHOLE_MATRIX_ADVICE.format(name=name)
         if ast.unparse(owner) in self._optimizers and name in ("state_dict", "load_state_dict"):
-            return self._optimizer_state(call, ast.unparse(owner))
+            return self._optimizer_state(call, ast.unparse(owner), name)
         if (guard := self._guard(call)) and self._needs_all_ranks(call, name, model):
             return (
                 f"this runs under `if {guard}`, and needs all ranks: call {ast.unparse(function)}() on every rank, and "
@@ -382,13 +384,12 @@ class Script:
         is_own = isinstance(call.func, ast.Name) and not self._full(call.func)
         return is_own and (runs or any(map(self._model, call.args)))
 
-    def _optimizer_state(self, call: ast.Call, optimizer: str) -> str:
-        model = min(self._wrapped)
-        if not call.args:
+    def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> str:
+        model, saved = min(self._wrapped), "".join(map(self._source, call.args[:1]))
+        if method == "state_dict":
             text = f"`FSDP.optim_state_dict({model}, {optimizer})`"
             return f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
-        saved = self._source(call.args[0])
-        if "optim_state_dict_to_load" in saved:
+        if not saved or "optim_state_dict_to_load" in saved:
             return ""
         early = "" if self._is_after_wrapping(call) else ", after the model is wrapped"
         return (
@@ -414,15 +415,19 @@ class Script:
         lines = ["from fsdp import FullyShardedDataParallel as FSDP"]
         return [*lines, "from fsdp.wrap import ModuleWrapPolicy"] if self._layer_class else lines
 
-    def _replace(self, node: ast.stmt | ast.expr, text: str) -> Edit:
-        assert node.end_lineno is not None and node.end_col_offset is not None
-        return Edit((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), text)
+    def _replace(self, node: Any, text: str) -> Edit:
+        start = self._line_starts[node.lineno - 1] + node.col_offset
+        return Edit(start, self._line_starts[node.end_lineno - 1] + node.end_col_offset, text)
+
+    def _indent(self, line: int) -> str:
+        text = self._bytes[self._line_starts[line - 1] :].decode()
+        return text[: len(text) - len(text.lstrip(" \t"))]
 
     def _moved(self, node: ast.ImportFrom, rest: set[str], *lines: str) -> Edit:
         """Replace an import by ``lines``, and an import of the names in ``rest``."""
-        before = self._lines[node.lineno - 1][: node.col_offset].decode()
-        separator = f"\n{before}" if not before.strip() else "; "
+        indent = self._indent(node.lineno)
         stays = [_import_line(str(node.module), node, rest)] if rest else []
+        separator = f"\n{indent}" if len(indent) == node.col_offset else "; "  # behind another statement
         return self._replace(node, separator.join([*lines, *stays]))
 
     def migrated(self, *, comments: bool = False) -> str:
@@ -430,20 +435,17 @@ class Script:
         edits = [finding.edit for finding in self.findings if finding.edit]
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
             top = [n for n in self._tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-            place = ((top[-1].end_lineno or 0) + 1 if top else 1, 0)
+            place = self._line_starts[(top[-1].end_lineno or 0) if top else 0]
             edits.append(Edit(place, place, "".join(f"{line}\n" for line in self._our_imports)))
         for finding in self.left if comments else ():
-            starts = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
-            start = max(n.lineno for n in starts if (n.end_lineno or 0) >= finding.line)
-            line = self._lines[start - 1].decode()
-            indent = line[: len(line) - len(line.lstrip())]
-            edits.append(Edit((start, 0), (start, 0), f"{indent}# TODO fsdp: {finding.advice}\n"))
-        lines = [*self._lines, b""]
-        for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
-            (first, left), (last, right) = edit.start, edit.end
-            joined = lines[first - 1][:left] + edit.text.encode() + lines[last - 1][right:]
-            lines[first - 1 : last] = [joined, *[b""] * (last - first)]
-        return b"".join(lines).decode()
+            statements = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
+            line = max(n.lineno for n in statements if (n.end_lineno or 0) >= finding.line)
+            place = self._line_starts[line - 1]
+            edits.append(Edit(place, place, f"{self._indent(line)}# TODO fsdp: {finding.advice}\n"))
+        text = self._bytes
+        for start, end, new in sorted(edits, reverse=True):
+            text = text[:start] + new.encode() + text[end:]
+        return text.decode()
 
     def diff(self) -> str:
         """Return a unified diff from the script to the proposed text, TODO comments included; "" without findings."""
