@@ -291,7 +291,7 @@ def choose_units(
         ignored_params: parameters that are not counted.
 
     Returns:
-        the modules, and the groups, inner ones first, which both map to or come with their arguments.
+        the modules with the arguments of their wrappers, and the groups with theirs, inner groups first.
 
     Raises:
         ValueError: ``policy`` is no policy, or a group cannot be one unit. The model is unchanged.

@@ -131,7 +131,10 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
                 if isinstance(value, torch.Tensor):
                     save(value)
 
-        around_forward(module, enter, lambda *_: running.pop() and None)
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            running.pop()
+
+        around_forward(module, enter, leave)
 
     def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
