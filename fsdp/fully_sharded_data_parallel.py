@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -39,11 +40,11 @@ from fsdp.checkpoint.optim_names import name_to_param as _get_fqn_to_param  # no
 from fsdp.checkpoint.optim_names import param_to_name as _get_param_to_fqn  # noqa: F401
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
-from fsdp.checkpoint.wrapper_methods import StateDictMethods
+from fsdp.checkpoint.wrapper_methods import StateDictMethods, refuse_torchs_functions
 from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
-from fsdp.comm.versions import skip_code
+from fsdp.comm.versions import STATE_DICTS_ASK, skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_wrapped, meta_modules, owned_params
@@ -297,6 +298,8 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         return inside_checkpoint(self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
+        if not STATE_DICTS_ASK and name == WRAPPED_MODULE:  # the first attribute that they read then
+            refuse_torchs_functions(sys._getframe(1))
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import warnings
@@ -93,5 +94,9 @@ def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) ->
         state["optim"] = plain.optimizer
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-        dcp.save(state, checkpoint_id=Path(directory), no_dist=True)
+        if "no_dist" in inspect.signature(dcp.save).parameters:
+            dcp.save(state, checkpoint_id=Path(directory), no_dist=True)
+        else:  # torch 2.6
+            warnings.filterwarnings("ignore", "`save_state_dict` is deprecated")
+            dcp.save_state_dict(state, dcp.FileSystemWriter(directory), no_dist=True)
     return Path(directory)

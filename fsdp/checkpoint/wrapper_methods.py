@@ -39,6 +39,19 @@ _REFUSED = {  # all but get_model_state_dict, which calls our state_dict()
 }
 
 
+def refuse_torchs_functions(frame: FrameType | None) -> None:
+    """Raise RuntimeError if ``frame`` is of a function of torch for state dicts, and ``fsdp.compat.enable_dcp()`` has
+    not been called."""
+    while frame is not None and frame.f_globals.get("__name__") == _TORCHS:
+        original = frame.f_globals["_get_optim_state_dict"].__module__ == _TORCHS  # and was not replaced
+        if original and frame.f_code.co_name in _REFUSED:
+            raise RuntimeError(
+                f"{frame.f_code.co_name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
+                "call fsdp.compat.enable_dcp() first, or use the function of that name in fsdp.checkpoint"
+            )
+        frame = frame.f_back
+
+
 class StateDictMethods(LegacyOptimMethods, nn.Module):
     """Mixin of ``FullyShardedDataParallel``: state dicts of the model and of optimizers."""
 
@@ -141,15 +154,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         Raises:
             RuntimeError: ``fsdp.compat.enable_dcp()`` has not been called.
         """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") == _TORCHS:
-            original = frame.f_globals["_get_optim_state_dict"].__module__ == _TORCHS  # and was not replaced
-            if original and frame.f_code.co_name in _REFUSED:
-                raise RuntimeError(
-                    f"{frame.f_code.co_name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
-                    "call fsdp.compat.enable_dcp() first, or use the function of that name in fsdp.checkpoint"
-                )
-            frame = frame.f_back
+        refuse_torchs_functions(sys._getframe(1))
         raise AttributeError("_fqn_modifiers")  # __getattr__ asks the wrapped module
 
     @staticmethod

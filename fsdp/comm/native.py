@@ -180,7 +180,10 @@ def start_transfers(transfers: Sequence[Transfer], group: Any) -> list[Any]:
 
 def coalesces(group: Any, device: torch.device) -> bool:
     """Return whether the backend makes one collective of several on the current stream."""
-    return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+    if type(group) is not dist.ProcessGroup:
+        return False
+    backend = group._get_backend(device)
+    return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))  # torch 2.6 does not say
 
 
 def start_coalesced_gathers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: Any) -> None:

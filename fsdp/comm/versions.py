@@ -19,6 +19,9 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 # A swap of the memory of two storages is free; resizing a storage calls the allocator each time.
 STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
+# The functions of torch.distributed.checkpoint.state_dict read ``_fqn_modifiers`` of every module.
+STATE_DICTS_ASK = torch.__version__ >= "2.7"
+
 
 _set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
 
