@@ -36,6 +36,7 @@ from tests.harness.poison import poisoned_memory
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.versions import RELEASE
 
 
 class _Freezing:
@@ -246,7 +247,8 @@ def test_gradient_dropped_by_autograd_raises() -> None:
 
     The error names it. A function without a gradient of a parameter is no error.
     """
-    for orig, mark, returned in itertools.product((True, False), (True, False), (True, False)):
+    ways = (True, False) if RELEASE >= (2, 7) else (True,)  # torch 2.6 calls no hook of a frozen parameter
+    for orig, mark, returned in itertools.product((True, False), (True, False), ways):
         model = wrap(seeded(_Stored)(), NONE, orig, wrap_policy=None)
         for _ in range(2):
             x = torch.randn(3, WIDTH)

@@ -42,6 +42,7 @@ from tests.harness.optim_states import adamw, ours, quiet, row_major, same_state
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_parameters, wrap
+from tests.harness.versions import needs_cpu_events
 
 Save = Callable[[FSDP, Any, str], None]
 Load = Callable[[FSDP, Any, str], None]
@@ -398,6 +399,7 @@ def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
                     assert getattr(wrapper._flat_param, fact) == getattr(torchs_own._flat_param, fact), fact
 
 
+@needs_cpu_events
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_handles_have_torchs_attributes(world_size: int) -> None:

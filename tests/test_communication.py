@@ -53,6 +53,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
+from tests.harness.versions import needs_swaps
 
 ROOT = "the root unit"
 
@@ -301,6 +302,7 @@ def test_buckets_are_gathered_together() -> None:
         assert lane.issued == count + 1, "one collective"
 
 
+@needs_swaps
 @on_ranks(2)
 def test_gather_of_several_buckets_may_be_retried_after_running_out_of_memory() -> None:
     model, attach, remaining = wrap(Piece(*BUCKETS), wrap_policy=None), PooledTensor.attach, 3

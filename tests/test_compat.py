@@ -48,6 +48,7 @@ from tests.harness.optim_states import (
     trained,
 )
 from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.versions import needs
 
 NamedOptimizer = torchs_optim._NamedOptimizer
 
@@ -70,6 +71,7 @@ CHOICES: list[dict[str, bool]] = [
 ]
 
 
+@needs(2, 7, "cannot do this for torch's FSDP1")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks("world_size")
 def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> None:
@@ -129,6 +131,7 @@ def half_frozen(seed: int = 0) -> nn.Module:
     return model
 
 
+@needs(2, 7, "cannot do this for torch's FSDP1")
 @on_ranks(2)
 def test_options_of_torchs_functions() -> None:
     """Results for frozen and tied parameters, submodules and partial states equal those for torch's FSDP1."""
@@ -333,6 +336,7 @@ def local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
+@needs(2, 7, "cannot do this for torch's FSDP1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_models_of_torch_keep_torchs_state(world_size: int) -> None:

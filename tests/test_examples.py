@@ -32,6 +32,7 @@ import torch.distributed as dist
 from fsdp.checkpoint import load_plain
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_fresh, run_ranks
+from tests.harness.versions import needs_cpu_events
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "25", "--width", "32", "--depth", "2", "--context", "32", "--batch", "4"]
@@ -442,6 +443,7 @@ def test_gpu_check_passes_on_cpu(run_script: RunScript) -> None:
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
+@needs_cpu_events
 def test_checkpoint_benchmark_measures_every_contender(run_script: RunScript) -> None:
     small = ("--width", "16", "--depth", "1", "--vocabulary", "101", "--rounds", "1", "--device", "cpu")
     status, printed = run_script("bench_checkpoint", *small)

@@ -30,6 +30,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
+from tests.harness.versions import RELEASE
 
 
 def net() -> nn.Module:
@@ -131,7 +132,8 @@ def test_broadcast_buffers_equals_ddp() -> None:
     )
     ddp = DistributedDataParallel(reference)
     rank = dist.get_rank()
-    for step, mode in enumerate(["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]):
+    modes = ["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]
+    for step, mode in enumerate(modes if RELEASE >= (2, 7) else modes[:-2]):  # DDP of torch 2.6 cannot run "twice"
         for model in (wrapped, ddp):
             x = batch(10 * step + rank)
             if mode == "no_grad":

@@ -19,6 +19,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients
+from tests.harness.versions import needs_sums_of_fully_shard
 
 
 class Two(nn.Module):
@@ -79,6 +80,7 @@ def test_switches_recurse_where_those_of_fully_shard_do() -> None:
         assert _recurses(ours) == _recurses(torchs), name
 
 
+@needs_sums_of_fully_shard
 @pytest.mark.parametrize("name", [*SWITCHES, *ON_ROOT])
 @on_ranks(2)
 def test_gradients_are_those_of_fully_shard(name: str) -> None:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness import random_models, random_programs
 from tests.harness.lockstep import ALL_SMALL, with_gradients
 from tests.harness.pool import run_ranks
+from tests.harness.versions import RELEASE
+
+# The checkpoint of torch 2.6 raises once more when it is deleted after a failed forward.
+pytestmark = (
+    [] if RELEASE >= (2, 7) else [pytest.mark.filterwarnings("ignore:Exception ignored in. <generator object _ch")]
+)
 
 SEEDS = range(7, 16)  # includes all pieces, strategies, passes and kinds of checkpointing
 

@@ -42,6 +42,7 @@ from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
+from tests.harness.versions import needs_swaps
 
 # torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
 # Set before any rank starts, because ranks inherit the environment.
@@ -532,7 +533,7 @@ def interrupted_free(index: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("transport", ["native", "shared"])
+@pytest.mark.parametrize("transport", ["native", pytest.param("shared", marks=needs_swaps)])
 @on_ranks(2)
 @impatient
 def test_training_resumes_after_an_interrupt_in_freeing_a_buffer(transport: str) -> None:

@@ -168,7 +168,7 @@ def content(optimizer: Optimizer) -> dict[Any, Any]:
 @on_ranks(2)
 def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path) -> None:
     """Dotted and integer names, states of no parameter, every dtype, groups in any order."""
-    assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
+    assert set(vars(torch.optim)) >= NOT_ELEMENTWISE - {"Muon"}
     for uop in (False, True):
         model = build(uop)
         before = {name: value.clone() for name, value in model.named_parameters()}

@@ -50,6 +50,7 @@ from tests.harness.precision import (
 )
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 from tests.harness.small import torchs
+from tests.harness.versions import needs
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------
 
@@ -429,6 +430,7 @@ def warned(text: str) -> Iterator[list[bool]]:
     found.append(any(text in str(warning.message) for warning in caught))
 
 
+@needs(2, 7, "fails for torch's FSDP1")
 @on_ranks(2)
 def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
     """Modules, dtypes, the warning and gradients equal torch's FSDP1."""

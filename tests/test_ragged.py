@@ -19,6 +19,7 @@ from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import Box, rectangles
 from tests.harness.pool import run_ranks
 from tests.harness.ragged import numbered, random_tensor
+from tests.harness.versions import RELEASE
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -198,8 +199,9 @@ def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(2, _save_plain, str(tmp_path / "plain"))
     for loaded_at, saved in ((1, "3"), (2, "3"), (3, "2"), (3, "1"), (3, "plain"), (1, "1")):
         run_ranks(loaded_at, _load, str(tmp_path / saved))
-    run_ranks(2, _save_in_the_background, str(tmp_path / "background"))
-    run_ranks(3, _load, str(tmp_path / "background"))
+    if RELEASE >= (2, 9):  # older releases save the live memory of tensors on the CPU in the background
+        run_ranks(2, _save_in_the_background, str(tmp_path / "background"))
+        run_ranks(3, _load, str(tmp_path / "background"))
     payload = sum(whole.nbytes for whole in wholes().values())
     for saved_at in (1, 2, 3):
         files = list((tmp_path / f"{saved_at}").glob("*.distcp"))

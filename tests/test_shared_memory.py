@@ -35,6 +35,7 @@ from fsdp.comm.lane import Lane
 from fsdp.comm.segment import HEADER, Mapping, Segment
 from fsdp.comm.shared_memory import Channel, Sharing
 from fsdp.comm.streams import streams_for
+from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.comm.work import OutOfStep
 from fsdp.flat import flat_param
 from fsdp.flat.memory import SharedPool, pool_for
@@ -47,6 +48,7 @@ from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, run_fsdp, wrap
 from tests.harness.strategies import FULL_SHARD, SHARD_GRAD_OP
+from tests.harness.versions import needs_swaps
 
 CPU = torch.device("cpu")
 HEADERS = 64 * 4096  # bytes that a segment may hold at rest: a few pages for each group that was ever used
@@ -452,6 +454,7 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
     assert out.tolist() == [3.0] * 10 and held_nbytes_at_rest() <= HEADERS and segment.lent_at(address) is None
 
 
+@needs_swaps
 @on_ranks(2)
 def test_small_units_keep_their_memory_during_a_step() -> None:
     """A block is at least one page, which is larger than the largest buffer of such units."""
@@ -580,6 +583,7 @@ def test_a_fast_rank_waits_for_a_slow_one_before_it_takes_more_memory() -> None:
         pending.wait()
 
 
+@needs_swaps
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size")
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
@@ -608,6 +612,7 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     assert held_nbytes_at_rest() <= HEADERS
 
 
+@needs_swaps
 @on_ranks(2)
 def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> None:
     """Steps that follow each other hardly allocate or release."""
@@ -706,6 +711,7 @@ def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None
     assert full.tolist() == [1.0] * 1000 + [2.0] * 1000
 
 
+@needs_swaps
 @on_ranks(2)
 def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
     enable_shared_memory()
@@ -824,7 +830,7 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
         else:
             assert moved > 7, recorded
     assert all(unit.shares_memory for unit in shard_info(model))
-    assert isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)
+    assert isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool) is STORAGES_SWAP
     with_streams = mock.Mock(asynchronous_work=False)  # events of streams are not supported in a block of the segment
     assert not isinstance(pool_for(CPU, with_streams, group), SharedPool)
     with mock.patch.dict(os.environ, FSDP_COLLECTIVES="direct"):

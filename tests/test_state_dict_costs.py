@@ -24,6 +24,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.states import FULL, KINDS, kind_of, rich
+from tests.harness.versions import needs_swaps
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -134,6 +135,7 @@ def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
     assert max(_peak("ragged")) <= slack
 
 
+@needs_swaps
 @on_ranks(2)
 def test_state_dict_calls_release_the_shared_memory_of_their_gathers() -> None:
     model = make_wide()

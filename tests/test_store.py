@@ -34,6 +34,7 @@ from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.states import Rich, Tied, full_state, whole
 from tests.harness.strategies import FULL_SHARD, NO_SHARD
+from tests.harness.versions import needs_cpu_events
 
 
 class Saved(Rich):
@@ -614,6 +615,7 @@ def load_from_fully_shard(root: str) -> list[dict[str, Tensor]]:
     return told
 
 
+@needs_cpu_events
 def test_models_of_fully_shard_are_saved_and_load_into_wrapped_models(tmp_path: Path) -> None:
     """Every rank writes the local part of a DTensor; a wrapped model on a different number of ranks loads it."""
     expected = run_ranks(2, save_fully_shard, str(tmp_path))[0]

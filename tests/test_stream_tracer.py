@@ -12,6 +12,7 @@ from torch import Tensor
 from fsdp.runtime import hooks
 from tests.harness.pool import on_ranks
 from tests.harness.stream_tracer import SimulatedStream, StreamRace, trace_streams
+from tests.harness.versions import RELEASE
 
 
 def test_an_event_covers_only_what_came_before_it() -> None:
@@ -87,4 +88,5 @@ def test_collectives_run_on_the_current_stream_and_give_no_work_to_wait_for() ->
             dist.all_reduce(x)
     races, noted = tracer.races, tracer.host_synchronisations
     assert len(races) == 1 and races[0].endswith("allreduce_ (no unit) on the reduce stream, as memory of no unit")
-    assert len(noted) == 1 and noted[0].startswith("allreduce_ (no unit) hands out a work object")
+    if RELEASE >= (2, 7):  # older collectives do not say whether they are asynchronous
+        assert len(noted) == 1 and noted[0].startswith("allreduce_ (no unit) hands out a work object")

@@ -29,6 +29,9 @@ from tests.harness.pool import RankFailure, of_all_ranks, on_ranks, run_fresh, r
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
+if not hasattr(torch.optim, "Muon"):
+    pytest.skip("this torch has no Muon", allow_module_level=True)
+
 FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
 WIDTH, WORDS, STEPS = 7, 13, 10
 

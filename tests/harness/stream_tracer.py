@@ -476,8 +476,10 @@ class StreamTracer(TorchDispatchMode):
     def _note_collective(self, func: Any, args: Any, kwargs: Any) -> str:
         label = collectives.current_label() or "no unit"
         operation = f"{_name(func)} ({label})"
-        given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
-        if given.get("async_op", True) and not label.startswith("agree"):  # numbers in host memory
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args)) | kwargs
+        waits = "async_op" in names and given.get("async_op", True)  # older versions of torch do not say it
+        if waits and not label.startswith("agree"):  # numbers in host memory
             self._note_host(f"{operation} hands out a work object")
         clock = dict(self.current.clock)
         issued = self._issued.setdefault(_group_name(given), {})
