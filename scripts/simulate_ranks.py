@@ -184,7 +184,7 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
             return []
 
         with ranks.call("load"), ExitStack() as stack:
-            return fetched(ranks, root, Needed(model, [model]), plan, Reading(True, False, False, False), stack)
+            return fetched(ranks, root, Needed(model, [model]), plan, Reading(), stack)
 
     measure(save)
     measure(save)

@@ -43,7 +43,7 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
         number, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         os.close(number)
         temporary = Path(name)
-        with Contents(directory, manifest, Reading(True, False, False, False)) as contents:
+        with Contents(directory, manifest, Reading()) as contents:
             entries, position = [], 0
             keys = [key for key in contents.tensors if key.startswith(MODEL)]
             keys.sort(key=lambda key: -torch_dtype(contents.table[key].dtype).itemsize)  # so that all are aligned

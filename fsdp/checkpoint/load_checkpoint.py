@@ -133,7 +133,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
         FileNotFoundError: there is no checkpoint.
         RuntimeError: a file is damaged or missing, with the path; or a value can only be loaded with ``trusted``.
     """
-    reading = Reading(True, trusted, False, progress)
+    reading = Reading(trusted=trusted, progress=progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
         with Contents(directory, manifest, reading) as contents:
@@ -150,10 +150,10 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
 class Reading(NamedTuple):
     """The options of a load; see :func:`load`."""
 
-    strict: bool
-    trusted: bool
-    in_place: bool
-    progress: bool
+    strict: bool = True
+    trusted: bool = False
+    in_place: bool = False
+    progress: bool = False
 
 
 class Needed(NamedTuple):
@@ -315,13 +315,10 @@ def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Readi
 def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Found:
     likes = {MODEL + name: like for name, like in needed.model.items()}
     in_model = {key: likes[key] for key in contents.tensors if key in likes}
-    live: dict[str, torch.Tensor] = {}  # tensors that exist already
-    if contents.reading.in_place:
-        live = {key: like for key, like in in_model.items() if contents.has_parts_of(key, like)}
+    in_place = contents.reading.in_place
+    live = {key: like for key, like in in_model.items() if in_place and contents.has_parts_of(key, like)}
     new = contents.shadow({key: like for key, like in in_model.items() if key not in live})
-    found: dict[str, Any] = {key: (live | new)[key] for key in in_model}
-    found.update(contents.values(key for key in contents.others if key in likes))
-
+    found = {**live, **new, **contents.values(key for key in contents.others if key in likes)}
     optimizers = plan(contents)
     for key, whole in contents.states.items():
         if whole.target is not None:

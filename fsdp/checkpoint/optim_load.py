@@ -66,7 +66,7 @@ class Whole:
 
 
 @dataclass
-class Contents:
+class Description:
     """A description of a dict to load. Equal on all ranks.
 
     Attributes:
@@ -85,12 +85,12 @@ class Contents:
         return {*self.states, *(name for group in self.groups or () for name in group["params"])}
 
 
-def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
+def _describe(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Description:
     if optim_state_dict is None or "state" not in optim_state_dict:
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
     known = dict.fromkeys([*params.by_name, *params.others.values()])
     bare_names = {bare(name): name for name in known}
-    contents = Contents({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
+    found = Description({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
     renamed = {}
     sharded = []
     for name, state in optim_state_dict["state"].items():
@@ -101,11 +101,11 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
                 "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
             )
         if name in known:
-            contents.states[name] = {key: _described_value(value) for key, value in state.items()}
+            found.states[name] = {key: _described_value(value) for key, value in state.items()}
             if full and any(map(is_part, state.values())):
                 sharded.append(name)
             continue
-        contents.others[name] = state
+        found.others[name] = state
         if bare(name) in bare_names:
             renamed[name] = bare_names[bare(name)]
     if renamed:
@@ -114,7 +114,7 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
     if sharded:
         listed = ", ".join(sorted(sharded))
         raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
-    return contents
+    return found
 
 
 def _described_value(value: Any) -> Any:
@@ -142,7 +142,7 @@ class _Plan:
     def __init__(
         self,
         params: ModelParams,
-        contents: Contents,
+        contents: Description,
         present: Mapping[Any, Mapping[Any, Any]],
         *,
         from_rank0: bool,
@@ -357,8 +357,8 @@ def optim_state_dict_to_load(
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
     present = getattr(optim, "state", {})  # no optimizer, or a wrapper without states, has none
 
-    def describe() -> Contents:
-        return _contents_of(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
+    def describe() -> Description:
+        return _describe(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
 
     def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key]]:
         first = ranks_of(list(params.units), [group])

@@ -169,10 +169,9 @@ def _first(saving: int, unit: Unit, channel: Channel) -> int:
         return ranks.index(saving) if saving in ranks else -1
     of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
     # DTensor keeps one spec for equal meshes, so the mesh of the spec may be a slice of another mesh than the unit's.
-    for mesh in (unit.groups.mesh, of_tp.spec.mesh):
-        whole = None if mesh is None else root_of(mesh)
-        dim = None if whole is None else dim_of(whole, channel.group)
-        if whole is not None and dim is not None and len(found := (whole.mesh == saving).nonzero()):
+    for mesh in (root_of(one) for one in (unit.groups.mesh, of_tp.spec.mesh) if one is not None):
+        dim, found = dim_of(mesh, channel.group), (mesh.mesh == saving).nonzero()
+        if dim is not None and len(found):
             return int(found[0, dim])
     rows_on(of_tp.spec.mesh, channel.group)  # which raises where there is no mesh of both
     return -1
