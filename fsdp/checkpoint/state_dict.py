@@ -341,6 +341,7 @@ class StateHooks:
     """
 
     active: Any = None
+    _belongs_to: Callable[[], Membership | None] = staticmethod(lambda: None)
 
     def __init__(self, membership: Membership, modules: list[nn.Module]) -> None:
         """Register the hooks on ``modules``, which are the unit's, each once."""
@@ -349,7 +350,7 @@ class StateHooks:
 
     def belong_to(self, membership: Membership) -> None:
         """Make the hooks serve the unit of ``membership`` as long as a wrapper holds it."""
-        self._belongs_to: Callable[[], Membership | None] = weakref.ref(membership)
+        self._belongs_to = weakref.ref(membership)
 
     @property
     def unit(self) -> Unit:
@@ -364,12 +365,7 @@ class StateHooks:
         """Copy the hooks without a unit. A copied unit calls ``belong_to``; for a module copied alone the hooks do
         nothing."""
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied._belongs_to = _nothing
         return copied
-
-
-def _nothing() -> None:
-    return None
 
 
 class SavingHooks(StateHooks):
