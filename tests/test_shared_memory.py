@@ -667,6 +667,21 @@ def test_an_abandoned_post_is_released() -> None:
     total = torch.empty(4)
     communicator.gather([Gather(total, torch.full((2,), float(rank)))], Event("next", 3)).wait()
     assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
+    group = dist.new_group()  # rank 1 leaves it without this post
+    communicator = communicator_of(group)
+    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
+    before = held_nbytes_at_rest()
+    if rank == 0:
+        communicator.gather([Gather(torch.empty(2 * part // 4), torch.ones(part // 4))], Event("alone", 2))
+        own_segment().trim()
+        assert held_nbytes() > before
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del communicator, group
+    gc.collect()
+    dist.barrier()
+    own_segment().trim()
+    assert held_nbytes() == before
 
 
 def test_a_segment_is_not_trimmed_during_a_call() -> None:

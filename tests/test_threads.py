@@ -205,6 +205,10 @@ def test_a_waiting_thread_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> Non
         busy.pop().stop()  # type: ignore[attr-defined]
         assert result.done()
     assert result.result(30) and threads.in_thread(lambda: 5).result(30) == 5
+    for thread in threading.enumerate():
+        if isinstance(thread, threads.Daemon):  # idle now
+            thread.stop()
+    assert threads.in_thread(lambda: 6).result(30) == 6
 
     def give_back() -> bool:
         given_back.set()
