@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
-from tests.harness.lockstep import CLEAR, STEP, Data, Reference
+from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
 from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, clear, describe, environment, loss_of, seeded, wrapped
@@ -137,7 +137,7 @@ def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], It
 def test_retry_after_an_exception_gives_the_plain_models_gradients(debug: str) -> None:
     """In forward, backward and recomputation, before, in and after each unit; graphs from before stay usable."""
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-    with environment(FSDP_DEBUG=debug):
+    with environment(FSDP_DEBUG=debug), gradient_sizes(all_small=debug == "1"):
         for number, outer in enumerate(KINDS):
             build = seeded(TrappedModel, outer)
             faults = FAULTS if outer == "none" else RECOMPUTED + FAULTS[-3:] + RECOMPUTED
