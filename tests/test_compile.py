@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
+from fsdp.comm.groups import group_store
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.versions import needs
@@ -99,11 +100,13 @@ def compile_kernels_once() -> None:
     config.cpp.simdlen, config.aot_inductor.debug_compile = 1, True
     if hasattr(config, "cpp_cache_precompile_headers"):
         config.cpp_cache_precompile_headers = False
+    store: Any = group_store(dist.group.WORLD)
     if dist.get_rank() == 0:
         block = Block()
         block.compile(backend="inductor")
         block(torch.ones(4, 6, requires_grad=True)).sum().backward()
-    dist.monitored_barrier(timeout=timedelta(seconds=200))
+        store.set("compiled", "")
+    store.wait(["compiled"], timedelta(seconds=200))
 
 
 def compare_with_eager(backend: str, ways: list[str], use_orig_params: bool) -> None:

@@ -73,7 +73,10 @@ def _run(snippets: list[str], directory: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_SNIPPETS)
 def test_snippets_of_a_document_run(name: str, tmp_path: Path) -> None:
-    run_ranks(2, _run, SNIPPET.findall((ROOT / name).read_text()), str(tmp_path))
+    snippets = SNIPPET.findall((ROOT / name).read_text())
+    if not hasattr(torch.optim, "Muon"):  # as in older versions of torch
+        snippets = [code for code in snippets if "Muon" not in code]
+    run_ranks(2, _run, snippets, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == FILES.get(name, set())
 
 
