@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat imports torch's own FSDP
         os.execv(sys.executable, [sys.executable, "-m", "fsdp.compat", *arguments[1:]])
     parser = _Parser(prog="fsdp", description="Tools of the fsdp package.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     for name, tool, text in (
         ("plan", plan, "memory and traffic of every rank under every strategy, before a run"),
         ("migrate", migrate, "the changes that a script for DistributedDataParallel or torch's FSDP needs"),
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         tool.add_arguments(command)
-        command.set_defaults(run=tool.run)
+        command.set_defaults(run=tool.run, parser=command)
     commands.add_parser("run", help="run a script, or -m module, with this package in the place of torch's FSDP1")
     options = parser.parse_args(arguments)
     try:
         code: int = options.run(options)
     except (OSError, RuntimeError, SyntaxError, TypeError, ValueError) as error:
-        commands.choices[options.command].error(str(error))
+        options.parser.error(str(error))
     return code
 
 

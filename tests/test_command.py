@@ -24,6 +24,13 @@ def test_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.search(rf"^    {tool} ", out, re.MULTILINE) for tool in ("plan", "migrate", "convert", "run"))
 
 
+def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "fsdp: the following arguments are required: {plan,migrate,convert,run}\n"
+
+
 def test_run_starts_the_script_under_fsdp_compat(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments) or pytest.fail("execv returned"))

@@ -294,6 +294,11 @@ def test_names_that_the_package_lacks_are_findings_and_stay(case: str) -> None:
     assert Script(migrated).migrated() == migrated
 
 
+def test_the_package_imported_by_its_last_name_is_left_to_the_user() -> None:
+    (finding,) = Script("from torch.distributed import fsdp\nmodel = fsdp.FullyShardedDataParallel(net)\n").left
+    assert finding.advice == "import fsdp instead of torch.distributed.fsdp"
+
+
 def test_scripts_with_both_wrappers_keep_both() -> None:
     text = """
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

@@ -195,6 +195,9 @@ def test_planning_a_model_or_its_builder_is_equal_and_changes_nothing() -> None:
     assert before == {name: (id(param), param._version) for name, param in model.named_parameters()}
     assert (result.name, result.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
     assert result.numel == sum(param.numel() for param in model.parameters())  # tied parameters count once
+    layer = Layer(4)
+    twice = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))  # one unit, in two places
+    assert fsdp.plan(twice, world_size=2, policy=ModuleWrapPolicy({Layer})).units == ("", "0.0")
 
 
 def test_module_group_is_unsharded_around_the_units_between() -> None:
