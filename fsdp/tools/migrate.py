@@ -14,6 +14,7 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ class Script:
         calls = [n for n in self._nodes if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] == name]
         return not calls or any(self._is_after_wrapping(call) for call in calls if self._function_of(call) != function)
 
-    @property
+    @cached_property
     def _layer_class(self) -> str:
         """Return the class of this file, with parameters inside, that a loop constructs; "" unless there is one."""
         modules = {n.name for n in self._nodes if isinstance(n, ast.ClassDef) and n.bases}
