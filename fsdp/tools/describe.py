@@ -14,7 +14,7 @@ from torch import nn
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import Table, counted, in_bytes, in_dtype
+from fsdp.tools.text import counted, in_bytes, in_dtype, table
 
 TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
 _MOST = 0.5  # share of the parameters in one unit that is remarked on
@@ -75,7 +75,7 @@ class Description:
     def __str__(self) -> str:
         head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
         head += ["dtypes", "shard", "gradients", "gathered"]
-        rows = []
+        rows = [head]
         for _, alike in itertools.groupby(self.units, key=lambda unit: dataclasses.replace(unit, name="")):
             unit, *rest = alike  # neighbours that differ only by name share a row
             label = f"{unit.name} to {rest[-1].name}: {len(rest) + 1} x" if rest else unit.name or "(root)"
@@ -95,7 +95,7 @@ class Description:
             )
         shards, grads = (sum(getattr(unit, held) for unit in self.units) for held in ("param_nbytes", "grad_nbytes"))
         total = [counted(len(self.units), "unit"), f"{self.numel:,}", *[""] * 6, in_bytes(shards), in_bytes(grads), ""]
-        return "\n".join([str(Table(head, [*rows, total])), *(f"* {remark}" for remark in self.remarks)])
+        return "\n".join([table([*rows, total]), *(f"* {remark}" for remark in self.remarks)])
 
     __repr__ = __str__
 

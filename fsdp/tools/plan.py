@@ -37,7 +37,7 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.names import unit_of
 from fsdp.flat.ownership import bucket_layouts
 from fsdp.tools.plan_memory import ModelUnit, UnitMemory, find_units, gathers, peaks, try_forward
-from fsdp.tools.text import Table, counted, in_bytes
+from fsdp.tools.text import counted, in_bytes, table
 from fsdp.wrap import ModuleWrapPolicy
 
 _PROBED = 4096  # elements of the parameter that an optimizer is tried on
@@ -104,7 +104,7 @@ class Plan:
         head = ["per rank", "parameters", "gradients", "optimizer", "working set", "activations", "peak"]
         head += ["received", "gathers", "reductions"]
         head += [] if self.memory is None else [f"fits {in_bytes(self.memory)}", "from ranks"]
-        rows = []
+        rows = [head]
         for each in self.strategies:
             held = [each.param_nbytes, each.grad_nbytes, each.optim_nbytes, each.working_nbytes]
             nbytes = [*held, each.activation_nbytes, each.peak_nbytes, each.gathered_nbytes + each.reduced_nbytes]
@@ -113,7 +113,7 @@ class Plan:
                 fits = "yes" if each.peak_nbytes <= self.memory else "no"
                 rows[-1] += [fits, str(self.smallest[each.strategy] or "never")]
         units, ranks = counted(len(self.units), "unit"), counted(self.world_size, "rank")
-        return f"{self.name}: {self.numel:,} parameters in {units}, {ranks}\n{Table(head, rows)}"
+        return f"{self.name}: {self.numel:,} parameters in {units}, {ranks}\n{table(rows)}"
 
     __repr__ = __str__
 

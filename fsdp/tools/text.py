@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
@@ -26,15 +25,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns of text: the first is aligned to the left, the others, of numbers, to the right."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-    def __str__(self) -> str:
-        lines = [self.head, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.head))]
-        aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
-        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Format columns of text: the first is aligned to the left, the others, of numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp.comm.profiling import RANGE, profiler_runs
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import Table, in_bytes
+from fsdp.tools.text import in_bytes, table
 
 _COLORS = {"forward": "#4c9f70", "backward": "#3d6cb9", "gather": "#e0a030", "reduce": "#c0504d", "wait": "#777777"}
 _COLLECTIVES = {"gather": "gather", "prefetch": "gather", "reduce": "reduce"}  # phases by action
@@ -80,7 +80,7 @@ class Trace:
     def summary(self) -> str:
         """Return a table with a row per unit: forward and backward, collectives, bytes received, and exposed time."""
         head = ["unit", "forward", "backward", "gathers", "received", "exposed", "reductions", "received", "exposed"]
-        rows = []
+        rows = [head]
         for unit in self.units:
             own = {phase: [e for e in self.events if (e.unit, e.phase) == (unit, phase)] for phase in _COLORS}
             row = [unit or "(root)"]
@@ -89,7 +89,7 @@ class Trace:
                 received = sum(event.nbytes for event in own[kind])
                 row += [str(len(own[kind])), in_bytes(received), _in_ms(self.exposed(unit, kind))]
             rows.append(row)
-        return str(Table(head, rows))
+        return table(rows)
 
     __repr__ = summary
 
