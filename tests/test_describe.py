@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp.tools.text import in_bytes, table
+from fsdp.tools.text import Report, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Stacked
 from tests.harness.pool import on_ranks
@@ -134,7 +134,14 @@ def test_format_of_sizes_and_tables() -> None:
     assert [in_bytes(size) for size in sizes] == [
         *("0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "12.3 MB", "7.10 GB", "2.50 TB")
     ]
-    assert table([["a", "bc"], ["def", "1"], ["g", "234"]]) == "a     bc\ndef    1\ng    234"
+
+    class Small(Report):
+        def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
+            return ["above"], [["a", "bc"], ["  def", "1"], ["g", "234"]], ["* below"]
+
+    assert str(Small()) == repr(Small()) == "above\na       bc\n  def    1\ng      234\n* below"
+    rows = ["| a | bc |", "| --- | ---: |", "| &emsp;def | 1 |", "| g | 234 |"]
+    assert Small()._repr_markdown_() == "\n".join(["above", "", *rows, "", "* below"])
 
 
 def test_unknown_name_of_the_package_raises() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import counted, in_bytes, in_dtype, table
+from fsdp.tools.text import Report, counted, in_bytes, in_dtype
 
 TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
 _MOST = 0.5  # share of the parameters in one unit that is remarked on
@@ -54,8 +54,8 @@ class UnitDescription:
 
 
 @dataclass(frozen=True, repr=False)
-class Description:
-    """The result of :func:`describe`. It prints as a table with the remarks below.
+class Description(Report):
+    """The result of :func:`describe`. It prints as a table with the remarks below; notebooks show it as well.
 
     Attributes:
         units: the units, depth first.
@@ -72,7 +72,7 @@ class Description:
         """Number of elements in the parameters of all units."""
         return sum(unit.numel for unit in self.units)
 
-    def __str__(self) -> str:
+    def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
         head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
         head += ["dtypes", "shard", "gradients", "gathered"]
         rows = [head]
@@ -95,9 +95,7 @@ class Description:
             )
         shards, grads = (sum(getattr(unit, held) for unit in self.units) for held in ("param_nbytes", "grad_nbytes"))
         total = [counted(len(self.units), "unit"), f"{self.numel:,}", *[""] * 6, in_bytes(shards), in_bytes(grads), ""]
-        return "\n".join([table([*rows, total]), *(f"* {remark}" for remark in self.remarks)])
-
-    __repr__ = __str__
+        return [], [*rows, total], [f"* {remark}" for remark in self.remarks]
 
 
 def describe(model: nn.Module) -> Description:

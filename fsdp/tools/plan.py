@@ -37,7 +37,7 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.names import unit_of
 from fsdp.flat.ownership import bucket_layouts
 from fsdp.tools.plan_memory import ModelUnit, UnitMemory, find_units, gathers, peaks, try_forward
-from fsdp.tools.text import counted, in_bytes, table
+from fsdp.tools.text import Report, counted, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 
 _PROBED = 4096  # elements of the parameter that an optimizer is tried on
@@ -75,8 +75,8 @@ class StrategyPlan:
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
-    """The result of :func:`plan`. It prints as a table; ``to_json()`` has the numbers.
+class Plan(Report):
+    """The result of :func:`plan`. It prints as a table, which notebooks show; ``to_json()`` has the numbers.
 
     Attributes:
         name: the model's class.
@@ -100,7 +100,7 @@ class Plan:
         """Return the plan of one strategy. Raises KeyError if it was not planned."""
         return {each.strategy: each for each in self.strategies}[strategy]
 
-    def __str__(self) -> str:
+    def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
         head = ["per rank", "parameters", "gradients", "optimizer", "working set", "activations", "peak"]
         head += ["received", "gathers", "reductions"]
         head += [] if self.memory is None else [f"fits {in_bytes(self.memory)}", "from ranks"]
@@ -113,9 +113,7 @@ class Plan:
                 fits = "yes" if each.peak_nbytes <= self.memory else "no"
                 rows[-1] += [fits, str(self.smallest[each.strategy] or "never")]
         units, ranks = counted(len(self.units), "unit"), counted(self.world_size, "rank")
-        return f"{self.name}: {self.numel:,} parameters in {units}, {ranks}\n{table(rows)}"
-
-    __repr__ = __str__
+        return [f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"], rows, []
 
     def to_json(self) -> str:
         """Return all numbers as JSON; strategies by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -25,8 +26,23 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Format columns of text: the first is aligned to the left, the others, of numbers, to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+class Report(ABC):
+    """A result that prints as a table, which notebooks show."""
+
+    @abstractmethod
+    def _parts(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
+        """Return the lines above the table, the rows, of which the first is the head, and the lines below."""
+
+    def __str__(self) -> str:
+        above, rows, below = self._parts()
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        return "\n".join([*above, *("  ".join(row).rstrip() for row in aligned), *below])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        above, (head, *rows), below = self._parts()
+        indented = [[row[0].replace("  ", "&emsp;"), *row[1:]] for row in rows]
+        lines = [head, ["---", *["---:"] * (len(head) - 1)], *indented]
+        return "\n".join([*above, "", *(f"| {' | '.join(line)} |" for line in lines), "", *below])

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdp.comm.profiling import RANGE, profiler_runs
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import in_bytes, table
+from fsdp.tools.text import Report, in_bytes
 
 _COLORS = {"forward": "#4c9f70", "backward": "#3d6cb9", "gather": "#e0a030", "reduce": "#c0504d", "wait": "#777777"}
 _COLLECTIVES = {"gather": "gather", "prefetch": "gather", "reduce": "reduce"}  # phases by action
@@ -59,7 +59,7 @@ class Event(NamedTuple):
         return " ".join(word for word in (self.phase, self.of and f"for {self.of}", self.unit or "(root)") if word)
 
 
-class Trace:
+class Trace(Report):
     """The result of :func:`trace`. ``events`` are complete after the context, in the order of their starts.
 
     Attributes:
@@ -79,6 +79,9 @@ class Trace:
 
     def summary(self) -> str:
         """Return a table with a row per unit: forward and backward, collectives, bytes received, and exposed time."""
+        return str(self)
+
+    def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
         head = ["unit", "forward", "backward", "gathers", "received", "exposed", "reductions", "received", "exposed"]
         rows = [head]
         for unit in self.units:
@@ -89,9 +92,7 @@ class Trace:
                 received = sum(event.nbytes for event in own[kind])
                 row += [str(len(own[kind])), in_bytes(received), _in_ms(self.exposed(unit, kind))]
             rows.append(row)
-        return table(rows)
-
-    __repr__ = summary
+        return [], rows, []
 
     def to_json(self) -> str:
         """Return the events as JSON: a list of objects with the fields of :class:`Event`."""
