@@ -23,7 +23,7 @@ from torch import nn
 from fsdp.api import as_nbytes
 from fsdp.checkpoint.files import FORGED, disk, write_durably
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.optim_names import Holder, Member, ModelParams
+from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
 from fsdp.checkpoint.state_dict import calling, held_param
@@ -38,45 +38,31 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-@dataclass(eq=False)
-class _Tensor:
-    """A tensor of the model: a parameter of a unit, or a ``value`` that every rank has.
+class _Tensor(NamedTuple):
+    """A tensor of the model: a parameter of ``unit``, or a ``value`` that every rank has.
 
     Attributes:
         names: all names in the model; the first one is written.
+        held: this rank's part of the parameter.
     """
 
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
-    holder: Holder | None = None
-    member: Member | None = None
-    value: torch.Tensor | None = None
-    file: _File | None = None
-    entry: Entry | None = None
-
-    @property
-    def held(self) -> Held:
-        assert self.holder is not None and self.member is not None
-        return held_param(self.holder.handle, self.member.index)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    unit: Unit | None
+    held: Held | None
+    value: torch.Tensor | None
 
 
 @dataclass(eq=False)
 class _File:
     """A file to write, and the rank that writes it."""
 
-    tensors: list[_Tensor] = field(default_factory=list)
+    tensors: list[tuple[_Tensor, Entry]] = field(default_factory=list)
+    nbytes: int = 0
     name: str = SINGLE
     owner: int = 0
     header: bytes = b""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -170,11 +156,12 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
         unit.check_idle("save or load safetensors outside of that")
         unit.follow_parameters()
     for holder in params.holders.values():
+        own = target_dtype(holder.handle.layout.dtype, dtype)
         for member in holder.members:
-            own = target_dtype(holder.handle.layout.dtype, dtype)
-            found.append(_Tensor(member.names, own, member.shape, holder, member))
+            held = held_param(holder.handle, member.index)
+            found.append(_Tensor(member.names, own, member.shape, holder.unit, held, None))
     for name, value in unowned(model):
-        found.append(_Tensor((name,), target_dtype(value.dtype, dtype), tuple(value.shape), value=value))
+        found.append(_Tensor((name,), target_dtype(value.dtype, dtype), tuple(value.shape), None, None, value))
     return found
 
 
@@ -195,23 +182,23 @@ def _laid_out(
         if not is_supported(tensor.dtype):
             raise ValueError(f"{tensor.names[0]!r} is of {tensor.dtype}, which safetensors files cannot hold")
         names[name] = tensor.names[0]
-        if files[-1].tensors and files[-1].nbytes + tensor.nbytes > limit:
+        nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if files[-1].tensors and files[-1].nbytes + nbytes > limit:
             files.append(_File())
-        begin = files[-1].nbytes
-        tensor.file, tensor.entry = files[-1], Entry(name, tensor.dtype, tensor.shape, begin, begin + tensor.nbytes)
-        files[-1].tensors.append(tensor)
+        begin, files[-1].nbytes = files[-1].nbytes, files[-1].nbytes + nbytes
+        files[-1].tensors.append((tensor, Entry(name, tensor.dtype, tensor.shape, begin, files[-1].nbytes)))
     load = [0] * ranks
     for number, file in enumerate(files, 1):
         if len(files) > 1:
             file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
         file.owner = min(range(ranks), key=load.__getitem__)
         load[file.owner] += file.nbytes
-        file.header = pack_header([each.entry for each in file.tensors if each.entry is not None], metadata)
+        file.header = pack_header([entry for _, entry in file.tensors], metadata)
     return files
 
 
 def _index_of(files: list[_File]) -> bytes:
-    where = {each.entry.name: file.name for file in files for each in file.tensors if each.entry is not None}
+    where = {entry.name: file.name for file in files for _, entry in file.tensors}
     index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
     return json.dumps(index, indent=2, sort_keys=True).encode()
 
@@ -229,10 +216,8 @@ class _Writing:
         except OSError as error:
             self._error = error
 
-    def write(self, tensor: _Tensor, values: torch.Tensor) -> None:
+    def write(self, file: _File, entry: Entry, values: torch.Tensor) -> None:
         """Write a whole tensor, which is contiguous and on CPU, to the place in the file."""
-        file, entry = tensor.file, tensor.entry
-        assert file is not None and entry is not None
         if self._error is not None:
             return
         try:
@@ -255,36 +240,35 @@ class _Writing:
 def _send(files: list[_File], writing: _Writing) -> None:
     """Send each tensor to the rank that writes it, one unit in flight, and write it there."""
     me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    by_unit: dict[Unit, list[_Tensor]] = {}
-    for tensor in (tensor for file in files for tensor in file.tensors):
-        if tensor.holder is not None:
-            by_unit.setdefault(tensor.holder.unit, []).append(tensor)
-        elif tensor.file is not None and tensor.file.owner == me:
-            assert tensor.value is not None
-            writing.write(tensor, tensor.value.detach().to("cpu", tensor.dtype).contiguous())
+    by_unit: dict[Unit, list[tuple[Held, Entry, _File]]] = {}
+    for file in files:
+        for tensor, entry in file.tensors:
+            if tensor.unit is not None and tensor.held is not None:
+                by_unit.setdefault(tensor.unit, []).append((tensor.held, entry, file))
+            elif tensor.value is not None and file.owner == me:
+                writing.write(file, entry, tensor.value.detach().to("cpu", tensor.dtype).contiguous())
     channels = Channels()
     for unit, tensors in by_unit.items():
         groups = unit.groups
-        items, arriving = list[Item](), list[tuple[_Tensor, torch.Tensor]]()
-        for tensor in tensors:
-            assert tensor.file is not None
-            target = _rank_in(unit, tensor.file.owner)
+        items, arriving = list[Item](), list[tuple[_File, Entry, torch.Tensor]]()
+        for held, entry, file in tensors:
+            target = _rank_in(unit, file.owner)
             if target is None:
                 continue  # the ranks of another replica send it
-            whole = Placement.whole(tensor.shape, groups.shard_size, only=target)
+            whole = Placement.whole(entry.shape, groups.shard_size, only=target)
             outputs = []
             if target == groups.shard_rank:
-                arriving.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")))
-                outputs = [(Box.whole(tensor.shape), arriving[-1][1])]
-            held = tensor.held
+                values = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+                arriving.append((file, entry, values))
+                outputs = [(Box.whole(entry.shape), values)]
             source, stride = held.placement(groups.shard_size) or whole, held.part.stride()
-            items.append(Item(tensor.dtype, stride, source, whole, held.part.parts, outputs))
+            items.append(Item(entry.dtype, stride, source, whole, held.part.parts, outputs))
         channel = channels.over(groups.shard if groups.sharded else None, unit.device)
         unit.announce(replicas=False)
         redistribute(items, channel, "save_safetensors()")
         channel.flush()
-        for tensor, values in arriving:
-            writing.write(tensor, values)
+        for file, entry, values in arriving:
+            writing.write(file, entry, values)
 
 
 def _rank_in(unit: Unit, owner: int) -> int | None:
@@ -351,11 +335,11 @@ def load_safetensors(
         pairs = ranks.together("look at the files", look)
         values = ranks.together("read the files", read)
         with torch.no_grad():
-            for unit in dict.fromkeys(tensor.holder.unit for tensor, _ in values if tensor.holder is not None):
+            for unit in dict.fromkeys(tensor.unit for tensor, _ in values if tensor.unit is not None):
                 unit.before_step()
                 unit.shards_were_written()
             for tensor, value in values:
-                target = tensor.value if tensor.holder is None else tensor.held.part.local
+                target = tensor.value if tensor.held is None else tensor.held.part.local
                 assert target is not None
                 target.copy_(value)
 
@@ -436,7 +420,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 def _read(tensor: _Tensor, found: _Found, descriptor: int) -> torch.Tensor:
     """Read this rank's part of a tensor, in the dtype of the file: 1-D in memory order, or all of it."""
-    if tensor.holder is None:
+    if tensor.held is None:
         return _pread(found, descriptor, 0, math.prod(found.shape)).view(found.shape)
     held = tensor.held.part
     if held.stride() == contiguous_stride(tuple(held.shape)):
