@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
-from fsdp.comm.profiling import profiled
+from fsdp.comm.profiling import NOTHING, profiled, profiler_runs
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.threads import Daemon, in_thread
 
@@ -219,7 +219,7 @@ class Work:
             RuntimeError: the collective failed or timed out, with the label and the last collectives of each rank.
         """
         if self._handles:
-            with profiled("wait", self.label):
+            with profiled("wait", self.label) if profiler_runs() else NOTHING:
                 self._wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
