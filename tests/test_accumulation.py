@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import passes
 from tests.harness.lockstep import Data, assert_at_rest
 from tests.harness.meter import Meter, meter_available
-from tests.harness.models import BlockWithUnused, Gain, MlpBlock
+from tests.harness.models import BlockWithUnused, Gain, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
 from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, Mode, clear
 from tests.harness.pool import on_ranks
@@ -38,34 +39,33 @@ from tests.harness.sharded import _in_memory_order, full_parameters, wrap
 SYNC, NO_SYNC = "sync", "no_sync"
 
 
-class Model(nn.Module):
-    """Parameters of the root, of blocks, one of a single element, and one that no forward uses."""
+def plain_model(*, checkpointed: bool = False) -> nn.Module:
+    """Build parameters of the root, of blocks, one of a single element, and one that no forward uses."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)])
-        self.last = BlockWithUnused(WIDTH)
-
-    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            if skip is None:
+    def forward(m: Any, x: Tensor, skip: int | None = None) -> Tensor:
+        x = m.embed(x)
+        for index, block in enumerate(m.blocks):
+            if checkpointed:
+                x = checkpoint(block, x, use_reentrant=index == 0)
+            elif skip is None:
                 x = block(x)
             elif index != skip:
                 x = x + block(x).sum()
-        return self.last(x)
+        return m.last(x)
+
+    embed, blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)])
+    return Net(forward, embed=embed, blocks=blocks, last=BlockWithUnused(WIDTH))
 
 
 BLOCKS = (MlpBlock, BlockWithUnused)
 
 
-def build(model: Callable[[], nn.Module] = Model) -> nn.Module:
+def build(model: Callable[[], nn.Module] = plain_model) -> nn.Module:
     torch.manual_seed(5)
     return model()
 
 
-def wrapped(mode: Mode, model: Callable[[], nn.Module] = Model) -> FullyShardedDataParallel:
+def wrapped(mode: Mode, model: Callable[[], nn.Module] = plain_model) -> FullyShardedDataParallel:
     return wrap(build(model), *mode, wrap_policy=ModuleWrapPolicy(set(BLOCKS)))
 
 
@@ -82,7 +82,7 @@ def describe(mode: Mode) -> str:
 Grads = dict[str, Tensor | None]
 
 
-def pass_gradients(count: int, model: Callable[[], nn.Module] = Model, **options: Any) -> list[list[Grads]]:
+def pass_gradients(count: int, model: Callable[[], nn.Module] = plain_model, **options: Any) -> list[list[Grads]]:
     """Return the gradients of one backward of the plain model, by pass and by rank whose input it gets."""
     plain = build(model)
     result = []
@@ -208,7 +208,7 @@ class Trainer:
     """A wrapped model and the ledger, kept in step."""
 
     def __init__(
-        self, mode: Mode, grads: list[list[Grads]], label: str = "", model: Callable[[], nn.Module] = Model
+        self, mode: Mode, grads: list[list[Grads]], label: str = "", model: Callable[[], nn.Module] = plain_model
     ) -> None:
         self.model = wrapped(mode, model)
         self.params = list(self.model.parameters())  # as an optimizer holds them
@@ -417,20 +417,12 @@ def test_pass_reduces_gradients_of_units_that_it_does_not_use(mode: Mode) -> Non
         trainer.run(0, SYNC)  # at last a pass that uses the whole model
 
 
-class Checkpointed(Model):
-    def forward(self, x: Tensor, skip: int | None = None) -> Tensor:
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=index == 0)
-        return self.last(x)
-
-
 @on_ranks(2)
 def test_accumulation_with_checkpointing() -> None:
     """A recomputation under `no_sync()` accumulates once, with reentrant and non-reentrant checkpointing."""
     grads = pass_gradients(4)
     for mode in MODES:
-        trainer = Trainer(mode, grads, "checkpointed", Checkpointed)
+        trainer = Trainer(mode, grads, "checkpointed", partial(plain_model, checkpointed=True))
         for kinds in ((NO_SYNC, NO_SYNC, SYNC, NO_SYNC), (SYNC, NO_SYNC, NO_SYNC, SYNC)):
             trainer.restart("checkpointed")
             for index, kind in enumerate(kinds):

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +55,7 @@ from tests.harness.agreeing import (
     train_and_raise,
 )
 from tests.harness.fake_group import fake_group
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, Net
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -179,17 +180,6 @@ def test_unit_frozen_on_one_rank_raises_in_backward() -> None:
     assert error.startswith(OUT_OF_STEP) and "in the backward" in error and "reduce unit 'blocks.1'" in error, error
 
 
-class Expert(nn.Module):
-    """A layer of the root, and a unit whose group and size may differ by rank."""
-
-    def __init__(self, expert: nn.Module) -> None:
-        super().__init__()
-        self.head, self.expert = nn.Linear(WIDTH, WIDTH), expert
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expert(self.head(x))
-
-
 @on_ranks(RANKS)
 def test_groups_may_differ_between_ranks() -> None:
     """A group of one rank agrees without collectives; experts and their groups may differ; a rank may lack a model."""
@@ -208,24 +198,12 @@ def test_groups_may_differ_between_ranks() -> None:
     torch.manual_seed(0)
     expert = build(Block(4), pair) if rank < 2 else build(Block(9), alone)
     torch.manual_seed(0)
-    mixture = labels_of_training(wrap(Expert(expert), process_group=everyone, wrap_policy=None))
+    net = nn.Sequential(OrderedDict(head=nn.Linear(WIDTH, WIDTH), expert=expert))
+    mixture = labels_of_training(wrap(net, process_group=everyone, wrap_policy=None))
     assert mixture.count("agree on the layout") == (2 if rank < 2 else 1)
     assert mixture.count("reduce unit 'expert'") == (3 if rank < 2 else 0)
     if rank != ODD:
         assert labels_of_training(build(Chain(UNEQUAL), ends)).count("agree on the layout") == 1
-
-
-class Mixture(nn.Module):
-    """An expert that only some ranks share, between two layers that all ranks share."""
-
-    def __init__(self, expert: nn.Module) -> None:
-        super().__init__()
-        self.head, self.expert, self.tail = nn.Linear(WIDTH, WIDTH), expert, nn.Linear(WIDTH, WIDTH)
-        self.skips = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.head(x)
-        return self.tail(x if self.skips else self.expert(x))
 
 
 # A step is usual, or the two ranks that share the expert first evaluate or train it alone, or skip it. The third rank
@@ -246,7 +224,13 @@ def test_group_may_be_used_in_some_steps_only(strategy: ShardingStrategy, way: s
     if not shares:
         expert.head = nn.Linear(WIDTH, WIDTH)
     torch.manual_seed(1)
-    plain = Mixture(expert)
+    plain: Any = Net(  # an expert that only some ranks share, between two layers that all ranks share
+        lambda m, x: m.tail(m.head(x) if m.skips else m.expert(m.head(x))),
+        head=nn.Linear(WIDTH, WIDTH),
+        expert=expert,
+        tail=nn.Linear(WIDTH, WIDTH),
+        skips=False,
+    )
     module = copy.deepcopy(plain)
     module.expert = build(module.expert, pair if shares else alone, strategy)
     module.tail = wrap(module.tail, strategy, process_group=everyone, wrap_policy=None)

@@ -21,14 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import ALL_SMALL, STEP, Data, Reference, assert_at_rest, gradient_sizes
-from tests.harness.models import MlpBlock, SegmentBlock
+from tests.harness.models import MlpBlock, Net, SegmentBlock, Unit, in_turn
 from tests.harness.passes import (
     FULL,
     KINDS,
     MODES,
     NONE,
     WIDTH,
-    Mlp,
     Mode,
     by_turns,
     clear,
@@ -36,6 +35,7 @@ from tests.harness.passes import (
     environment,
     gathered,
     loss_of,
+    mlp,
     seeded,
     set_requires_grad,
     wrapped,
@@ -47,21 +47,14 @@ from tests.harness.sharded import wrap
 # -- orders of forwards and backwards ----------------------------------------------------------------------------
 
 
-class Chain(nn.Module):
-    """Parameters of the root before and after the blocks, which may be checkpointed inside and outside."""
-
-    def __init__(self, segment: str, outer: str) -> None:
-        super().__init__()
-        self.outer = outer
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([SegmentBlock(WIDTH, segment) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x) if self.outer == "none" else checkpoint(block, x, use_reentrant=self.outer == "reentrant")
-        return self.head(x)
+def chain(segment: str, outer: str) -> nn.Module:
+    """Build a root with layers before and after the blocks, which may be checkpointed inside and outside."""
+    return Net(
+        lambda m, x: m.head(in_turn(m.blocks, m.embed(x), outer)),
+        embed=nn.Linear(WIDTH, WIDTH),
+        blocks=nn.ModuleList([SegmentBlock(WIDTH, segment) for _ in range(2)]),
+        head=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def one_pass(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -181,7 +174,7 @@ def _check_chain(
     """Check programs on chains of one form; the mode of index `debugged` is checked with `FSDP_DEBUG=1`."""
     if "reentrant" in (segment, outer):  # a segment inside a reentrant one, or with gradients disabled
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-    build = seeded(Chain, segment, outer)
+    build = seeded(chain, segment, outer)
     references = [Reference(build, program) for program in programs]
     # A reentrant checkpoint delivers a block's leaves once per call of the block, in tasks of their own, and each is
     # reduced for itself: (a + b) / 2 + (c + d) / 2, where the plain model has ((a + c) + (b + d)) / 2.
@@ -240,7 +233,7 @@ def test_number_of_gathers_and_reductions_of_checkpointed_units() -> None:
     # The root is kept from the last forward to the end of the next backward, and gathered anew by each forward.
     roots = {one_pass: (1, 1), two_passes: (3, 2), used_twice: (2, 1), two_losses: (2, 1), backward_twice: (2, 2)}
     for (i, segment), (j, outer) in itertools.product(enumerate(KINDS), enumerate(KINDS)):
-        build = seeded(Chain, segment, outer)
+        build = seeded(chain, segment, outer)
         model = wrapped(build, (FULL, True), SegmentBlock)
         # Every program with each segment and with each outer kind, after one pass.
         for program in [each for k, each in enumerate(SKETCH) if k == 0 or (i + j + k) % 3 == 0]:
@@ -262,7 +255,7 @@ def test_forward_without_gradients_leaves_no_unit_gathered() -> None:
     for mode in MODES:
         if mode[0] is NONE:
             continue
-        model = wrapped(seeded(Mlp), mode, MlpBlock)
+        model = wrapped(seeded(mlp), mode, MlpBlock)
         shards = [id(param) for param in model.parameters()]
         seen: list[set[str]] = []
         probe = model.head.register_forward_hook(lambda *args: seen.append(gathered(model)))  # noqa: B023
@@ -297,26 +290,15 @@ def _take_second_order(model: nn.Module, x: Tensor, how: str) -> None:
             grad.square().sum().backward()
 
 
-class Normed(nn.Module):
-    """A unit whose backward reads the weight in an operator that does not check the size of the storage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(x))
-
-
 @on_ranks(2)
 def test_autograd_grad_of_parameters_is_refused() -> None:
     """The error names a parameter, also where torch returns None or calls it unused.
 
     Gradients of inputs, and of tensors computed from the sharded parameters, are allowed. The next step is right.
     """
-    reference = Reference(seeded(Mlp), one_pass)
+    reference = Reference(seeded(mlp), one_pass)
     for mode in MODES:
-        model = wrapped(seeded(Mlp), mode, MlpBlock)
+        model = wrapped(seeded(mlp), mode, MlpBlock)
         params, x = list(model.parameters()), torch.randn(3, WIDTH, requires_grad=True)
         words = (
             r"^torch.autograd.grad\(\) gives no gradient of .+ of .+ and \d+ others.* Call loss.backward\(\) and read"
@@ -336,12 +318,16 @@ def test_autograd_grad_of_parameters_is_refused() -> None:
 @on_ranks(2)
 def test_create_graph_is_refused_and_changes_nothing() -> None:
     """Both `backward` and `autograd.grad` of inputs raise with the name of a parameter or unit."""
-    build = seeded(lambda: nn.Sequential(Normed(), Normed(), nn.Linear(WIDTH, WIDTH)))
+
+    def normed() -> Unit:  # its backward reads the weight in an operator that does not check the size of the storage
+        return Unit(lambda m, x: torch.tanh(m.norm(x)), norm=nn.LayerNorm(WIDTH))
+
+    build = seeded(lambda: nn.Sequential(normed(), normed(), nn.Linear(WIDTH, WIDTH)))
     reference = Reference(build, one_pass)
     for mode, how in itertools.product(MODES, ("backward", "grad of inputs")):
         if mode[0] is NONE and how == "grad of inputs":
             continue  # parameters are never released, so the gradients are right: see below
-        model = wrapped(build, mode, Normed)
+        model = wrapped(build, mode, Unit)
         held = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
         x = torch.randn(3, WIDTH, requires_grad=True)
         with pytest.raises(RuntimeError, match=r"(the root unit|parameter '\w+.\w+').*gradients of gradients"):
@@ -354,9 +340,9 @@ def test_create_graph_is_refused_and_changes_nothing() -> None:
 @on_ranks(2)
 def test_function_transforms_are_refused() -> None:
     """The following step is right."""
-    reference = Reference(seeded(Mlp), one_pass)
+    reference = Reference(seeded(mlp), one_pass)
     for mode in by_turns(0)[:2]:  # without sharding nothing is gathered
-        model = wrapped(seeded(Mlp), mode, MlpBlock)
+        model = wrapped(seeded(mlp), mode, MlpBlock)
         with pytest.raises(RuntimeError, match=r"^the root unit is called inside of torch.vmap or a transform of"):
             torch.vmap(model)(torch.randn(3, WIDTH))
         reference.check(model, f"the step after, {describe(mode)}")
@@ -383,120 +369,78 @@ def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_create_graph_up_to_an_output_is_allowed() -> None:
     """The graph of the gradient does not enter a wrapped module."""
-    reference = Reference(seeded(Mlp), _penalty_on_output)
+    reference = Reference(seeded(mlp), _penalty_on_output)
     for mode in MODES:
-        reference.check(wrapped(seeded(Mlp), mode, MlpBlock), describe(mode))
+        reference.check(wrapped(seeded(mlp), mode, MlpBlock), describe(mode))
 
 
 @on_ranks(2)
 def test_gradient_penalty_without_sharding() -> None:
-    reference = Reference(seeded(Mlp), _penalty)
+    reference = Reference(seeded(mlp), _penalty)
     for orig in (True, False):
-        reference.check(wrapped(seeded(Mlp), (NONE, orig), MlpBlock), f"use_orig_params={orig}", ulps=8)
+        reference.check(wrapped(seeded(mlp), (NONE, orig), MlpBlock), f"use_orig_params={orig}", ulps=8)
 
 
 # -- structures --------------------------------------------------------------------------------------------------
 
 
-class Level(nn.Module):
-    """Nested units, each with parameters before and after the inner one."""
+def level(depth: int) -> Unit:
+    """Build nested units, each with parameters before and after the inner one."""
 
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-        self.inner = Level(depth - 1) if depth else None
-        self.leaf = nn.Parameter(torch.randn(3))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.after(torch.tanh(m.before(x)))
+        if m.inner is not None:
+            y = y + m.inner(y) * m.leaf.mean() + m.inner(x)
+        return x + m.after(m.before(y)) * m.leaf.sum()
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.after(torch.tanh(self.before(x)))
-        if self.inner is not None:
-            y = y + self.inner(y) * self.leaf.mean() + self.inner(x)
-        return x + self.after(self.before(y)) * self.leaf.sum()
+    before, after = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
+    inner = level(depth - 1) if depth else None
+    return Unit(forward, before=before, after=after, inner=inner, leaf=nn.Parameter(torch.randn(3)))
 
 
-class Repeated(nn.Module):
-    """One unit three times in a row, each with a nested backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = MlpBlock(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = checkpoint(self.block, x, use_reentrant=True)
-        return x
+def repeated() -> nn.Module:
+    """Build one unit that is called three times in a row, each with a nested backward."""
+    return Net(lambda m, x: in_turn([m.block] * 3, x, "reentrant"), block=MlpBlock(WIDTH, WIDTH))
 
 
-class Straddling(nn.Module):
-    """A weight used inside and outside of a reentrant segment, whose backward delivers a separate gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: torch.tanh(self.linear(y)), self.linear(x), use_reentrant=True)
+def straddling() -> Unit:
+    """Build a weight used inside and outside of a reentrant segment, whose backward delivers a separate gradient."""
+    return Unit(
+        lambda m, x: checkpoint(lambda y: torch.tanh(m.linear(y)), m.linear(x), use_reentrant=True),
+        linear=nn.Linear(WIDTH, WIDTH),
+    )
 
 
-class CheckpointedTwice(nn.Module):
-    def __init__(self, inner: bool, outer: bool) -> None:
-        super().__init__()
-        self.reentrant = inner, outer
-        self.first, self.block = MlpBlock(WIDTH, WIDTH), SegmentBlock(WIDTH, "non-reentrant")
+def energy() -> Unit:
+    """Build a module that takes a gradient of a submodule inside the forward."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        inner, outer = self.reentrant
-        return checkpoint(lambda y: checkpoint(self.block, y, use_reentrant=inner), self.first(x), use_reentrant=outer)
-
-
-class Energy(nn.Module):
-    """A module that takes a gradient of a submodule inside the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.potential = Mlp()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         with torch.enable_grad():
             position = x.detach().requires_grad_()
-            (force,) = torch.autograd.grad(self.potential(position).sum(), position)
-        return self.potential(x - force) * self.scale
+            (force,) = torch.autograd.grad(m.potential(position).sum(), position)
+        return m.potential(x - force) * m.scale
+
+    return Unit(forward, potential=mlp(), scale=nn.Parameter(torch.ones(1)))
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, WIDTH, sparse=True)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = (x.detach().abs() * 5).long().clamp(max=10)
-        return self.out(self.table(tokens).sum(dim=1) + x)
+def sparse_embedding() -> Unit:
+    return Unit(
+        lambda m, x: m.out(m.table((x.detach().abs() * 5).long().clamp(max=10)).sum(dim=1) + x),
+        table=nn.Embedding(11, WIDTH, sparse=True),
+        out=nn.Linear(WIDTH, WIDTH),
+    )
 
 
-class Auxiliary(nn.Module):
-    """Blocks that store a second loss in an attribute, as mixtures of experts do."""
+def auxiliary() -> nn.Module:
+    """Build blocks that store a second loss in an attribute, as mixtures of experts do."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([AuxiliaryBlock() for _ in range(2)])
+    def forward(m: Any, x: Tensor) -> Tensor:
+        routes = torch.softmax(m.router(x), dim=-1)
+        m.loss = routes.square().sum()
+        return x + m.expert(x) * routes[:, :1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x + sum(block.loss for block in self.blocks)
-
-
-class AuxiliaryBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.expert = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        routes = torch.softmax(self.router(x), dim=-1)
-        self.loss = routes.square().sum()
-        return x + self.expert(x) * routes[:, :1]
+    blocks = [Unit(forward, router=nn.Linear(WIDTH, 3), expert=nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    return Net(lambda m, x: in_turn(m.blocks, x) + sum(block.loss for block in m.blocks), blocks=nn.ModuleList(blocks))
 
 
 def _sequence(*makers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -504,12 +448,12 @@ def _sequence(*makers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 STRUCTURES: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
-    "nested three deep": (seeded(Level, 3), {Level}),
-    "one unit reduced three times in a row": (seeded(Repeated), {MlpBlock}),
-    "a weight on both sides of a segment": (_sequence(Straddling, Straddling), {Straddling}),
-    "gradient inside the forward of a nested unit": (_sequence(Energy, Mlp), {Energy, MlpBlock}),
-    "sparse gradients": (_sequence(SparseEmbedding, SparseEmbedding), {SparseEmbedding}),
-    "second losses in attributes": (seeded(Auxiliary), {AuxiliaryBlock}),
+    "nested three deep": (seeded(level, 3), {Unit}),
+    "one unit reduced three times in a row": (seeded(repeated), {MlpBlock}),
+    "a weight on both sides of a segment": (_sequence(straddling, straddling), {Unit}),
+    "gradient inside the forward of a nested unit": (_sequence(energy, mlp), {Unit, MlpBlock}),
+    "sparse gradients": (_sequence(sparse_embedding, sparse_embedding), {Unit}),
+    "second losses in attributes": (seeded(auxiliary), {Unit}),
 }
 ULPS = {
     "nested three deep": 64,  # several units share an input, whose gradient is a sum of each unit's sum
@@ -535,8 +479,15 @@ def test_structure_trains_as_the_plain_model(name: str) -> None:
 @on_ranks(2)
 def test_unit_inside_two_checkpoints() -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: checkpoint(m.block, y, use_reentrant=inner), m.first(x), use_reentrant=outer)
+
+    def twice() -> nn.Module:
+        return Net(forward, first=MlpBlock(WIDTH, WIDTH), block=SegmentBlock(WIDTH, "non-reentrant"))
+
     for inner, outer in itertools.product((True, False), (True, False)):
-        build = seeded(CheckpointedTwice, inner, outer)
+        build = seeded(twice)
         for number, program in enumerate((one_pass, two_passes, backward_twice), start=inner + outer):
             reference = Reference(build, program)
             for mode in by_turns(number)[: 3 if program is one_pass else 2]:
@@ -576,9 +527,9 @@ def _child_after(model: nn.Module, data: Data) -> Iterator[Any]:
 
 @on_ranks(2)
 def test_child_may_be_used_before_the_parent_is_wrapped() -> None:
-    reference = Reference(seeded(Mlp), one_pass)
+    reference = Reference(seeded(mlp), one_pass)
     for mode in MODES:
-        module = seeded(Mlp)()
+        module = seeded(mlp)()
         module.blocks[1] = wrap(module.blocks[1], *mode, wrap_policy=None)
         with torch.no_grad():
             module.blocks[1](torch.randn(3, 13))
@@ -588,6 +539,6 @@ def test_child_may_be_used_before_the_parent_is_wrapped() -> None:
 @on_ranks(2)
 def test_child_may_be_called_directly() -> None:
     for program in (_child_before, _child_after):
-        reference = Reference(seeded(Mlp), program)
+        reference = Reference(seeded(mlp), program)
         for mode in MODES:
-            reference.check(wrapped(seeded(Mlp), mode, MlpBlock), f"{program.__name__}, {describe(mode)}")
+            reference.check(wrapped(seeded(mlp), mode, MlpBlock), f"{program.__name__}, {describe(mode)}")

@@ -16,13 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
 from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
 from tests.harness.meter import Meter, meter_available
+from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, clear, describe, environment, loss_of, seeded, wrapped
 from tests.harness.pool import on_ranks
@@ -64,34 +64,25 @@ class TrapInBackward(torch.autograd.Function):
         return grad, None
 
 
-class Trapped(nn.Module):
-    def __init__(self, index: int, width: int = WIDTH) -> None:
-        super().__init__()
-        self.index = index
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+def trapped(index: int, width: int = WIDTH) -> Unit:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(m.first(x))
+        Trap.passed(f"forward {index}")
+        return m.second(TrapInBackward.apply(x, f"backward {index}"))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        Trap.passed(f"forward {self.index}")
-        return self.second(TrapInBackward.apply(x, f"backward {self.index}"))
+    return Unit(forward, first=nn.Linear(width, width), second=nn.Linear(width, width))
 
 
-class TrappedModel(nn.Module):
-    def __init__(self, outer: str, width: int = WIDTH) -> None:
-        super().__init__()
-        self.outer = outer
-        self.embed = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Trapped(i, width) for i in range(3)])
-        self.head = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
+def trapped_model(outer: str, width: int = WIDTH) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
         Trap.passed("forward before")
-        x = TrapInBackward.apply(x, "backward last")
-        for block in self.blocks:
-            x = block(x) if self.outer == "none" else checkpoint(block, x, use_reentrant=self.outer == "reentrant")
+        x = in_turn(m.blocks, TrapInBackward.apply(x, "backward last"), outer)
         Trap.passed("forward after")
-        return self.head(TrapInBackward.apply(x, "backward first"))
+        return m.head(TrapInBackward.apply(x, "backward first"))
+
+    embed, blocks = nn.Linear(width, width), nn.ModuleList([trapped(i, width) for i in range(3)])
+    return Net(forward, embed=embed, blocks=blocks, head=nn.Linear(width, width))
 
 
 POSITIONS = ["before", "after", *range(3)]
@@ -139,11 +130,11 @@ def test_retry_after_an_exception_gives_the_plain_models_gradients(debug: str) -
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     with environment(FSDP_DEBUG=debug), gradient_sizes(all_small=debug == "1"):
         for number, outer in enumerate(KINDS):
-            build = seeded(TrappedModel, outer)
+            build = seeded(trapped_model, outer)
             faults = FAULTS if outer == "none" else RECOMPUTED + FAULTS[-3:] + RECOMPUTED
             reference = Reference(build, _faulty(faults))
             for mode in by_turns(number)[: 1 if debug == "1" else 3 if outer == "none" else 2]:
-                reference.check(wrapped(build, mode, Trapped), f"{outer}, {describe(mode)}")
+                reference.check(wrapped(build, mode, Unit), f"{outer}, {describe(mode)}")
 
 
 @on_ranks(2)
@@ -151,7 +142,7 @@ def test_step_after_an_exception_gathers_as_often_as_usual() -> None:
     """The next forward clears the remaining state, not only the backward."""
     x = torch.randn(3, WIDTH)
     for mode in by_turns(0)[:2]:  # NO_SHARD gathers nothing
-        model = wrapped(seeded(TrappedModel, "none"), mode, Trapped)
+        model = wrapped(seeded(trapped_model, "none"), mode, Unit)
 
         def gathers() -> int:
             with record_collectives() as log:
@@ -191,7 +182,7 @@ def _after_a_late_end(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_failed_backward_may_be_destroyed_during_the_next_pass() -> None:
     """A device's thread can hold the failed graph task meanwhile."""
-    reference = Reference(seeded(TrappedModel, "none"), _after_a_late_end)
+    reference = Reference(seeded(trapped_model, "none"), _after_a_late_end)
     queue = hooks.at_end_of_backward
 
     def queue_and_hold(end: Callable[[], None]) -> None:
@@ -200,7 +191,7 @@ def test_failed_backward_may_be_destroyed_during_the_next_pass() -> None:
 
     with mock.patch.object(hooks, "at_end_of_backward", queue_and_hold):
         for mode in MODES:
-            reference.check(wrapped(seeded(TrappedModel, "none"), mode, Trapped), describe(mode))
+            reference.check(wrapped(seeded(trapped_model, "none"), mode, Unit), describe(mode))
 
 
 @on_ranks(2)
@@ -209,7 +200,7 @@ def test_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
 
     That thread must not change the units; the next call on the wrapped model resets them.
     """
-    model = wrapped(seeded(TrappedModel, "none"), MODES[0], Trapped)
+    model = wrapped(seeded(trapped_model, "none"), MODES[0], Unit)
     x = Data(0, 2).tensor(0, 3, WIDTH)
     sizes = [param.numel() for param in model.parameters()]
     main, own = threading.get_ident(), []
@@ -236,21 +227,18 @@ def test_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
     assert len(own) >= 3 and all(own)
 
 
-class Catches(nn.Module):
-    """A model that handles the exception of a block."""
+def catching() -> nn.Module:
+    """Build a model that handles the exception of a block."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Trapped(i) for i in range(3)])
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for block in m.blocks:
             try:
                 x = block(x)
             except Fault:
-                x = x * self.scale
-        return x * self.scale
+                x = x * m.scale
+        return x * m.scale
+
+    return Net(forward, blocks=nn.ModuleList([trapped(i) for i in range(3)]), scale=nn.Parameter(torch.ones(1)))
 
 
 def _handled_program(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -267,9 +255,9 @@ def _handled_program(model: nn.Module, data: Data) -> Iterator[Any]:
 
 @on_ranks(2)
 def test_model_may_handle_an_exception_of_a_unit() -> None:
-    reference = Reference(seeded(Catches), _handled_program)
+    reference = Reference(seeded(catching), _handled_program)
     for mode in MODES:
-        reference.check(wrapped(seeded(Catches), mode, Trapped), describe(mode))
+        reference.check(wrapped(seeded(catching), mode, Unit), describe(mode))
 
 
 @on_ranks(2)
@@ -298,7 +286,7 @@ def test_error_in_a_backward_is_shown_once() -> None:
 def test_faults_leave_no_memory_behind() -> None:
     width, meter = 300, Meter()
     for mode in by_turns(1):
-        model = wrapped(seeded(TrappedModel, "none", width), mode, Trapped)
+        model = wrapped(seeded(trapped_model, "none", width), mode, Unit)
         held = list(model.parameters())
         x = torch.randn(3, width)
 
@@ -329,30 +317,24 @@ def test_faults_leave_no_memory_behind() -> None:
         assert growth() < 500_000, f"{growth():,} bytes more after faults, {describe(mode)}"
 
 
-class _FailsOnce(nn.Module):
-    """A module whose backward raises once, after a number of successful backwards."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.remaining = after
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.clone()
-        y.register_hook(self._reached)
-        return y
-
-    def _reached(self, grad: Tensor) -> None:
-        self.remaining -= 1
-        if self.remaining == -1:
-            raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("after", [0, 1])
 @on_ranks(2)
 def test_held_gradients_of_a_failed_backward_are_dropped(after: int) -> None:
     """Small gradients are held until the last one arrives, which a failed backward never delivers."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), _FailsOnce(after), nn.Linear(4, 4))  # in one unit; 64 bytes are small
+
+    def fails_once(m: Any, x: Tensor) -> Tensor:
+        def reached(grad: Tensor) -> None:
+            m.remaining -= 1
+            if m.remaining == -1:
+                raise ZeroDivisionError
+
+        y = x.clone()
+        y.register_hook(reached)
+        return y
+
+    # In one unit; 64 bytes are small.
+    plain = nn.Sequential(nn.Linear(4, 4), Net(fails_once, remaining=after), nn.Linear(4, 4))
     model = FullyShardedDataParallel(deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
     x = torch.randn(2, 4)
     for each in (plain, model):

@@ -9,25 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, STEP, Data, Reference
-from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock
+from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock, Net, Unit, in_turn
 from tests.harness.passes import (
     FULL,
     KINDS,
     MODES,
     NONE,
     WIDTH,
-    Mlp,
     by_turns,
     clear,
     describe,
     environment,
     gathered,
     loss_of,
+    mlp,
     seeded,
     set_requires_grad,
     wrapped,
@@ -60,24 +59,14 @@ class _Freezing:
             yield STEP
 
 
-class Lora(nn.Module):
-    """A frozen input layer, blocks with adapters, maybe checkpointed, and a trained head."""
-
-    def __init__(self, checkpointing: str = "none") -> None:
-        super().__init__()
-        self.checkpointing = checkpointing
-        self.embed = nn.Linear(WIDTH, 13).requires_grad_(False)
-        self.blocks = nn.ModuleList([LoraBlock(13) for _ in range(3)])
-        self.head = nn.Linear(13, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            if self.checkpointing == "none" or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
-        return self.head(x)
+def lora(checkpointing: str = "none") -> nn.Module:
+    """Build a frozen input layer, blocks with adapters, maybe checkpointed, and a trained head."""
+    return Net(
+        lambda m, x: m.head(in_turn(m.blocks, m.embed(x), checkpointing if torch.is_grad_enabled() else "none")),
+        embed=nn.Linear(WIDTH, 13).requires_grad_(False),
+        blocks=nn.ModuleList([LoraBlock(13) for _ in range(3)]),
+        head=nn.Linear(13, WIDTH),
+    )
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
@@ -86,13 +75,13 @@ def test_freezing_and_unfreezing(debug: str) -> None:
     """Whole units and parts of them, later and from the start; frozen parameters have no gradient."""
     cases: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...], _Freezing, bool]] = [
         # model, classes of units, program, whether flat parameters support it
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1."), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("", starts=False), True),
-        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
-        (seeded(Mlp), (MlpBlock,), _Freezing("embed.bias"), False),
-        (seeded(Lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
-        (seeded(Lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
+        (seeded(mlp), (MlpBlock,), _Freezing("blocks.1."), True),
+        (seeded(mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
+        (seeded(mlp), (MlpBlock,), _Freezing("", starts=False), True),
+        (seeded(mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
+        (seeded(mlp), (MlpBlock,), _Freezing("embed.bias"), False),
+        (seeded(lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
+        (seeded(lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
     ]
     with environment(FSDP_DEBUG=debug):
         for number, (build, blocks, program, flat_too) in enumerate(cases):
@@ -103,37 +92,31 @@ def test_freezing_and_unfreezing(debug: str) -> None:
                 reference.check(wrapped(build, mode, *blocks), case)
 
 
-class Probed(nn.Module):
-    """A model that records the gathered units when the gradient of each block's input arrives."""
-
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([block() for _ in range(5)])
-        self.head = nn.Linear(13, WIDTH)
-        self.seen: dict[int, set[str]] = {}
-
-    def forward(self, x: Tensor, look: Callable[[], set[str]]) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            if x.requires_grad:
-                x.register_hook(lambda grad, index=index: self.seen.update({index: look()}))
-            x = block(x)
-        return self.head(x)
-
-
 @on_ranks(2)
 def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
+    """The model notes the gathered units when the gradient of each block's input arrives."""
+    seen: dict[int, set[str]] = {}
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for index, block in enumerate(m.blocks):
+            if x.requires_grad:
+                x.register_hook(lambda grad, index=index: seen.update({index: gathered(model)}))
+            x = block(x)
+        return m.head(x)
+
     for frozen, orig in itertools.product((True, False), (True, False)):
-        build = seeded(Probed, lambda: nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen))  # noqa: B023
-        model = wrapped(build, (FULL, orig), nn.Sequential)
+        blocks = [nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen) for _ in range(5)]
+        net = Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(13, WIDTH))
+        model = wrapped(lambda: net, (FULL, orig), nn.Sequential)  # noqa: B023
         for _ in range(3):
             with record_collectives() as log:
                 x = torch.randn(3, 13, requires_grad=True)
-                model(x, lambda: gathered(model)).square().mean().backward()  # noqa: B023
+                model(x).square().mean().backward()
             for index in range(5):  # the block whose backward begins there, and the prefetched one
                 allowed = {"", f"blocks.{index - 1}", f"blocks.{index - 2}"}
                 if index == 0:  # released at the end of the backward, as no unit lies before it
                     allowed = {"", "blocks.0"}
-                assert model.seen[index] <= allowed, f"at the input of block {index}: {model.seen[index]}"
+                assert seen[index] <= allowed, f"at the input of block {index}: {seen[index]}"
             assert log.count("all_gather") == 2 * 5 + 1
             assert log.count("reduce_scatter") == (1 if frozen else 6)
             clear(model)
@@ -145,7 +128,7 @@ def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
 @on_ranks(2)
 def test_lora_model_reduces_adapter_gradients_only() -> None:
     for orig in (True, False):
-        model = wrapped(seeded(Lora), (FULL, orig), LoraBlock)
+        model = wrapped(seeded(lora), (FULL, orig), LoraBlock)
         buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
         trained = sum(bucket.layout.padded_numel for bucket in buckets if bucket.flat_param.requires_grad)
         with record_collectives() as log:
@@ -198,7 +181,7 @@ def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str
     ways = ["no_grad", "inference_mode", "backward while frozen"]
     if checkpointing == "none":  # else a recomputation would save other tensors than the forward did
         ways += ["one backward for both", "frozen until the end"]
-    build = seeded(Lora, checkpointing)
+    build = seeded(lora, checkpointing)
     for number, way in enumerate(ways):
         reference = Reference(build, _FrozenBetween(way))
         for mode in MODES if way == "no_grad" else by_turns(number):
@@ -223,23 +206,6 @@ class _NoGradient(torch.autograd.Function):
         return grads[0], None
 
 
-class _Stored(nn.Module):
-    """A unit that stores a tensor which the backward reaches before the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale, self.without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-        self.stored = torch.empty(0)
-
-    def forward(self, x: Tensor, mark: bool) -> Tensor:
-        y = self.linear(x) * _NoGradient.apply(torch.ones(1), self.without)
-        self.stored = self.scale * 2
-        if mark:
-            fsdp.mark_side_output(self.stored)
-        return y
-
-
 @on_ranks(2)
 def test_gradient_dropped_by_autograd_raises() -> None:
     """Autograd drops the gradient of a parameter that was frozen for the last forward and is reached before an
@@ -247,9 +213,19 @@ def test_gradient_dropped_by_autograd_raises() -> None:
 
     The error names it. A function without a gradient of a parameter is no error.
     """
+
+    def forward(m: Any, x: Tensor, mark: bool) -> Tensor:
+        y = m.linear(x) * _NoGradient.apply(torch.ones(1), m.without)
+        m.stored = m.scale * 2  # the backward reaches it before the output
+        if mark:
+            fsdp.mark_side_output(m.stored)
+        return y
+
     ways = (True, False) if RELEASE >= (2, 7) else (True,)  # torch 2.6 calls no hook of a frozen parameter
     for orig, mark, returned in itertools.product((True, False), (True, False), ways):
-        model = wrap(seeded(_Stored)(), NONE, orig, wrap_policy=None)
+        scale, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        net = Net(forward, linear=nn.Linear(WIDTH, WIDTH), scale=scale, without=without)
+        model = wrap(net, NONE, orig, wrap_policy=None)
         for _ in range(2):
             x = torch.randn(3, WIDTH)
             y = model(x, mark)
@@ -267,33 +243,29 @@ def test_gradient_dropped_by_autograd_raises() -> None:
                 assert all(param.grad is None for param in model.parameters())
 
 
-class Switch(nn.Module):
-    """Two branches, and a bucket that only the second one uses."""
+def switch() -> Unit:
+    """Build two branches, and a bucket that only the second one uses."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
+    def forward(m: Any, x: Tensor, which: str) -> Tensor:
         if which == "second":
-            x = x * self.precise.sum().float()
-        return torch.tanh(getattr(self, which)(x))
+            x = x * m.precise.sum().float()
+        return torch.tanh(getattr(m, which)(x))
+
+    first, second, never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
+    return Unit(forward, first=first, second=second, never=never, precise=precise)
 
 
-class Switched(nn.Module):
-    """Blocks of which each pass uses one branch or none."""
+def switched() -> nn.Module:
+    """Build blocks of which each pass uses one branch or none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Switch() for _ in range(3)])
-        self.plain = BlockWithUnused(WIDTH)
-
-    def forward(self, x: Tensor, branches: Sequence[str]) -> Tensor:
-        for block, branch in zip(self.blocks, branches):
+    def forward(m: Any, x: Tensor, branches: Sequence[str]) -> Tensor:
+        for block, branch in zip(m.blocks, branches):
             if branch != "skip":
                 x = block(x, branch)
-        return self.plain(x)
+        return m.plain(x)
+
+    return Net(forward, blocks=nn.ModuleList([switch() for _ in range(3)]), plain=BlockWithUnused(WIDTH))
 
 
 def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -316,13 +288,13 @@ def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_unused_parameters_get_zeros_and_unused_units_none() -> None:
     """No slot keeps bytes of an earlier pass, of another unit, or of fresh memory."""
-    reference = Reference(seeded(Switched), _switching)
+    reference = Reference(seeded(switched), _switching)
     for mode in MODES:
         debug = str(int(mode in by_turns(1)))
         with environment(FSDP_DEBUG=debug):
-            model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
+            model = wrapped(seeded(switched), mode, Unit, BlockWithUnused)
             reference.check(model, f"{describe(mode)}, debug={debug}")
     with poisoned_memory():
         for mode in by_turns(0):
-            model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
+            model = wrapped(seeded(switched), mode, Unit, BlockWithUnused)
             reference.check(model, f"{describe(mode)}, fresh memory is NaN")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import Data, Reference, assert_at_rest
-from tests.harness.models import MlpBlock
+from tests.harness.models import MlpBlock, Net, Unit
 from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapped
 from tests.harness.pool import on_ranks
 
@@ -35,40 +35,30 @@ def unpack(value: Any) -> tuple[Tensor, Tensor]:
     return found[WIDTH], found[3]
 
 
-class PackedBlock(nn.Module):
-    """A block that takes and returns two tensors in a container, and keeps the output for comparison."""
+def packed_model(kind: str) -> nn.Module:
+    """Build blocks that take and return two tensors in a container, and keep their outputs for comparison."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(3, 3)
-
-    def forward(self, packed: Any) -> Any:
+    def block_forward(m: Any, packed: Any) -> Any:
         wide, narrow = unpack(packed)
-        wide = torch.tanh(self.wide(wide))
-        narrow = torch.tanh(self.narrow(narrow)) + wide[:, :3]
-        self.kept = PACKS[self.kind](wide, narrow)
-        self.kept_nodes = [t.grad_fn for t in unpack(self.kept)]
-        return self.kept
+        wide = torch.tanh(m.wide(wide))
+        narrow = torch.tanh(m.narrow(narrow)) + wide[:, :3]
+        m.kept = PACKS[kind](wide, narrow)
+        m.kept_nodes = [t.grad_fn for t in unpack(m.kept)]
+        return m.kept
 
-
-class PackedModel(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.blocks = nn.ModuleList([PackedBlock(kind) for _ in range(3)])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, *, side: Any) -> Any:
-        value = PACKS[self.kind](x, unpack(side)[1])
-        for block in self.blocks:
+    def forward(m: Any, x: Tensor, *, side: Any) -> Any:
+        value = PACKS[kind](x, unpack(side)[1])
+        for block in m.blocks:
             output = block(value)
             if output is not block.kept or [t.grad_fn for t in unpack(output)] != block.kept_nodes:
-                raise AssertionError(f"{self.kind}: the output is not the module's own")
+                raise AssertionError(f"{kind}: the output is not the module's own")
             value = output
         wide, narrow = unpack(value)
-        self.kept = PACKS[self.kind](self.head(wide), narrow * 2)
-        return self.kept
+        m.kept = PACKS[kind](m.head(wide), narrow * 2)
+        return m.kept
+
+    blocks = [Unit(block_forward, wide=nn.Linear(WIDTH, WIDTH), narrow=nn.Linear(3, 3)) for _ in range(3)]
+    return Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(WIDTH, WIDTH))
 
 
 def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
@@ -77,8 +67,7 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
 
         def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             output = model(x, side=PACKS[kind](x, y))
-            kept = next(m for m in model.modules() if isinstance(m, PackedModel)).kept
-            assert output is kept
+            assert output is model.kept
             return unpack(output)
 
         wide, narrow = call(x, y)
@@ -104,61 +93,44 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
 def test_containers_of_inputs_and_outputs() -> None:
     """Outputs stay the module's objects; some are changed in place or unused. All containers are in test_nested.py."""
     for number, kind in enumerate(PACKS):
-        build = seeded(PackedModel, kind)
+        build = seeded(packed_model, kind)
         reference = Reference(build, _packed_program(kind))
         for mode in by_turns(number):
-            reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
+            reference.check(wrapped(build, mode, Unit), f"{kind}, {describe(mode)}")
 
 
-class InPlace(nn.Module):
-    """A block with several inputs that require grad, which it changes, returns, or returns views of."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        if self.how == "input changed":
-            x.mul_(2.0)
-            return torch.tanh(self.linear(x)) * self.gain, y
-        if self.how == "view of the input changed":
-            x[:, 1:3].add_(y[:, 1:3] * self.gain[1:3])
-            return self.linear(x), y
-        if self.how == "input returned":
-            return x, self.linear(y) * self.gain
-        if self.how == "changed input returned":
-            return x.add_(self.linear(y)), y * self.gain
-        if self.how == "view of the input returned":
-            return x.view(-1, WIDTH), self.linear(x + y) * self.gain
-        if self.how == "output a view":
-            both = torch.cat([self.linear(x), self.linear(y) * self.gain])
-            return both[: len(x)], both[len(x) :]
-        if self.how == "detached":
-            return self.linear(x.detach()) * self.gain + y, y
-        if self.how == "input unused":
-            return self.linear(y) * self.gain, y * 2
-        assert self.how == "output changed"
-        return self.linear(x) * self.gain, self.linear(y)
+IN_PLACE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "input changed": lambda m, x, y: (torch.tanh(m.linear(x.mul_(2.0))) * m.gain, y),
+    "view of the input changed": lambda m, x, y: (x[:, 1:3].add_(y[:, 1:3] * m.gain[1:3]), (m.linear(x), y))[1],
+    "input returned": lambda m, x, y: (x, m.linear(y) * m.gain),
+    "changed input returned": lambda m, x, y: (x.add_(m.linear(y)), y * m.gain),
+    "view of the input returned": lambda m, x, y: (x.view(-1, WIDTH), m.linear(x + y) * m.gain),
+    "output a view": lambda m, x, y: torch.cat([m.linear(x), m.linear(y) * m.gain]).split(len(x)),
+    "detached": lambda m, x, y: (m.linear(x.detach()) * m.gain + y, y),
+    "input unused": lambda m, x, y: (m.linear(y) * m.gain, y * 2),
+    "output changed": lambda m, x, y: (m.linear(x) * m.gain, m.linear(y)),
+}
 
 
-class InPlaceModel(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.blocks = nn.ModuleList([InPlace(how) for _ in range(3)])
+def in_place_model(how: str) -> nn.Module:
+    """Build blocks with several inputs that require grad, which they change, return, or return views of."""
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(m: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         x, y = x * 1.0, y * 1.0  # leaves may not be changed in place
-        for block in self.blocks:
+        for block in m.blocks:
             x, y = block(x, y)
-            if self.how == "output changed":
+            if how == "output changed":
                 x.mul_(0.5).relu_()
                 y += x
-            elif self.how == "output a view":
+            elif how == "output a view":
                 x = x * 2
                 y = torch.sin(y)
         return x, y
+
+    blocks = [
+        Unit(IN_PLACE[how], linear=nn.Linear(WIDTH, WIDTH), gain=nn.Parameter(torch.ones(WIDTH))) for _ in range(3)
+    ]
+    return Net(forward, blocks=nn.ModuleList(blocks))
 
 
 def _two_inputs(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -173,48 +145,24 @@ def _two_inputs(model: nn.Module, data: Data) -> Iterator[Any]:
     yield {"x": x.grad, "y": y.grad}
 
 
-IN_PLACE = (
-    "input changed",
-    "view of the input changed",
-    "input returned",
-    "changed input returned",
-    "view of the input returned",
-    "output a view",
-    "detached",
-    "input unused",
-    "output changed",
-)
-
-
 @on_ranks(2)
 def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
     for number, how in enumerate(IN_PLACE):
-        build = seeded(InPlaceModel, how)
+        build = seeded(in_place_model, how)
         reference = Reference(build, _two_inputs)
         for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
-            reference.check(wrapped(build, mode, InPlace), f"{how}, {describe(mode)}")
+            reference.check(wrapped(build, mode, Unit), f"{how}, {describe(mode)}")
 
 
-class GivesWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+def tied_outside() -> nn.Module:
+    """Build a unit that returns a weight, with which the parent computes; the root returns a parameter."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(self.linear(x)), self.linear.weight
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, weight = m.first(x)
+        return F.linear(m.second(h), weight, m.bias), m.bias, weight
 
-
-class TiedOutside(nn.Module):
-    """A model in which a unit returns a weight that the parent computes with; the root returns a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = GivesWeight(), MlpBlock(WIDTH, WIDTH)
-        self.bias = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, weight = self.first(x)
-        return F.linear(self.second(h), weight, self.bias), self.bias, weight
+    first = Unit(lambda m, x: (torch.tanh(m.linear(x)), m.linear.weight), linear=nn.Linear(WIDTH, WIDTH))
+    return Net(forward, first=first, second=MlpBlock(WIDTH, WIDTH), bias=nn.Parameter(torch.randn(WIDTH)))
 
 
 def _weights_out(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -239,11 +187,11 @@ def _weights_out(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_forward_may_return_parameters() -> None:
     """Parameters of the root and of a nested unit, read after the unit's forward."""
-    build = seeded(TiedOutside)
+    build = seeded(tied_outside)
     reference = Reference(build, _weights_out)
     for mode in MODES:
         # Returned parameters stay readable until the next forward, so their unit is not at rest.
-        model = wrapped(build, mode, GivesWeight, MlpBlock)
+        model = wrapped(build, mode, Unit, MlpBlock)
         reference.check(model, describe(mode), at_rest=False)
         with torch.no_grad():
             model.second(torch.randn(3, WIDTH))

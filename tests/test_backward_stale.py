@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp import FullyShardedDataParallel
 from tests.harness.lockstep import STEP, Data, Reference
@@ -20,11 +20,11 @@ from tests.harness.passes import (
     MODES,
     NONE,
     WIDTH,
-    Mlp,
     clear,
     describe,
     environment,
     loss_of,
+    mlp,
     seeded,
     wrapped,
 )
@@ -50,7 +50,7 @@ def test_autocast_uses_parameters_written_since_the_last_forward() -> None:
     for mode, grads in itertools.product(MODES, (True, False)):
         if mode[0] is NONE:
             continue  # autocast keeps casts of these parameters as of a plain model's
-        plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), mode, MlpBlock)
+        plain, model = seeded(mlp)(), wrapped(seeded(mlp), mode, MlpBlock)
         held = list(model.parameters())
         outputs = []
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grads):
@@ -113,12 +113,12 @@ def _inference_first(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_training_after_inference_mode() -> None:
     """Gradients equal the plain model's, and parameters of a model wrapped in inference mode are ordinary ones."""
-    reference = Reference(seeded(Mlp), _inference_first)
+    reference = Reference(seeded(mlp), _inference_first)
     for mode in MODES:
-        reference.check(wrapped(seeded(Mlp), mode, MlpBlock), f"then trained, {describe(mode)}")
+        reference.check(wrapped(seeded(mlp), mode, MlpBlock), f"then trained, {describe(mode)}")
         with torch.inference_mode():
-            model = wrapped(seeded(Mlp), mode, MlpBlock)
-            params = list(seeded(Mlp)().parameters())
+            model = wrapped(seeded(mlp), mode, MlpBlock)
+            params = list(seeded(mlp)().parameters())
         assert not any(p.is_inference() for p in model.parameters()) and params[0].is_inference()
         reference.check(model, f"made in inference mode, {describe(mode)}")
 
@@ -132,39 +132,35 @@ def _block(model: nn.Module) -> Any:
     return block.module if isinstance(block, FullyShardedDataParallel) else block
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 @on_ranks(2)
 def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
+
+    def tied() -> nn.Module:
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        net[2].weight = net[0].weight
+        return net
+
     x = torch.randn(3, WIDTH)
     for strategy in (FULL, GRAD_OP, NONE):
-        model = wrap(seeded(Tied)(), strategy, True)
-        shared = model.first.weight
-        assert model.second.weight is shared
-        model.second.weight = nn.Parameter(shared.detach().clone())
-        with pytest.raises(NotImplementedError, match=r"Cannot writeback 'second.weight'.*shared"):
+        model = wrap(seeded(tied)(), strategy, True)
+        shared = model[0].weight
+        assert model[2].weight is shared
+        model[2].weight = nn.Parameter(shared.detach().clone())
+        with pytest.raises(NotImplementedError, match=r"Cannot writeback '2.weight'.*shared"):
             model(x)
-        model.second.weight = shared
+        model[2].weight = shared
         shared.data = shared.data * 0.5  # new data for both registrations is allowed
-        plain = seeded(Tied)()
+        plain = seeded(tied)()
         with torch.no_grad():
-            plain.first.weight.mul_(0.5)
+            plain[0].weight.mul_(0.5)
             assert torch.equal(model(x), plain(x))
 
 
 @on_ranks(2)
 def test_check_for_replaced_parameters_can_be_skipped() -> None:
     with environment(FSDP_SKIP_WRITEBACK_CHECK="1"):
-        model = wrapped(seeded(Mlp), (FULL, True), MlpBlock)
-    plain, x = seeded(Mlp)(), torch.randn(3, WIDTH)
+        model = wrapped(seeded(mlp), (FULL, True), MlpBlock)
+    plain, x = seeded(mlp)(), torch.randn(3, WIDTH)
     _block(model).linear.weight = nn.Parameter(torch.zeros(5))
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))

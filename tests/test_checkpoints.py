@@ -28,7 +28,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, Sta
 from fsdp.checkpoint import load, save
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import Gain
+from tests.harness.models import Gain, Net, Unit
 from tests.harness.optim_states import FORMS
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
@@ -42,40 +42,38 @@ both_modes = pytest.mark.parametrize("mode", [False, True])
 WAYS = list(itertools.product(STRATEGIES, (False, True)))  # strategy and use_orig_params
 
 
-class Block(nn.Module):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.linear, self.frozen = nn.Linear(a, b), nn.Linear(a, b).requires_grad_(False)
-        self.scale = nn.Parameter(torch.ones(1))  # fewer elements than ranks
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + self.frozen(x)) * self.scale
-
-
-class Everything(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(7, 5)
-        self.register_buffer("shift", torch.randn(5))
-        self.blocks = nn.Sequential(Block(5, 3), checkpoint_wrapper(Block(3, 5)))
-        self.tiny, self.idle = Gain(1.5), Gain(0.5)  # the second is trained by no optimizer
-        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tiny(self.blocks(self.tokens(tokens) + self.shift))
-        return self.head(self.idle(x)) + self.image.square().mean()
+def block(a: int, b: int) -> Unit:
+    return Unit(
+        lambda m, x: torch.tanh(m.linear(x) + m.frozen(x)) * m.scale,
+        linear=nn.Linear(a, b),
+        frozen=nn.Linear(a, b).requires_grad_(False),
+        scale=nn.Parameter(torch.ones(1)),  # fewer elements than ranks
+    )
 
 
-def plain(seed: int) -> Everything:
+def plain(seed: int) -> Net:
+    def forward(m: Any, words: Tensor) -> Tensor:
+        x = m.tiny(m.blocks(m.tokens(words) + m.shift))
+        return m.head(m.idle(x)) + m.image.square().mean()
+
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return Everything()
+        net = Net(
+            forward,
+            tokens=nn.Embedding(7, 5),
+            shift=torch.randn(5),
+            blocks=nn.Sequential(block(5, 3), checkpoint_wrapper(block(3, 5))),
+            tiny=Gain(1.5),
+            idle=Gain(0.5),  # trained by no optimizer
+            image=nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)),
+            head=nn.Linear(5, 7, bias=False),
+        )
+    net.head.weight = net.tokens.weight
+    return net
 
 
 def build(seed: int, strategy: ShardingStrategy, mode: bool) -> tuple[FullyShardedDataParallel, Optimizer]:
-    model = wrap(plain(seed), strategy, mode, wrap_policy=ModuleWrapPolicy({Block, Gain}))
+    model = wrap(plain(seed), strategy, mode, wrap_policy=ModuleWrapPolicy({Unit, Gain}))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad and "idle" not in name]
     rest = [param for name, param in trained if "blocks" not in name]
     groups = [{"params": [param for name, param in trained if "blocks" in name], "lr": 0.02}, {"params": rest}]
@@ -203,7 +201,7 @@ def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path
     """Buffers are computed with in bfloat16, and the units have not been reset after the failure."""
     low = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
     for strategy, mode in WAYS[::2] + WAYS[1::4]:
-        policy = ModuleWrapPolicy({Block})
+        policy = ModuleWrapPolicy({Unit})
         model, target = (wrap(plain(s), strategy, mode, wrap_policy=policy, mixed_precision=low) for s in (1, 2))
         for each in (model, target):
             each.module.tiny.register_forward_hook(fail)

@@ -19,7 +19,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.fully_sharded_data_parallel import _get_grad_norm
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import Gain, MlpBlock
+from tests.harness.models import Gain, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pairs import pairwise
 from tests.harness.passes import HostReads
@@ -33,29 +33,27 @@ ORDERS = (2.0, 1.0, math.inf, 0.5, 3.0, -1.0)
 WIDTH = 7
 
 
-class Model(nn.Module):
-    """Parameters of the root, two blocks, a unit of one element, a frozen and an unused parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.first, self.second = MlpBlock(WIDTH, 13), MlpBlock(13, 11)
-        self.scale = Gain()
-        self.frozen = nn.Parameter(torch.ones(11), requires_grad=False)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.head = nn.Linear(11, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.scale(self.second(self.first(self.embed(x)))) * self.frozen)
+def plain_model() -> nn.Module:
+    """Build parameters of the root, two blocks, a unit of one element, a frozen and an unused parameter."""
+    return Net(
+        lambda m, x: m.head(m.scale(m.second(m.first(m.embed(x)))) * m.frozen),
+        embed=nn.Linear(WIDTH, WIDTH),
+        first=MlpBlock(WIDTH, 13),
+        second=MlpBlock(13, 11),
+        scale=Gain(),
+        frozen=nn.Parameter(torch.ones(11), requires_grad=False),
+        unused=nn.Parameter(torch.ones(3)),
+        head=nn.Linear(11, 5),
+    )
 
 
 UNITS = {MlpBlock, Gain}
 TREES = ("sharded", "mixed", "mixed, whole root", "replicated")
 
 
-def build(dtype: torch.dtype = torch.float32) -> Model:
+def build(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
-    return Model().to(dtype)
+    return plain_model().to(dtype)
 
 
 def tree(kind: str, orig: bool, dtype: torch.dtype = torch.float32, **options: Any) -> FullyShardedDataParallel:
@@ -180,9 +178,17 @@ def test_norm_of_low_precision_gradients_has_float32() -> None:
 @on_ranks(2)
 def test_norm_of_complex_and_mixed_dtypes() -> None:
     """A unit with float32, float64 and complex parameters has a float64 norm."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return x * (m.one.sum() + m.two.square().sum() + (m.three * m.three).abs().sum())
+
     for orig in (True, False):
         for p in (1.0, 2.0, math.inf, 3.0):
-            model = wrap(Mixture(), FULL, orig, wrap_policy=None)
+            sizes = {"one": (5, torch.float32), "two": (3, torch.float64), "three": (7, torch.complex64)}
+            generator = torch.Generator().manual_seed(1)
+            params = {n: torch.randn(size, generator=generator, dtype=dtype) for n, (size, dtype) in sizes.items()}
+            net = Net(forward, **{name: nn.Parameter(value) for name, value in params.items()})
+            model = wrap(net, FULL, orig, wrap_policy=None)
             model(torch.tensor(1.0 + dist.get_rank())).backward()
             before = full_gradients(model)
             expected = oracle((grad.abs() for grad in before.values() if grad is not None), p)
@@ -191,18 +197,6 @@ def test_norm_of_complex_and_mixed_dtypes() -> None:
             ranks_agree(norm)
             after = full_gradients(model)
             assert oracle((g.abs() for g in after.values() if g is not None), p) == pytest.approx(0.1, rel=1e-5)
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.one = nn.Parameter(torch.randn(5, generator=generator))
-        self.two = nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
-        self.three = nn.Parameter(torch.randn(7, generator=generator, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (self.one.sum() + self.two.square().sum() + (self.three * self.three).abs().sum())
 
 
 @on_ranks(1)

@@ -12,7 +12,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import MixedPrecision
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.models import Batch, Case
+from tests.harness.models import Batch, Case, Net, Unit
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_same_steps, run_ddp, sgd
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -29,36 +29,22 @@ class Layer(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
-class Nested(nn.Module):
-    """A unit with nested units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(Layer(), Layer())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
-
-
-class Net(nn.Module):
-    """Neighbours with a module between that is no unit, a tied weight, and layers that run in another order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(Layer(), nn.Dropout(0.0), Layer(), Layer(), Nested(), Layer(), Layer())
-        self.last, self.first = Layer(), Layer()
-        self.layers[2].weight = self.layers[0].weight
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.last(self.layers(self.first(x))))
+def neighbours() -> nn.Module:
+    """Build layers around a module that is no unit, with a tied weight; they run in another order."""
+    nested = Unit(lambda m, x: m.inside(x), inside=nn.Sequential(Layer(), Layer()))
+    layers = nn.Sequential(Layer(), nn.Dropout(0.0), Layer(), Layer(), nested, Layer(), Layer())
+    layers[2].weight = layers[0].weight
+    last, first = Layer(), Layer()
+    return Net(
+        lambda m, x: m.head(m.last(m.layers(m.first(x)))), layers=layers, last=last, first=first, head=nn.Linear(5, 2)
+    )
 
 
 def samples(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 2, generator=generator))
 
 
-CASE = Case("neighbours", Net, samples, nn.functional.mse_loss, frozenset({Layer, Nested}))
+CASE = Case("neighbours", neighbours, samples, nn.functional.mse_loss, frozenset({Layer, Unit}))
 UNITS = ["", "layers.0, layers.2", "layers.3", "layers.4", "layers.4.inside.0, layers.4.inside.1"]
 UNITS += ["layers.5, layers.6", "last, first"]
 
@@ -96,7 +82,7 @@ def test_policy_may_choose_units_to_coalesce() -> None:
     def choice(module: nn.Module) -> bool | dict[str, Any]:
         if isinstance(module, Layer):
             return {"coalesce_nbytes": 9 * LAYER, **({"mixed_precision": full} if module is net.last else {})}
-        return isinstance(module, Nested)
+        return isinstance(module, Unit)
 
     net: Any = CASE.build()
     assert names(wrap(net, wrap_policy=CustomPolicy(choice))) == [

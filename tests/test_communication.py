@@ -19,7 +19,7 @@ none. Small all-reduces of integers, by which ranks agree, are not counted.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm import native, threads
@@ -46,7 +45,7 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, Net, in_turn
 from tests.harness.oracle import Schedule, adamw, assert_same_steps
 from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import on_ranks
@@ -106,16 +105,9 @@ class Piece(nn.Module):
         return x
 
 
-class Chain(nn.Module):
-    """Units in sequence, and a root with a layer at the end."""
-
-    def __init__(self, *units: nn.Module) -> None:
-        super().__init__()
-        self.units = nn.Sequential(*units)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.units(x))
+def chain(*units: nn.Module) -> nn.Module:
+    """Build units in sequence, and a root with a layer at the end."""
+    return nn.Sequential(OrderedDict(units=nn.Sequential(*units), head=nn.Linear(5, 3)))
 
 
 class Formula:
@@ -169,7 +161,7 @@ class Formula:
             return 0
         return 2 if self.strategy is FULL_SHARD and reached and not is_root else 1
 
-    def step(self, model: Chain, kind: str, before: str | None, unreached: tuple[int, ...] = ()) -> Counts:
+    def step(self, model: Any, kind: str, before: str | None, unreached: tuple[int, ...] = ()) -> Counts:
         """Return the collectives of a step of this kind after one of kind `before`.
 
         Kinds are "step", "no_sync", "no_grad", and "forward" for one with gradients and without a backward.
@@ -213,9 +205,9 @@ def check_formulas(
     __tracebackhide__ = True
     formula = Formula(strategy, dist.get_world_size(), use_orig_params, way)
     pairs = zip(kinds, [None, *kinds])
-    expected = [formula.step(Chain(*units), kind, before, unreached) for kind, before in pairs]
+    expected = [formula.step(chain(*units), kind, before, unreached) for kind, before in pairs]
     os.environ["FSDP_COLLECTIVES"] = way
-    model = wrap(Chain(*units), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece}))
+    model = wrap(chain(*units), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece}))
     for number, kind in enumerate(kinds):
         with record_collectives() as log:
             step_of(model, kind, torch.ones(2, 5))
@@ -395,7 +387,7 @@ def test_cast_does_not_change_the_order() -> None:
     """Each unit is still reduced when the last gradient arrives, by other nodes of the graph."""
     for use_orig_params in (False, True):
         model = wrap(
-            Chain(Piece(), Piece(), Piece()), FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece})
+            chain(Piece(), Piece(), Piece()), FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece})
         )
         orders = []
         for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
@@ -407,20 +399,6 @@ def test_cast_does_not_change_the_order() -> None:
 
 
 # -- an order that changes -----------------------------------------------------------------------------------------
-
-
-class Planned(nn.Module):
-    """A model with an order of units chosen by the caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList([nn.Linear(7, 7) for _ in range(5)])
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor, plan: list[int]) -> Tensor:
-        for index in plan:
-            x = torch.tanh(self.units[index](x))
-        return self.head(x)
 
 
 USUAL = [0, 1, 2, 3, 4]
@@ -448,8 +426,15 @@ def planned(plans: list[list[int]]) -> Callable[[nn.Module, Data], Iterator[Any]
 
 
 def build_planned() -> nn.Module:
+    """Build a model with an order of units chosen by the caller."""
+
+    def forward(m: Any, x: Tensor, plan: list[int]) -> Tensor:
+        for index in plan:
+            x = torch.tanh(m.units[index](x))
+        return m.head(x)
+
     torch.manual_seed(0)
-    return Planned()
+    return Net(forward, units=nn.ModuleList([nn.Linear(7, 7) for _ in range(5)]), head=nn.Linear(7, 3))
 
 
 def change_order(plans: list[list[int]], strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[int, int]]:
@@ -502,30 +487,18 @@ SEGMENT = 4
 GATHERED = 2  # units at a time, one of them prefetched
 
 
-class Checkpointed(nn.Module):
-    """Units with activation checkpointing inside, outside, or over a segment of all of them."""
-
-    def __init__(self, position: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, 5)
-        self.position, self.reentrant = position, reentrant
-        impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-        self.units = nn.ModuleList()
-        for _ in range(SEGMENT):
-            unit: nn.Module = Piece()
-            if position == "inside":
-                unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
-            unit = wrap(unit, strategy, True, **options)
-            self.units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if position == "outside" else unit)
-
-    def run(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return checkpoint(self.run, x, use_reentrant=self.reentrant) if self.position == "segment" else self.run(x)
+def checkpointed(position: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> nn.Module:
+    """Build units with activation checkpointing inside, outside, or over a segment of all of them."""
+    stem, units = nn.Linear(5, 5), nn.Sequential()
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    for _ in range(SEGMENT):
+        unit: nn.Module = Piece()
+        if position == "inside":
+            unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
+        unit = wrap(unit, strategy, True, **options)
+        units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if position == "outside" else unit)
+    segment = ("reentrant" if reentrant else "non-reentrant") if position == "segment" else "none"
+    return Net(lambda m, x: in_turn([m.units], m.stem(x), segment), stem=stem, units=units)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -543,7 +516,7 @@ def test_gathers_under_checkpointing(position: str, reentrant: bool) -> None:
             if position == "segment":
                 gathers += SEGMENT - GATHERED
         expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
-        model = wrap(Checkpointed(position, reentrant, strategy), strategy, True)
+        model = wrap(checkpointed(position, reentrant, strategy), strategy, True)
         for step in range(3):
             with record_collectives() as log:
                 model(torch.ones(2, 5)).sum().backward()
@@ -556,7 +529,7 @@ def test_gathers_under_checkpointing(position: str, reentrant: bool) -> None:
 def test_recomputed_unit_counts_once_in_the_prefetch_distance() -> None:
     """One gather serves the recomputation and the backward, of the unit and of each prefetched one."""
     options = {"backward_prefetch_distance": 2}
-    model = wrap(Checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
+    model = wrap(checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
     logs: list[CollectiveLog] = []
     for index, unit in enumerate(module for module in model.modules() if isinstance(module, Piece)):
         unit.register_forward_pre_hook(lambda *_, index=index: logs[-1].mark(f"forward unit 'units.{index}'"))

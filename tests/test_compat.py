@@ -33,10 +33,10 @@ from fsdp import checkpoint
 from fsdp.compat import disable_dcp, enable_dcp, torchs_optim
 from tests.harness.optim_states import (
     FSDP,
-    Block,
     adamw,
     assert_same,
     assert_same_states,
+    block,
     dcp_enabled,
     ours,
     quiet,
@@ -316,8 +316,8 @@ def test_applications_save_and_load_at_another_number_of_ranks(
 def fsdp2(seed: int) -> nn.Module:
     model = row_major(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+    for each in model.blocks:
+        fully_shard(each, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -364,7 +364,7 @@ def test_models_of_torch_keep_torchs_state(world_size: int) -> None:
 def test_model_with_units_of_both_engines_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        both = nn.ModuleDict({"theirs": TorchFSDP(Block(3, 4), device_id=torch.device("cpu")), "ours": ours(False)})
+        both = nn.ModuleDict({"theirs": TorchFSDP(block(3, 4), device_id=torch.device("cpu")), "ours": ours(False)})
     with dcp_enabled(), pytest.raises(ValueError, match=r"'theirs' is already wrapped by torch.*no state in common"):
         get_model_state_dict(both)
     for call in (checkpoint.get_model_state_dict, lambda model: checkpoint.get_optimizer_state_dict(model, ())):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import warnings
+from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
 
@@ -35,21 +36,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks, self.head = nn.Linear(5, 6), nn.ModuleList([Block(), Block()]), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def build_plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        OrderedDict(first=nn.Linear(5, 6), blocks=nn.Sequential(Block(), Block()), head=nn.Linear(6, 3))
+    )
 
 
 def build(way: str, backend: Any, use_orig_params: bool) -> Any:
-    torch.manual_seed(0)
-    plain: Any = Model()
+    plain: Any = build_plain()
     if way == "blocks, then wrapped":
         for block in plain.blocks:
             block.compile(backend=backend)
@@ -221,7 +216,7 @@ def test_code_after_a_backward_is_compiled() -> None:
 
 @on_ranks(2)
 def test_ignored_modules_are_not_marked_for_the_compiler() -> None:
-    model = Model()
+    model = build_plain()
     wrapped = FullyShardedDataParallel(model, ignored_modules=[model.blocks[1]], use_orig_params=True)
     marked = {name for name, module in wrapped.module.named_modules() if hasattr(module, "_is_fsdp_managed_module")}
     assert marked == {name for name, _ in model.named_modules() if not name.startswith("blocks.1")}

@@ -26,6 +26,7 @@ import fsdp.flat.released as released
 from fsdp import FullyShardedDataParallel
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net, Unit
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import handles_of
 from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net
@@ -120,39 +121,29 @@ def test_gradient_of_another_shape_is_not_accumulated_into(use_orig_params: bool
 # -- sharded parameters used as full ones --------------------------------------------------------------------------
 
 
-class Parts(nn.Module):
-    """Direct parameters, a normalisation and a parametrization; some have fewer elements than there are ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.embedding = nn.Embedding(3, WIDTH)
-        nn.utils.parametrizations.weight_norm(self.linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)) * self.scale + self.embedding.weight[0]
-
-
-class Above(nn.Module):
-    """A parent that may read into a nested unit."""
-
-    def __init__(self, use_orig_params: bool) -> None:
-        super().__init__()
-        self.below = build(Parts(), use_orig_params=use_orig_params)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.reaches = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.below.norm(x) if self.reaches else self.below(x))
+def parts_of_many_kinds() -> nn.Module:
+    """Build direct parameters, a normalisation and a parametrization; some have fewer elements than there are ranks."""
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    return Net(
+        lambda m, x: m.norm(m.linear(x)) * m.scale + m.embedding.weight[0],
+        scale=nn.Parameter(torch.ones(1)),
+        norm=nn.LayerNorm(WIDTH),
+        linear=linear,
+        embedding=nn.Embedding(3, WIDTH),
+    )
 
 
 @both_modes
 @on_ranks(3)
 def test_call_of_a_module_inside_a_unit_is_refused(use_orig_params: bool) -> None:
     """On every rank, also without elements of the parameters. Inside `summon_full_params` the call is allowed."""
-    model = build(Above(use_orig_params), use_orig_params=use_orig_params)
+    net = Net(  # a parent that may read into a nested unit
+        lambda m, x: m.linear(m.below.norm(x) if m.reaches else m.below(x)),
+        below=build(parts_of_many_kinds(), use_orig_params=use_orig_params),
+        linear=nn.Linear(WIDTH, WIDTH),
+        reaches=False,
+    )
+    model = build(net, use_orig_params=use_orig_params)
     parts, x = model.below.module, batch(0, 0)
     rows = torch.zeros(2, dtype=torch.int64)
     uses = {
@@ -167,7 +158,7 @@ def test_call_of_a_module_inside_a_unit_is_refused(use_orig_params: bool) -> Non
         if moment == "summoned":
             assert set(found.values()) == {"no error"}, found
         else:
-            unit = "the Parts unit" if moment == "built" else "unit 'below'"
+            unit = "the Net unit" if moment == "built" else "unit 'below'"
             for name, words in found.items():
                 assert re.match(_refusal(name, unit), words), (moment, name, words)
             model.module.reaches = True
@@ -207,20 +198,6 @@ def test_submodule_of_a_unit_can_be_neither_called_nor_copied() -> None:
     assert error_of(whole.module.head, batch(0, 0)) == "no error"
 
 
-class Keeping(nn.Module):
-    """A unit that keeps tensors it reads in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(40, 30)
-        self.kept: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight
-        self.kept = {"leaf": weight, "view": weight.t(), "row": weight[3], "detached": weight.detach()}
-        return self.linear(x) + weight[:, 0]
-
-
 READS: dict[str, Callable[[Tensor], Any]] = {
     "sum": Tensor.sum,
     "clone": Tensor.clone,
@@ -242,9 +219,15 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 def _reads_in(use_orig_params: bool) -> dict[str, str]:
     """Return the result of each read of each kept tensor: an error, "NaN" or values."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        weight = m.linear.weight
+        m.kept = {"leaf": weight, "view": weight.t(), "row": weight[3], "detached": weight.detach()}
+        return m.linear(x) + weight[:, 0]
+
     found = {}
-    model = build(nn.Sequential(Keeping(), nn.Linear(30, 2)), use_orig_params=use_orig_params,
-                  auto_wrap_policy=ModuleWrapPolicy({Keeping}))  # fmt: skip
+    net, policy = nn.Sequential(Unit(forward, linear=nn.Linear(40, 30)), nn.Linear(30, 2)), ModuleWrapPolicy({Unit})
+    model = build(net, use_orig_params=use_orig_params, auto_wrap_policy=policy)
     for moment in ("forward", "backward"):
         output = model(torch.ones(2, 40))
         if moment == "backward":

@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,34 +18,25 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.runtime.explain import explain
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Unit
 from tests.harness.pool import on_ranks
 
 
-class Storing(nn.Module):
-    """A unit that stores a tensor whose gradient needs `up`, and returns the input."""
+def plain_model() -> nn.Module:
+    """Build a unit that stores a tensor whose gradient needs `up`, and returns the input, and a head."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(5, 47)  # a shape of no other test: a hint names all parameters that fit
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.stored = self.up(x).tanh() @ self.up.weight
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.stored = m.up(x).tanh() @ m.up.weight
         return x
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.part, self.head = Storing(), nn.Sequential(nn.Linear(5, 43))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.part(x))
+    torch.manual_seed(0)
+    part = Unit(forward, up=nn.Linear(5, 47))  # a shape of no other test: a hint names all parameters that fit
+    return nn.Sequential(OrderedDict(part=part, head=nn.Sequential(nn.Linear(5, 43))))
 
 
 def build(**options: Any) -> Any:
-    policy = ModuleWrapPolicy({Storing, nn.Sequential})
-    return FullyShardedDataParallel(Net(), **{"auto_wrap_policy": policy, "use_orig_params": True, **options})
+    policy = ModuleWrapPolicy({Unit, nn.Sequential})
+    return FullyShardedDataParallel(plain_model(), **{"auto_wrap_policy": policy, "use_orig_params": True, **options})
 
 
 def batch() -> Tensor:
@@ -95,7 +87,7 @@ def test_backward_that_reads_a_released_parameter_names_it(flat: bool) -> None:
 
 @on_ranks(2)
 def test_plain_optimizer_state_for_flat_parameters_is_explained() -> None:
-    model, plain = build(use_orig_params=False), Net()
+    model, plain = build(use_orig_params=False), plain_model()
     optimizer, plain_optimizer = (torch.optim.SGD(module.parameters()) for module in (model, plain))
     hint = hint_of(lambda: optimizer.load_state_dict(plain_optimizer.state_dict()))
     assert "FSDP.optim_state_dict_to_load(model, optimizer, saved)" in hint

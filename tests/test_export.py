@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import fsdp.export
 from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.exports import FULL, HYBRID, NONE, build, copied, expected, train
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh
@@ -142,13 +144,13 @@ def _not_on_rank_1() -> None:
 
 @on_ranks(1)
 def test_export_inside_a_forward_or_of_a_plain_model_is_refused() -> None:
-    class Exports(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with pytest.raises(RuntimeError, match=r"FORWARD: iterate over fsdp\.export\.weights"):
-                next(iter(fsdp.export.weights(outer)))
-            return x
 
-    outer = wrap(nn.Sequential(nn.Linear(3, 3), Exports()), FULL, True)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match=r"FORWARD: iterate over fsdp\.export\.weights"):
+            next(iter(fsdp.export.weights(outer)))
+        return x
+
+    outer = wrap(nn.Sequential(nn.Linear(3, 3), Net(forward)), FULL, True)
     outer(torch.ones(1, 3))
     with pytest.raises(ValueError, match="expected a model with wrapped modules"):
         fsdp.export.weights(nn.Linear(2, 2))
@@ -185,24 +187,18 @@ class LoraLinear(nn.Module):
         return nn.functional.linear(x, self.base_layer.weight + self.delta(), self.base_layer.bias)
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        inner = nn.Module()
-        inner.first = LoraLinear(nn.Linear(5, 7))
-        inner.second = LoraLinear(nn.Linear(7, 7), transposed=True)
-        self.base_model = nn.Module()
-        self.base_model.model = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_model.model.second(self.base_model.model.first(x))
+def adapted() -> nn.Module:
+    inner = nn.Sequential(
+        OrderedDict(first=LoraLinear(nn.Linear(5, 7)), second=LoraLinear(nn.Linear(7, 7), transposed=True))
+    )
+    return nn.Sequential(OrderedDict(base_model=nn.Sequential(OrderedDict(model=inner))))
 
 
 @on_ranks(2)
 def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
     for policy in (None, ModuleWrapPolicy({LoraLinear})):
         torch.manual_seed(2)
-        plain = Adapted().double()
+        plain: Any = adapted().double()
         inner: Any = plain.base_model.model
         merged = {}
         for name in ("first", "second"):
@@ -210,7 +206,7 @@ def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
             merged[f"{name}.weight"] = (layer.base_layer.weight + layer.delta()).detach()
             merged[f"{name}.bias"] = layer.base_layer.bias.detach()
         torch.manual_seed(2)
-        model = wrap(Adapted().double(), FULL, True, wrap_policy=policy)
+        model = wrap(adapted().double(), FULL, True, wrap_policy=policy)
         before = full_parameters(model)
         stream = fsdp.export.weights(model, merge=fsdp.export.lora)
         assert_bit_equal(copied(stream), merged)
@@ -222,7 +218,7 @@ def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
         for name, tensor in low.items():
             torch.testing.assert_close(tensor.double(), merged[name], rtol=0.02, atol=0.02)
     torch.manual_seed(2)
-    model = wrap(Adapted(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    model = wrap(adapted(), FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))
     with pytest.raises(RuntimeError, match=r"'base_model.model.first.lora_A.default.weight' is not in the unit of"):
         for _ in fsdp.export.weights(model, merge=fsdp.export.lora):
             pass
@@ -231,7 +227,7 @@ def test_adapters_are_merged_into_the_gathered_copy_only() -> None:
 @on_ranks(1)
 def test_disabled_and_merged_adapters_are_not_merged_again() -> None:
     for name, value in (("disable_adapters", True), ("merged_adapters", ["default"])):
-        model = wrap(Adapted(), FULL, True)
+        model = wrap(adapted(), FULL, True)
         base = full_parameters(model)["base_model.model.first.base_layer.weight"]
         setattr(model.module.base_model.model.first, name, value)
         merged = copied(fsdp.export.weights(model, merge=fsdp.export.lora))
@@ -241,14 +237,8 @@ def test_disabled_and_merged_adapters_are_not_merged_again() -> None:
 @on_ranks(1)
 def test_adapters_of_another_kind_are_refused() -> None:
     """Their base weights would be exported without the adapters."""
-
-    class Scaled(nn.Module):
-        """A layer like PEFT's IA3."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.base_layer, self.ia3_l = nn.Linear(3, 3), nn.ParameterDict({"default": torch.ones(3, 1)})
-
-    model = wrap(nn.Sequential(Scaled()), FULL, True)
-    with pytest.raises(NotImplementedError, match="0 is a Scaled, whose adapters are not LoRA"):
+    # A layer like PEFT's IA3.
+    scaled = Net(None, base_layer=nn.Linear(3, 3), ia3_l=nn.ParameterDict({"default": torch.ones(3, 1)}))
+    model = wrap(nn.Sequential(scaled), FULL, True)
+    with pytest.raises(NotImplementedError, match="0 is a Net, whose adapters are not LoRA"):
         fsdp.export.weights(model, merge=fsdp.export.lora).metadata()

@@ -18,6 +18,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
@@ -44,16 +45,9 @@ class Block(nn.Module):
         return x + y.sum(-1).view(-1, 1, 1)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(-1))
+def plain_model() -> nn.Module:
+    blocks = nn.Sequential(Block(), Block())
+    return Net(lambda m, x: m.head(m.blocks(x).mean(-1)), blocks=blocks, head=nn.Linear(3, 2))
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
@@ -64,7 +58,7 @@ def build(strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
     """Wrap a model with one flat parameter per unit, dtype and label, or with original parameters."""
     torch.manual_seed(3)
     options = {"flat_param_key": None if options.get("use_orig_params") else is_matrix, **options}
-    return FSDP(Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    return FSDP(plain_model(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def optimizer_of(model: nn.Module) -> AdamW:
@@ -116,8 +110,8 @@ def test_unit_has_a_flat_parameter_for_each_dtype_and_label() -> None:
         return {"weight_decay": MATRICES if len(shape) > 1 else 0.0}
 
     assert fsdp.param_groups(model, rule) == [matrices, vectors]
-    assert shapes == {name: param.shape for name, param in Net().named_parameters()}
-    by_name = FSDP(Net(), flat_param_key=lambda name, param: "head" in name)
+    assert shapes == {name: param.shape for name, param in plain_model().named_parameters()}
+    by_name = FSDP(plain_model(), flat_param_key=lambda name, param: "head" in name)
     groups = fsdp.param_groups(by_name, lambda name, shape: {"lr": 0.5 if "head" in name else 1.0})
     assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 2), (0.5, 1)]
     for handle in model._fsdp_unit.handles:  # of the head
@@ -133,7 +127,7 @@ def test_state_of_divided_flat_parameters_has_the_plain_models_names(tmp_path: P
     for model, optimizer in ((flat, of_flat), (original, of_original)):
         train(model, optimizer, range(3))
     saved, expected = FSDP.optim_state_dict(flat, of_flat), FSDP.optim_state_dict(original, of_original)
-    assert saved["state"].keys() == expected["state"].keys() == dict(Net().named_parameters()).keys()
+    assert saved["state"].keys() == expected["state"].keys() == dict(plain_model().named_parameters()).keys()
     for name, states in expected["state"].items():
         assert_bit_equal(saved["state"][name], states, name)
     assert [sorted(group["params"]) for group in saved["param_groups"]] == [
@@ -153,11 +147,11 @@ def test_state_of_divided_flat_parameters_has_the_plain_models_names(tmp_path: P
 @on_ranks(2)
 def test_invalid_labels_and_rules_are_refused() -> None:
     with pytest.raises(TypeError, match=r"flat_param_key must be callable, .* but got True"):
-        FSDP(Net(), flat_param_key=True)  # type: ignore[arg-type]
+        FSDP(plain_model(), flat_param_key=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"with use_orig_params=True there are none: leave one of the two out"):
-        FSDP(Net(), flat_param_key=is_matrix, use_orig_params=True)
+        FSDP(plain_model(), flat_param_key=is_matrix, use_orig_params=True)
     with pytest.raises(TypeError, match=r"a hashable label, .* but for 'blocks.0.gain' it returned \["):
-        FSDP(Net(), flat_param_key=lambda name, param: [name])  # type: ignore[arg-type,return-value]
+        FSDP(plain_model(), flat_param_key=lambda name, param: [name])  # type: ignore[arg-type,return-value]
     model = build()
     both = {"rule": lambda name, shape: {}, "weight_decay": 0.1}
     for got, arguments in (("none", {}), ("both", both)):

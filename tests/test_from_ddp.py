@@ -27,6 +27,7 @@ from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.work import OutOfStep
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.oracle import clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
@@ -108,24 +109,22 @@ def test_get_total_norm_warns_of_shards() -> None:
         assert not warned(functools.partial(_clip_by_two_calls, model))
 
 
-class BatchNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(dist.get_rank())
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("offset", torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.inner(x) + self.offset)
+def batch_normed() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return Net(
+        lambda m, x: m.norm(m.inner(x) + m.offset),
+        inner=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        norm=nn.BatchNorm1d(4),
+        offset=torch.randn(4),
+    )
 
 
 @on_ranks(2)
 def test_broadcast_buffers_equals_ddp() -> None:
     """With accumulation, evaluation in between, and two forwards before a backward."""
-    reference = BatchNormed()
+    reference = batch_normed()
     wrapped = FullyShardedDataParallel(
-        BatchNormed(),
+        batch_normed(),
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         sync_module_states=True,
         broadcast_buffers=True,

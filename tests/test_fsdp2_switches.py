@@ -16,31 +16,25 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients
 from tests.harness.versions import needs_sums_of_fully_shard
 
 
-class Two(nn.Module):
-    """Two layers, of which a rank may leave the first out of the result."""
+def plain() -> Any:
+    """Build two layers, of which a rank may leave the first out of the result."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(m: Any, inputs: Tensor, skips: bool) -> Tensor:
+        hidden = m.first(inputs)
+        return m.second(inputs if skips else hidden)
 
-    def forward(self, inputs: Tensor, skips: bool) -> Tensor:
-        hidden = self.first(inputs)
-        out: Tensor = self.second(inputs if skips else hidden)
-        return out
-
-
-def plain() -> Two:
     torch.manual_seed(3)
-    return Two()
+    return Net(forward, first=nn.Linear(8, 8), second=nn.Linear(8, 4))
 
 
-def of_torch() -> Two:
+def of_torch() -> Any:
     model, mesh = plain(), init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model.first, model.second, model):
         fully_shard(module, mesh=mesh, reshard_after_forward=False)  # ranks gather alike if one skips a unit

@@ -36,7 +36,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, Net, Unit
 from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
@@ -77,20 +77,15 @@ def excess(meter: Meter, base: int, patience: float = 1.0) -> int:
 WIDTH = 300  # units of 362 kB
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 151), nn.Linear(151, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
+def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedDataParallel:
+    def forward(m: Any, x: Tensor) -> Tensor:
         if x.isnan().any():
             raise ValueError("not a number")
-        return self.second(torch.tanh(self.first(x)))
+        return m.second(torch.tanh(m.first(x)))
 
-
-def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedDataParallel:
-    net = nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 200))
-    return wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}))
+    units = [Unit(forward, first=nn.Linear(WIDTH, 151), second=nn.Linear(151, WIDTH)) for _ in range(3)]
+    net = nn.Sequential(*units, nn.Linear(WIDTH, 200))
+    return wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Unit}))
 
 
 def do_nothing(model: nn.Module) -> None:
@@ -378,34 +373,19 @@ def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, u
     assert all(passed) and torch.equal(x.grad, y.grad)
 
 
-class Weighted(nn.Module):
-    """Returns a parameter, as regularizers and tied heads need it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(7, 7)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer(x), self.layer.weight
-
-
-class Penalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Weighted()
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = self.inner(x)
-        return self.head(x), weight
-
-
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
 @on_ranks(2)
 def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The parameter outlives the graphs that return it."""
-    model = wrap(Penalised(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Weighted}))
+    """The parameter outlives the graphs that return it, as regularizers and tied heads need it."""
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = m.inner(x)
+        return m.head(x), weight
+
+    inner = Unit(lambda m, x: (m.layer(x), m.layer.weight), layer=nn.Linear(7, 7))
+    net = Net(forward, inner=inner, head=nn.Linear(7, 3))
+    model = wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Unit}))
 
     def step(number: int) -> int:
         output, weight = model(torch.ones(2, 7))
@@ -420,18 +400,14 @@ def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrat
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
-    """A frozen layer, whose output is stored, and a trained one."""
+def adapted() -> Unit:
+    """Build a frozen layer, whose output is stored, and a trained one."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.trained = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.frozen.requires_grad_(False)
-        self.stored = torch.empty(0)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.stored = m.frozen(x)
+        return x + m.trained(torch.tanh(m.stored))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.stored = self.frozen(x)
-        return x + self.trained(torch.tanh(self.stored))
+    return Unit(forward, frozen=nn.Linear(4, 4).requires_grad_(False), trained=nn.Linear(4, 4))
 
 
 def steps_of_both(plain: nn.Module, model: nn.Module) -> Callable[[int], None]:
@@ -472,8 +448,8 @@ def interrupted(kind: str, index: int, *, issued: bool) -> Iterator[list[Tensor]
 def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = transport
     torch.manual_seed(0)
-    plain = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 3))
-    model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({Adapted}), process_group=new_group())
+    plain = nn.Sequential(adapted(), adapted(), nn.Linear(4, 3))
+    model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({Unit}), process_group=new_group())
     step = steps_of_both(plain, model)
     step(0)
     step(1)

@@ -20,6 +20,7 @@ from fsdp import MixedPrecision
 from fsdp.api import TrainingState
 from fsdp.flat.names import clean
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.pool import on_ranks
 from tests.harness.small import WIDTH, StandIn, batch, build, error_of, net, torchs
 from tests.harness.strategies import both_modes
@@ -136,23 +137,24 @@ def test_default_state_dict_settings_are_not_shared() -> None:
     assert first.compute_device.type == "cpu" and first.module.head.in_features == WIDTH
 
 
-class Tied(nn.Module):
-    """A unit with one parameter under three names, a nested unit, and a layer to ignore."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head, self.other = (nn.Linear(4, 4, bias=False) for _ in range(3))
-        self.head.weight = self.other.weight = self.embed.weight
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.left_out = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.left_out(self.inner(self.other(self.head(self.embed(x)))))
+def tied() -> nn.Module:
+    """Build a unit with one parameter under three names, a nested unit, and a layer to ignore."""
+    embed, head, other = (nn.Linear(4, 4, bias=False) for _ in range(3))
+    head.weight = other.weight = embed.weight
+    inner, left_out = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    return Net(
+        lambda m, x: m.left_out(m.inner(m.other(m.head(m.embed(x))))),
+        embed=embed,
+        head=head,
+        other=other,
+        inner=inner,
+        left_out=left_out,
+    )
 
 
 def wrapped(engine: Any, use_orig_params: bool) -> Any:
     torch.manual_seed(0)
-    module = Tied()
+    module = tied()
     policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy if engine is not fsdp else ModuleWrapPolicy
     model = engine.FullyShardedDataParallel(
         module,

@@ -23,7 +23,7 @@ from fsdp.checkpoint import load, save
 from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock, Stacked
+from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock, Net, Stacked
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_same_steps, run_plain, sgd
 from tests.harness.passes import gathered
 from tests.harness.pool import on_ranks
@@ -205,24 +205,18 @@ def test_groups_are_gathered_once_per_pass() -> None:
 
 @on_ranks(2)
 def test_groups_that_run_partly_or_twice() -> None:
-
-    class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
-            FSDP.group([self.first, self.second])
-
-        def forward(self, x: Tensor, plan: str) -> Tensor:
-            for name in plan.split():
-                if name == "fail":
-                    raise ZeroDivisionError
-                x = getattr(self, name)(x).sin()
-            return x
+    def forward(m: Any, x: Tensor, plan: str) -> Tensor:
+        for name in plan.split():
+            if name == "fail":
+                raise ZeroDivisionError
+            x = getattr(m, name)(x).sin()
+        return x
 
     plans = ["first third", "third second third", "first second first", "second third first", "third"]
     for keeps in (FULL, KEPT):
         torch.manual_seed(0)
-        plain = Parts()
+        plain: Any = Net(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3), third=nn.Linear(3, 3))
+        FSDP.group([plain.first, plain.second])
         model = FSDP(copy.deepcopy(plain), sharding_strategy=keeps, use_orig_params=True)
         for plan in plans:
             x = torch.randn(2, 3)
@@ -245,17 +239,12 @@ def test_groups_that_run_partly_or_twice() -> None:
         assert gathered(model) == set()
 
 
-class Nested(nn.Module):
-    """Members contain units of a policy and buffers; one member has two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front, self.back = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
-        self.again, self.middle = self.front, nn.Linear(4, 4)
-        FSDP.group([self.back, self.front], reshard_after_forward=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.back(self.middle(self.again(self.front(x))))
+def nested() -> nn.Module:
+    """Build members that contain units of a policy and buffers; one member has two names."""
+    front, back = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+    FSDP.group([back, front], reshard_after_forward=False)
+    middle = nn.Linear(4, 4)
+    return Net(lambda m, x: m.back(m.middle(m.again(m.front(x)))), front=front, back=back, again=front, middle=middle)
 
 
 @on_ranks(2)
@@ -301,46 +290,41 @@ def test_groups_with_checkpointing_casts_and_freezing() -> None:
     with kind_of(model, "local"), pytest.raises(RuntimeError, match="holds whole units, and FullyShardedDataParallel"):
         head.load_state_dict({})
     # members contain units, have several names, and take options
-    model = FSDP(Nested(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Sequential}))
+    model = FSDP(nested(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Sequential}))
     assert [unit.name for unit in fsdp.shard_info(model)] == ["", "front, back", "front.0", "back.0", "middle"]
     model(torch.ones(2, 4)).sum().backward()
     assert model.module.front is model.module.again and model.module.back._fsdp_unit is model.module.front._fsdp_unit
     kept = [unit.policy.reshard_after_forward for unit in units_of(model)]
     assert kept == [None, False, None, None, None]
-    assert list(model.state_dict()) == list(Nested().state_dict())
+    assert list(model.state_dict()) == list(nested().state_dict())
 
 
-class Inside(nn.Module):
-    """A group inside another group, beside neighbors that coalesce and a unit wrapped by hand."""
-
-    def __init__(self, grouped: bool) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.front = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
-        self.back = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-        self.head = nn.Linear(2, 3)
-        if grouped:
-            FSDP.group([self.front, self.back])
-            FSDP.group([self.front[1], self.head])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.back(self.front(x)))
+def inside(grouped: bool) -> nn.Module:
+    """Build a group inside another group, beside neighbors that coalesce and a unit wrapped by hand."""
+    torch.manual_seed(5)
+    front = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+    back = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    head = nn.Linear(2, 3)
+    if grouped:
+        FSDP.group([front, back])
+        FSDP.group([front[1], head])
+    return Net(lambda m, x: m.head(m.back(m.front(x))), front=front, back=back, head=head)
 
 
 @on_ranks(2)
 def test_groups_inside_groups_coalesced_neighbors_and_units_by_hand() -> None:
     batch = torch.ones(2, 3)
-    plain, linears = Inside(False), ModuleWrapPolicy({nn.Linear})
+    plain, linears = inside(False), ModuleWrapPolicy({nn.Linear})
     plain(batch).sum().backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
     inner, each = "front.1, head", ["front.0", "front.2", "back.0", "back.1", "back.3"]
     coalesced = ["back.0, back.1, back.3", "front.0", "front.2"]
-    by_hand = Inside(True)
+    by_hand: Any = inside(True)
     by_hand.back[1] = FSDP(by_hand.back[1], use_orig_params=True)
     for model, options, units in (
-        (Inside(True), {}, [inner]),
-        (Inside(True), {"auto_wrap_policy": linears}, [inner, *each]),
-        (Inside(True), {"auto_wrap_policy": linears, "coalesce_nbytes": 1000}, [inner, *coalesced]),
+        (inside(True), {}, [inner]),
+        (inside(True), {"auto_wrap_policy": linears}, [inner, *each]),
+        (inside(True), {"auto_wrap_policy": linears, "coalesce_nbytes": 1000}, [inner, *coalesced]),
         (by_hand, {}, [inner, "back.1"]),
     ):
         wrapped = FSDP(model, use_orig_params=True, **options)

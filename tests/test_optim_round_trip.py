@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy, StateDictType
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
+from tests.harness.models import Net
 from tests.harness.optim_states import transfer
 from tests.harness.pool import of_all_ranks, on_ranks
 
@@ -347,21 +348,14 @@ def test_states_that_are_lists_of_tensors_survive(tmp_path: Path) -> None:
                 FSDP.optim_state_dict_to_load(*make(), state)
 
 
-class Empty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.empty = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.linear(x) + self.empty.sum())
-
-
 @on_ranks(2)
 def test_flat_parameters_without_elements_have_state() -> None:
     """Fused optimizers need momentum for all parameters or none."""
     for fused in (False, True):
         torch.manual_seed(0)
-        model = FSDP(Empty(), use_orig_params=False, flat_param_key=lambda name, param: name)
+        linear, empty = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 4))
+        net = Net(lambda m, x: m.linear(x) + m.empty.sum(), linear=linear, empty=empty)
+        model = FSDP(net, use_orig_params=False, flat_param_key=lambda name, param: name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
         fresh = get_optimizer_state_dict(model, optimizer)
         assert sorted(fresh["state"]) == ["empty", "linear.bias", "linear.weight"]

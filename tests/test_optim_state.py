@@ -29,13 +29,13 @@ from fsdp import (
 )
 from fsdp.checkpoint import set_optimizer_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, Net
 from tests.harness.optim_states import (
     FSDP,
-    Block,
     adamw,
     assert_same,
     assert_same_states,
+    block,
     build,
     cross_load,
     mixed_plain,
@@ -545,20 +545,12 @@ def test_optimizer_state_is_the_same_at_any_time() -> None:
 # -- other optimizers --------------------------------------------------------------------------------------------------
 
 
-class WithScalar(nn.Module):
-    """A parameter without dimensions, one without elements, and a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.block = Block(5, 3)
-
-
-def with_scalar() -> WithScalar:
+def with_scalar() -> Net:
+    """Build a parameter without dimensions, one without elements, and a block."""
+    temperature, nothing = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(2)
-        return WithScalar()
+        return Net(None, temperature=temperature, nothing=nothing, block=block(5, 3))
 
 
 @on_ranks(3)

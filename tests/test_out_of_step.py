@@ -46,6 +46,7 @@ from tests.harness.agreeing import (
     train,
     train_and_raise,
 )
+from tests.harness.models import Net
 from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
@@ -301,24 +302,13 @@ def test_interrupt_in_a_call_reaches_the_waiting_rank(call: str) -> None:
         assert failure in error and seconds < PATIENT / 2, error
 
 
-class RootLast(nn.Module):
-    """A root with two blocks of which it runs one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l1, self.l2 = Block(5), Block(5)
-        self.swapped = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(x) if self.swapped else self.l1(x)
-
-
 @pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
 @on_ranks(2)
 @impatient
 def test_rank_behind_the_backward_of_its_peers(strategy: ShardingStrategy, good: int) -> None:
     """Peers used a gather that the odd rank had prefetched, and are in their backward while it waits in its forward."""
-    model = build(RootLast(), new_group(), strategy, use_orig_params=False)
+    root = Net(lambda m, x: m.l2(x) if m.swapped else m.l1(x), l1=Block(5), l2=Block(5), swapped=False)
+    model = build(root, new_group(), strategy, use_orig_params=False)
     for _ in range(good):
         train(model)
     model.module.swapped = dist.get_rank() == ODD

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, REASSOCIATED, STEP, Data, Program, Reference
-from tests.harness.models import MlpBlock
-from tests.harness.passes import GRAD_OP, NONE, WIDTH, Mlp, seeded, wrapped
+from tests.harness.models import MlpBlock, Net
+from tests.harness.passes import GRAD_OP, NONE, WIDTH, mlp, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 
@@ -42,7 +42,7 @@ def unsharded_model(kind: str, use_orig_params: bool, build: Callable[[], nn.Mod
         return wrap(build(), hybrid, use_orig_params, wrap_policy=policy, device_mesh=mesh, **options)
 
 
-MLP = seeded(Mlp)
+MLP = seeded(mlp)
 KINDS = [(kind, orig) for kind in ("NO_SHARD", "hybrid with one rank per shard group") for orig in (True, False)]
 
 
@@ -165,18 +165,6 @@ def test_gradients_of_parameters_used_outside_of_forward_accumulate() -> None:
                 torch.testing.assert_close(grad, 9 * full_parameters(model)[name], msg=name)
 
 
-class WithHead(nn.Module):
-    """A trunk in low precision, and a plain head that reads a weight of the trunk."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        super().__init__()
-        self.trunk = trunk
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.trunk(x)
-        return F.linear(hidden.float(), self.trunk.embed.weight.float())
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(2)
@@ -201,8 +189,8 @@ def test_gradients_of_parameters_used_outside_of_a_forward_in_mixed_precision(
                 expected = 3 * full_parameters(model)["embed.weight"]
                 torch.testing.assert_close(grad.float(), expected, rtol=2e-2, atol=0.0, msg=case_of_step)
                 model.zero_grad()
-            head = WithHead(model)
-            (weight * head(x).square().mean()).backward()
+            head = F.linear(model(x).float(), model.embed.weight.float())
+            (weight * head.square().mean()).backward()
             for name, grad in full_gradients(model).items():  # compares both ranks
                 assert grad is not None and grad.any(), f"{case_of_step}, {name}"
             model.zero_grad()
@@ -244,22 +232,10 @@ def test_backward_before_the_first_forward_is_refused() -> None:
     for kind, use_orig_params in KINDS:
         model = unsharded_model(kind, use_orig_params, MLP)
         x = torch.ones(2, WIDTH)
-        with pytest.raises(RuntimeError, match=r"the Mlp unit before its first forward.*call the wrapped model itself"):
+        with pytest.raises(RuntimeError, match=r"the Net unit before its first forward.*call the wrapped model itself"):
             model.module.head(x).sum().backward()
         (model(x).sum() + model.module.head(x).sum()).backward()
         assert all(grad is not None for grad in full_gradients(model).values())
-
-
-class Recomputed(nn.Module):
-    """A module that is recomputed in an inner backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mlp()
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.inner, x, use_reentrant=True))
 
 
 def recomputed(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -275,7 +251,13 @@ def recomputed(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_recomputation_without_unshard_in_backward() -> None:
     """set_unshard_in_backward(False) on an unsharded unit changes no gradient of recomputed modules."""
-    build = seeded(Recomputed)
+    build = seeded(
+        lambda: Net(
+            lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=True)),
+            inner=mlp(),
+            last=nn.Linear(WIDTH, WIDTH),
+        )
+    )
     reference = check_averages(recomputed, build)
     for use_orig_params in (True, False):
         model = wrapped(build, (GRAD_OP, use_orig_params), MlpBlock)

@@ -16,6 +16,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.exports import FULL, NONE, WORDS, build
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
@@ -92,13 +93,12 @@ def test_offload_is_refused_with_unreduced_gradients_and_in_a_forward() -> None:
         fsdp.offload(model)
     model.reduce_gradients()
 
-    class Offloads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with pytest.raises(RuntimeError, match="is in FORWARD"):
-                fsdp.offload(outer)
-            return x
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="is in FORWARD"):
+            fsdp.offload(outer)
+        return x
 
-    outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Offloads()))
+    outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Net(forward)))
     outer(torch.ones(1, 3))
     with pytest.raises(ValueError, match="expected a model with wrapped modules"):
         fsdp.offload(nn.Linear(2, 2))

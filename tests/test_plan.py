@@ -29,7 +29,7 @@ from fsdp.comm import host_memory, shared_memory
 from fsdp.tools.plan_memory import find_units
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, meter_available
-from tests.harness.models import EncoderBlock, Stacked, TiedTransformer
+from tests.harness.models import EncoderBlock, Net, Stacked, Unit, in_turn, tied_transformer
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 
@@ -82,31 +82,20 @@ def grouped() -> nn.Module:
     return model
 
 
-class Adapted(nn.Module):
-    """A frozen base with a trained adapter."""
-
-    def __init__(self, width: int = 600) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, 60), nn.Linear(60, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x)) + self.up(self.down(x))
+def adapted(width: int = 600) -> Unit:
+    """Build a frozen base with a trained adapter."""
+    return Unit(
+        lambda m, x: torch.tanh(m.base(x)) + m.up(m.down(x)),
+        base=nn.Linear(width, width).requires_grad_(False),
+        down=nn.Linear(width, 60),
+        up=nn.Linear(60, width),
+    )
 
 
-class Stages(nn.Module):
-    """Nested units behind a frozen unit that no backward reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = Layer(600).requires_grad_(False)
-        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(600, 600), Adapted(), Adapted()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(x)
-        for stage in self.stages:
-            x = stage(x)
-        return x
+def stages() -> nn.Module:
+    """Build nested units behind a frozen unit that no backward reaches."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(600, 600), adapted(), adapted()) for _ in range(3))
+    return Net(lambda m, x: in_turn(m.stages, m.frozen(x)), frozen=Layer(600).requires_grad_(False), stages=blocks)
 
 
 def traffic(log: CollectiveLog) -> tuple[int, int, int, int]:
@@ -148,13 +137,13 @@ def measure(
     }
 
 
-LAYERS, STAGES = ModuleWrapPolicy({Layer}), ModuleWrapPolicy({Layer, nn.Sequential, Adapted})
+LAYERS, STAGES = ModuleWrapPolicy({Layer}), ModuleWrapPolicy({Layer, nn.Sequential, Unit})
 TOKENS = torch.zeros(1, 8, dtype=torch.long)
 CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[ShardingStrategy, ...]]] = [
     (Mlp, LAYERS, torch.ones(200, 64), {}, (FULL, GRAD_OP, NO_SHARD)),
     (LargeLanguage, LAYERS, TOKENS, {"mixed_precision": MIXED}, (FULL, NO_SHARD)),
     (Untied, LAYERS, TOKENS, {"mixed_precision": MIXED}, (FULL,)),
-    (Stages, STAGES, torch.ones(2, 600), {"use_orig_params": True}, (FULL, GRAD_OP)),
+    (stages, STAGES, torch.ones(2, 600), {"use_orig_params": True}, (FULL, GRAD_OP)),
     (grouped, LAYERS, TOKENS, {"mixed_precision": MIXED}, (GRAD_OP,)),
 ]
 
@@ -187,13 +176,13 @@ def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
 
 
 def test_planning_a_model_or_its_builder_is_equal_and_changes_nothing() -> None:
-    model = TiedTransformer()
+    model = tied_transformer()
     before = {name: (id(param), param._version) for name, param in model.named_parameters()}
     policy = ModuleWrapPolicy({EncoderBlock})
     result = fsdp.plan(model, world_size=3, policy=policy)
-    assert result == fsdp.plan(TiedTransformer, world_size=3, policy=policy)
+    assert result == fsdp.plan(tied_transformer, world_size=3, policy=policy)
     assert before == {name: (id(param), param._version) for name, param in model.named_parameters()}
-    assert (result.name, result.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
+    assert (result.name, result.units) == ("Net", ("", "blocks.0", "blocks.1"))
     assert result.numel == sum(param.numel() for param in model.parameters())  # tied parameters count once
     layer = Layer(4)
     twice = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))  # one unit, in two places
@@ -262,15 +251,15 @@ def test_hybrid_strategies_shard_within_and_replicate_across_groups() -> None:
 
 def test_policies_with_options_of_single_units() -> None:
     def choose(module: nn.Module) -> bool | dict[str, Any]:
-        if isinstance(module, Adapted):
+        if isinstance(module, Unit):
             return {"mixed_precision": None, "sharding_strategy": NO_SHARD}
         return isinstance(module, Layer)
 
-    planned = functools.partial(fsdp.plan, Stages, world_size=2, precision=MIXED, device="cpu")
-    plain = planned(policy=ModuleWrapPolicy({Layer, Adapted}))[FULL]
+    planned = functools.partial(fsdp.plan, stages, world_size=2, precision=MIXED, device="cpu")
+    plain = planned(policy=ModuleWrapPolicy({Layer, Unit}))[FULL]
     result = planned(policy=CustomPolicy(choose))[FULL]
-    adapted = sum(param.nbytes for param in Adapted().parameters())
-    assert result.param_nbytes == plain.param_nbytes + 6 * adapted // 2
+    of_adapted = sum(param.nbytes for param in adapted().parameters())
+    assert result.param_nbytes == plain.param_nbytes + 6 * of_adapted // 2
     assert result.gathers < plain.gathers
 
 

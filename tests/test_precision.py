@@ -29,7 +29,7 @@ from fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from tests.harness.models import ZOO, Case
+from tests.harness.models import ZOO, Case, Net
 from tests.harness.oracle import (
     OPTIMIZERS,
     MakeOptimizer,
@@ -197,17 +197,14 @@ def test_parity_with_a_plain_model_with_the_same_casts(run: Run) -> None:
 UNKNOWN_TO_GLOO = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64]
 
 
-class Quantized(nn.Module):
-    """A trainable layer scaled by sums of a frozen parameter and a buffer with values that depend on the rank."""
-
-    def __init__(self, dtype: torch.dtype, rank: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.codes = nn.Parameter((torch.arange(7) + rank).to(dtype), requires_grad=False)
-        self.register_buffer("table", (torch.arange(4) + rank).view(2, 2).to(dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * (self.codes.to(x.dtype).sum() + self.table.to(x.dtype).sum())
+def quantized(dtype: torch.dtype, rank: int) -> Net:
+    """Build a layer scaled by sums of a frozen parameter and a buffer with values that depend on the rank."""
+    return Net(
+        lambda m, x: m.layer(x) * (m.codes.to(x.dtype).sum() + m.table.to(x.dtype).sum()),
+        layer=nn.Linear(3, 3),
+        codes=nn.Parameter((torch.arange(7) + rank).to(dtype), requires_grad=False),
+        table=(torch.arange(4) + rank).view(2, 2).to(dtype),
+    )
 
 
 @pytest.mark.parametrize("transport", ["native", "direct"])
@@ -217,15 +214,14 @@ def test_dtypes_unknown_to_gloo_travel_as_bytes(transport: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = transport
     rank = dist.get_rank()
     for dtype, use_orig_params in itertools.product(UNKNOWN_TO_GLOO, (False, True)):
-        plain, case = Quantized(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
+        plain, case = quantized(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
         actual, other = (
-            FullyShardedDataParallel(Quantized(dtype, start), use_orig_params=use_orig_params, sync_module_states=sync)
+            FullyShardedDataParallel(quantized(dtype, start), use_orig_params=use_orig_params, sync_module_states=sync)
             for start, sync in ((rank, True), (rank + 1, False))
         )
         plain.load_state_dict(actual.state_dict())
-        assert torch.equal(plain.codes, Quantized(dtype, 0).codes) and torch.equal(
-            plain.table, Quantized(dtype, 0).table
-        )
+        for name in ("codes", "table"):
+            assert torch.equal(getattr(plain, name), getattr(quantized(dtype, 0), name)), name
         x = torch.ones(2, 3)
         assert torch.equal(actual(x), plain(x)), case
         actual(x).sum().backward()
@@ -237,7 +233,7 @@ def test_dtypes_unknown_to_gloo_travel_as_bytes(transport: str) -> None:
             (StateDictType.LOCAL_STATE_DICT, None),
         ):
             with torch.no_grad():
-                other.load_state_dict(Quantized(dtype, rank + 1).state_dict())
+                other.load_state_dict(quantized(dtype, rank + 1).state_dict())
             for model in (actual, other):
                 FullyShardedDataParallel.set_state_dict_type(model, kind, config)
             other.load_state_dict(actual.state_dict())

@@ -30,6 +30,7 @@ from fsdp.comm.collectives import sum_in_rank_order
 from fsdp.comm.versions import REDUCE_SCATTER
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
 from tests.harness.lockstep import assert_local_gradients
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
 from tests.harness.pool import on_ranks
 from tests.harness.precision import (
@@ -78,20 +79,6 @@ class CountShardCasts(TorchDispatchMode):
         return found
 
 
-class Funnel(nn.Module):
-    """Units with shards of different sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])
-        self.head = nn.Linear(17, 3, bias=False)
-
-    def forward(self, x: Tensor, rounds: int = 1) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return torch.nn.functional.linear(x, self.head.weight)
-
-
 def stop(*args: Any) -> None:
     raise ZeroDivisionError
 
@@ -99,13 +86,21 @@ def stop(*args: Any) -> None:
 @on_ranks(2)
 def test_a_shard_is_cast_once_per_gather() -> None:
     """Units that stay gathered, and summoned parameters, are not cast."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.linear(x, m.head.weight)
+
     x = torch.ones(2, 7)
     for strategy in (FULL, GRAD_OP):
         for use_orig_params in (False, True):
             case = f"{strategy.name}, {use_orig_params=}"
             policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
-            model = wrap(Funnel(), strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
-            _, *layers = shards = [handle.layout.shard_numel for handle in handles_of(model)]
+            layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])  # shards of many sizes
+            net = Net(forward, layers=layers, head=nn.Linear(17, 3, bias=False))
+            model = wrap(net, strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
+            _, *inner = shards = [handle.layout.shard_numel for handle in handles_of(model)]
             assert len(set(shards)) == 4
             for _ in range(2):  # the second pass prefetches
                 model(x).sum().backward()
@@ -114,7 +109,7 @@ def test_a_shard_is_cast_once_per_gather() -> None:
                     loss = model(x).sum()
                     assert set(counter.casts) == set(shards) and counter.take() == {1}, case
                     loss.backward()
-                    assert set(counter.casts) == (set(layers) if strategy is FULL else set()), case
+                    assert set(counter.casts) == (set(inner) if strategy is FULL else set()), case
                     assert counter.take() <= {1}, case
                 for context in (torch.no_grad, torch.inference_mode):
                     with context():
@@ -160,18 +155,6 @@ class InputRecord:
     name: str = "record"
 
 
-class Echo(nn.Module):
-    """Returns its arguments."""
-
-    def __init__(self, with_parameters: bool = True) -> None:
-        super().__init__()
-        if with_parameters:
-            self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-
 class Chain(nn.Module):
     """A scale and a part, which may have another precision. Records the dtypes of inputs and parameters."""
 
@@ -197,7 +180,9 @@ def test_forward_inputs_are_cast_as_configured() -> None:
     for with_parameters in (True, False):
         for casts in (True, False):
             precision = MixedPrecision(BF16, cast_root_forward_inputs=casts)
-            model = wrap(Echo(with_parameters), use_orig_params=True, mixed_precision=precision)
+            weight = nn.Parameter(torch.ones(WIDTH)) if with_parameters else None
+            echo = Net(lambda m, *args, **kwargs: (args, kwargs), weight=weight)
+            model = wrap(echo, use_orig_params=True, mixed_precision=precision)
             nest = {"list": [number, index, 1.5], "pack": InputTuple(number, index), "record": InputRecord(number)}
             (first, second), found = model(number, index, nest=nest, mask=index > 2)
             dtype = BF16 if casts else FP32
@@ -237,21 +222,6 @@ def test_forward_inputs_are_cast_as_configured() -> None:
         model(x)
 
 
-class KeepsOutputs(nn.Module):
-    """Keeps references to returned values."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.values = values
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.values["y"] = self.linear(x)
-        kept = self.values["kept"] = torch.ones(2, dtype=FP64)
-        self.values["output"] = OrderedDict(y=y, kept=kept, index=torch.arange(2))
-        return self.values["output"]
-
-
 @on_ranks(1)
 def test_outputs_are_cast_to_output_dtype() -> None:
     """For units of the user, not of a policy. Without `output_dtype` the module's own objects are returned."""
@@ -270,12 +240,19 @@ def test_outputs_are_cast_to_output_dtype() -> None:
             inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
             assert inner(x).dtype == (output_dtype or BF16)
     values: dict[str, Any] = {}
-    model = wrap(KeepsOutputs(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16))
+
+    def forward(m: Any, x: Tensor) -> Any:
+        y = values["y"] = m.linear(x)
+        kept = values["kept"] = torch.ones(2, dtype=FP64)
+        values["output"] = OrderedDict(y=y, kept=kept, index=torch.arange(2))
+        return values["output"]
+
+    net = Net(forward, linear=nn.Linear(WIDTH, WIDTH))
+    model = wrap(deepcopy(net), use_orig_params=True, mixed_precision=MixedPrecision(BF16))
     found = model(x)
     assert found is values["output"] and found["y"] is values["y"] and found["kept"] is values["kept"]
     assert found["kept"].dtype == FP64, "outputs are as the module made them"
-    values = {}
-    model = wrap(KeepsOutputs(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16, output_dtype=FP32))
+    model = wrap(net, use_orig_params=True, mixed_precision=MixedPrecision(BF16, output_dtype=FP32))
     found = model(x)
     assert type(found) is OrderedDict and found["y"].dtype == found["kept"].dtype == FP32
     assert found["y"].grad_fn is not None and found["index"] is values["output"]["index"]
@@ -285,20 +262,18 @@ def test_outputs_are_cast_to_output_dtype() -> None:
 # -- buffers -------------------------------------------------------------------------------------------------------
 
 
-class Buffers(nn.Module):
-    def __init__(self, *, parameters: bool = True) -> None:
-        super().__init__()
-        if parameters:
-            self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("f16", torch.ones(3, dtype=FP16))
-        self.register_buffer("f32", torch.full((3,), 1 / 3))
-        self.register_buffer("f64", torch.ones(3, dtype=FP64), persistent=False)
-        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
-        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
-        self.register_buffer("nothing", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if hasattr(self, "linear") else x
+def with_buffers(*, parameters: bool = True) -> nn.Module:
+    values = {
+        "f16": torch.ones(3, dtype=FP16),
+        "f32": torch.full((3,), 1 / 3),
+        "count": torch.zeros(3, dtype=torch.int64),
+        "mask": torch.ones(3, dtype=torch.bool),
+    }
+    linear = {"linear": nn.Linear(WIDTH, WIDTH)} if parameters else {}
+    module = Net(lambda m, x: m.linear(x) if parameters else x, **linear, **values)
+    module.register_buffer("f64", torch.ones(3, dtype=FP64), persistent=False)
+    module.register_buffer("nothing", None)
+    return module
 
 
 OWN = {"f16": FP16, "f32": FP32, "f64": FP64, "count": torch.int64, "mask": torch.bool}
@@ -322,22 +297,19 @@ def cast_to(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {name: dtype if own.is_floating_point else own for name, own in OWN.items()}
 
 
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain, self.unit, self.other, self.ignored = Buffers(), Buffers(), Buffers(), Buffers()
-        self.register_buffer("own", torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.unit(self.plain(x)))
-
-
 @on_ranks(1)
 def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
     """Settings of inner units win, ignored modules and integers are left alone, and original dtypes are kept."""
     for strategy, use_orig_params in MODES:
-        net = Parts()
-        unit, other = net.unit, net.other
+        plain, unit, other, ignored = (with_buffers() for _ in range(4))
+        net: Any = Net(
+            lambda m, x: m.other(m.unit(m.plain(x))),
+            plain=plain,
+            unit=unit,
+            other=other,
+            ignored=ignored,
+            own=torch.ones(3),
+        )
         before = {module: own_buffers(module) for module in net.modules()}
         net.unit = wrap(unit, strategy, use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=FP16))
         net.other = wrap(other, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
@@ -367,12 +339,12 @@ def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
 def test_buffers_of_units_without_parameters_and_after_module_casts() -> None:
     x = torch.ones(2, WIDTH)
     for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(buffer_dtype=BF16)):
-        net = Buffers(parameters=False)
+        net = with_buffers(parameters=False)
         model = wrap(net, mixed_precision=precision)
         assert model(x).dtype == (precision.param_dtype or FP32)
         assert dtypes(net) == cast_to(BF16)
         assert original_dtypes(model, net) == OWN
-    net = Buffers()
+    net = with_buffers()
     model = wrap(net, use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
     for change, own in (
         (model.train, OWN),
@@ -391,33 +363,19 @@ def test_buffers_of_units_without_parameters_and_after_module_casts() -> None:
 # -- batch norms and the like --------------------------------------------------------------------------------------
 
 
-class RecordingBatchNorm(nn.BatchNorm1d):
-    """Records the dtypes of input, parameters, statistics and output."""
+class NormBlock(Net):
+    """A block of which each module records the dtypes of input, parameters, statistics and output."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.seen = [x.dtype, self.weight.dtype, self.running_mean.dtype, y.dtype]  # type: ignore[union-attr]
-        return y
-
-
-class RecordingLayerNorm(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.seen = [x.dtype, self.weight.dtype, y.dtype]
-        return y
-
-
-class NormBlock(nn.Module):
     def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.batch, self.layer = RecordingBatchNorm(WIDTH), RecordingLayerNorm(WIDTH)
+        linear, batch, layer = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH)
+        super().__init__(lambda m, x: x + m.layer(m.batch(m.linear(x))), linear=linear, batch=batch, layer=layer)
+        for norm in (batch, layer):
+            norm.register_forward_hook(note_dtypes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.batch(self.linear(x))
-        z = self.layer(y)
-        self.seen = [y.dtype, z.dtype]
-        return x + z
+
+def note_dtypes(norm: Any, args: tuple[Tensor], output: Tensor) -> None:
+    held = [norm.weight, *([norm.running_mean] if isinstance(norm, nn.BatchNorm1d) else [])]
+    norm.seen = [tensor.dtype for tensor in (*args, *held, output)]
 
 
 @contextmanager
@@ -439,7 +397,7 @@ def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
     plain = nn.Sequential(NormBlock(), NormBlock(), nn.Linear(WIDTH, 3))
     inputs = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
     by_class = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, NormBlock))
-    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, RecordingBatchNorm)):
+    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, nn.BatchNorm1d)):
         fields: dict[str, Any] = {} if ignored is None else {"_module_classes_to_ignore": ignored}
         for policies in (
             (ModuleWrapPolicy({NormBlock}), TorchModuleWrapPolicy({NormBlock})),
@@ -550,25 +508,18 @@ def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
             assert_bit_equal(other, found[0], f"{strategy.name}, {use_orig_params=}")
 
 
-class Coder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def encode(self, x: Tensor, shift: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x) + shift)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
 @on_ranks(2)
 def test_registered_forward_methods_use_mixed_precision() -> None:
     """Inputs, parameters and outputs are cast as in a forward."""
+
+    class Coder(nn.Linear):
+        def encode(self, x: Tensor, shift: Tensor) -> Tensor:
+            return torch.tanh(self(x) + shift)
+
     x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
     for strategy, use_orig_params in MODES:
         for output_dtype in (None, FP32):
-            module = Coder()
+            module = Coder(WIDTH, WIDTH)
             plain = deepcopy(module).to(BF16)
             precision = MixedPrecision(BF16, output_dtype=output_dtype)
             model = wrap(module, strategy, use_orig_params, mixed_precision=precision)
@@ -582,31 +533,28 @@ def test_registered_forward_methods_use_mixed_precision() -> None:
             assert_local_gradients(model, grads, 0, strategy.name)
 
 
-class Mixed(nn.Module):
-    """Trained and frozen parameters of two dtypes, and an integer parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.single, self.brain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=BF16)
-        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(3, WIDTH, dtype=BF16), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.single(x.to(self.single.weight.dtype)))[:, self.order]
-        x = x + self.frozen(x)
-        return self.brain(x.to(self.brain.weight.dtype)) * self.scale
-
-
 @on_ranks(2)
 def test_parameters_of_several_dtypes_in_one_unit() -> None:
     """Trained parameters are reduced in their own dtypes; frozen and integer ones are only gathered."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(m.single(x.to(m.single.weight.dtype)))[:, m.order]
+        x = x + m.frozen(x)
+        return m.brain(x.to(m.brain.weight.dtype)) * m.scale
+
     rank = dist.get_rank()
     for strategy, use_orig_params in MODES:
         for precision in (MixedPrecision(), MixedPrecision(BF16, FP32), MixedPrecision(FP64), MixedPrecision(FP32)):
             case = f"{strategy.name}, {use_orig_params=}, {precision.param_dtype}"
             torch.manual_seed(0)
-            net = Mixed()
+            net = Net(
+                forward,
+                single=nn.Linear(WIDTH, WIDTH),
+                brain=nn.Linear(WIDTH, WIDTH, dtype=BF16),
+                frozen=nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False),
+                order=nn.Parameter(torch.randperm(WIDTH), requires_grad=False),
+                scale=nn.Parameter(torch.ones(3, WIDTH, dtype=BF16), requires_grad=False),
+            )
             plain = deepcopy(net)
             model = wrap(net, strategy, use_orig_params, mixed_precision=precision)
             for _ in range(2):

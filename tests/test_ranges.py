@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients
@@ -74,38 +76,24 @@ def test_the_log_names_the_rank_the_forward_and_the_units() -> None:
     assert sum(line.startswith(f"{here}reduce ") for line in lines.lines) == 5
 
 
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+@on_ranks(2)
+def test_outputs_that_are_views_may_be_changed_in_place() -> None:
+    """Autograd drops the hooks of such a view, and with them the gather that the gradient would have started."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.second(torch.tanh(self.first(x)))
+    def views(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.second(torch.tanh(m.first(x)))
         return y.view(2, -1), y[:, :2]
 
-
-class Whole(nn.Module):
-    """A module that changes the output of a submodule in place: views of one tensor."""
-
-    def __init__(self, part: Any) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, z = self.part(x)
+    def changing(m: Any, x: Tensor) -> Tensor:
+        y, z = m.part(x)
         y += 1
         z.mul_(y.detach().sum())
         return y.square().sum() + z.sum()
 
-
-@on_ranks(2)
-def test_outputs_that_are_views_may_be_changed_in_place() -> None:
-    """Autograd drops the hooks of such a view, and with them the gather that the gradient would have started."""
     torch.manual_seed(3)
-    plain = Whole(Part())
-    torch.manual_seed(3)
-    part = FullyShardedDataParallel(Part(), use_orig_params=True)
-    model = FullyShardedDataParallel(Whole(part), use_orig_params=True)
+    plain = Net(changing, part=Net(views, first=nn.Linear(4, 4), second=nn.Linear(4, 4)))
+    part = FullyShardedDataParallel(copy.deepcopy(plain.part), use_orig_params=True)
+    model = FullyShardedDataParallel(Net(changing, part=part), use_orig_params=True)
     for seed in range(2):
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
         for whole in (plain, model):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import MlpBlock
+from tests.harness.models import MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh
@@ -25,21 +25,19 @@ FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_O
 WIDTH = 7
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, skip_second: bool = False) -> Tensor:
-        x = self.first(x)
-        return self.head(x if skip_second else self.second(x))
+def plain() -> nn.Module:
+    return Net(
+        lambda m, x, skip_second=False: m.head(m.first(x) if skip_second else m.second(m.first(x))),
+        first=MlpBlock(WIDTH, WIDTH),
+        second=MlpBlock(WIDTH, WIDTH),
+        head=nn.Linear(WIDTH, 3),
+    ).double()
 
 
 def build(strategy: ShardingStrategy, use_orig_params: bool, **options: Any) -> FullyShardedDataParallel:
     torch.manual_seed(3)
     policy = ModuleWrapPolicy({MlpBlock})
-    return wrap(Model().double(), strategy, use_orig_params, wrap_policy=policy, **options)
+    return wrap(plain(), strategy, use_orig_params, wrap_policy=policy, **options)
 
 
 def batch(rank: int, index: int) -> Tensor:
@@ -83,12 +81,12 @@ def test_ranks_may_have_different_numbers_of_micro_batches(
             model(x).square().mean().backward()
     model.reduce_gradients()
     torch.manual_seed(3)
-    plain = Model().double()
+    expected = plain()
     for rank, count in enumerate(counts):
         for index in range(count):
-            plain(batch(rank, index)).square().mean().div(ranks).backward()
+            expected(batch(rank, index)).square().mean().div(ranks).backward()
     grads = full_gradients(model)
-    for name, param in plain.named_parameters():
+    for name, param in expected.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14, msg=name)
 
 
@@ -134,21 +132,11 @@ def test_ranks_may_reduce_after_using_different_units() -> None:
     assert all(grad is not None and bool(grad.any()) for grad in grads.values())
 
 
-class Partly(nn.Module):
-    """A module with parameters that it does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
 @on_ranks(2)
 def test_parameters_that_no_rank_uses_get_no_gradient() -> None:
     """With `reduce_unused`, as from a synchronized backward."""
-    model = wrap(Partly(), FULL, True, reduce_unused=True)
+    net = Net(lambda m, x: m.used(x), used=nn.Linear(4, 3), unused=nn.Linear(4, 3))
+    model = wrap(net, FULL, True, reduce_unused=True)
     with model.no_sync():
         model(torch.ones(2, 4)).sum().backward()
     model.reduce_gradients()
@@ -177,15 +165,9 @@ def test_reduce_gradients_is_refused_during_a_forward_and_by_inner_units() -> No
     inner: Any = model.module.first
     with pytest.raises(RuntimeError, match="root"):
         inner.reduce_gradients()
-
-    class Calls(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            outer.reduce_gradients()
-            return x
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Calls()))
+        outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Net(lambda m, x: outer.reduce_gradients())))
     with pytest.raises(ValueError, match="FORWARD"):
         outer(torch.ones(1, 3))
 

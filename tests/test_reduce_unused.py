@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -19,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import WIDTH, Block
 from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
+from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -35,51 +36,41 @@ from tests.harness.strategies import STRATEGIES
 COUNT = 4  # the blocks of a chain
 
 
-class Chain(nn.Module):
-    """Runs the blocks that the batch names, in that order, possibly repeatedly."""
+def chain(*, recompute: bool = False, zeroes: bool = False) -> nn.Module:
+    """Build blocks, of which the batch names those to run, in that order, possibly repeatedly.
 
-    def __init__(self, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(7) for _ in range(COUNT))
-        self.head = nn.Linear(WIDTH, 3)
-        self.recompute = recompute
+    With `zeroes`, all blocks run in order, and the outputs of skipped blocks are multiplied by zero.
+    """
 
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        for index in order:
-            block = self.blocks[index]
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(x)
+    def forward(m: Any, x: Tensor, order: list[int]) -> Tensor:
+        if not zeroes:
+            return m.head(in_turn([m.blocks[i] for i in order], x, "non-reentrant" if recompute else "none"))
+        for index, block in enumerate(m.blocks):
+            ahead = block(x)
+            x = ahead if index in order else x + 0 * (ahead - x)
+        return m.head(x)
+
+    return Net(forward, blocks=nn.ModuleList(Block(7) for _ in range(COUNT)), head=nn.Linear(WIDTH, 3))
 
 
-class Layer(nn.Module):
-    """A mixture of experts with a router: each row passes through one expert."""
+def experts() -> nn.Module:
+    """Build mixtures of experts with routers: each row passes through one expert of each layer."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, COUNT)
-        self.experts = nn.ModuleList(Block(7) for _ in range(COUNT))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        weights = m.router(x).softmax(-1)
         chosen = weights.argmax(-1)
         out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
+        for index, expert in enumerate(m.experts):
             rows = (chosen == index).nonzero().flatten()
             if rows.numel():
                 out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
         return x + out
 
+    def layer() -> Unit:
+        router = nn.Linear(WIDTH, COUNT)
+        return Unit(forward, router=router, experts=nn.ModuleList(Block(7) for _ in range(COUNT)))
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(layer(), layer()), head=nn.Linear(WIDTH, 3)))
 
 
 # The blocks that each rank runs, step by step; rank r takes entry r.
@@ -104,7 +95,7 @@ def random_orders(count: int) -> list[tuple[list[int], ...]]:
 
 
 def build(module: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, **options: Any) -> Any:
-    policy = ModuleWrapPolicy({Block, Layer})
+    policy = ModuleWrapPolicy({Block, Unit})
     return wrap(module, strategy, use_orig_params, wrap_policy=policy, reduce_unused=True, **options)
 
 
@@ -180,37 +171,27 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
 @on_ranks("world_size", timeout=120)
 def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int) -> None:
     """Some or all ranks skip units anywhere, and run them in different orders; with momentum."""
-    chain = partial(seeded, Chain)
-    check(partial(run_orders, ORDERS), chain, MOST_MODES if dist.get_world_size() == 2 else EVERY_MODE[1::2])
+    make = partial(seeded, chain)
+    check(partial(run_orders, ORDERS), make, MOST_MODES if dist.get_world_size() == 2 else EVERY_MODE[1::2])
     if dist.get_world_size() != 2:
         return
-    check(partial(run_orders, ORDERS[:5]), chain, SOME_MODES[:1], way="direct")
-    check(partial(run_orders, random_orders(6)), chain)
-    check(partial(run_orders, ORDERS[1:]), partial(chain, recompute=True))
+    check(partial(run_orders, ORDERS[:5]), make, SOME_MODES[:1], way="direct")
+    check(partial(run_orders, random_orders(6)), make)
+    check(partial(run_orders, ORDERS[1:]), partial(make, recompute=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks("world_size", timeout=120)
 def test_experts_and_accumulation_train_as_plain_replicas(world_size: int) -> None:
     """Nested units are routed by the data. Unsharded gradients exist for units that the reducing backward skips."""
-    check(route, partial(seeded, Experts))
+    check(route, partial(seeded, experts))
     # A block that runs twice: (a + b) + (c + d), where the plain model has ((a + b) + c) + d.
     modes = MOST_MODES if dist.get_world_size() < 3 else SOME_MODES
-    check(partial(accumulate, ORDERS), partial(seeded, Chain), modes, after=REASSOCIATED)
-    check(partial(two_graphs, ORDERS), partial(seeded, Chain))
+    check(partial(accumulate, ORDERS), partial(seeded, chain), modes, after=REASSOCIATED)
+    check(partial(two_graphs, ORDERS), partial(seeded, chain))
 
 
 # -- other precisions ----------------------------------------------------------------------------------------------
-
-
-class ZeroedChain(Chain):
-    """Runs every block in order, and multiplies the outputs of skipped blocks by zero."""
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            ahead = block(x)
-            x = ahead if index in order else x + 0 * (ahead - x)
-        return self.head(x)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +206,8 @@ def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": CPUOffload(offload_params=offload)}
     found = []
-    for make in (Chain, ZeroedChain):
-        model = build(seeded(make), ShardingStrategy.FULL_SHARD, True, **options)
+    for zeroes in (False, True):
+        model = build(seeded(chain, zeroes=zeroes), ShardingStrategy.FULL_SHARD, True, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         for step, by_rank in enumerate(ORDERS[:5] * 2):
             model.train(step % 3 != 1)
@@ -244,19 +225,6 @@ def test_mixed_precision_equals_running_skipped_units_with_zeroed_outputs(
 # -- DDP -----------------------------------------------------------------------------------------------------------
 
 
-class Partly(nn.Module):
-    """No rank uses `never`, and some ranks use `at_times`; `block`'s backward comes last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.never, self.at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.block = Block(7)
-
-    def forward(self, x: Tensor, use: bool) -> Tensor:
-        x = torch.tanh(self.always(x if use else self.block(x)))
-        return self.at_times(x) if use else x
-
-
 # Whether the two kinds of ranks use `at_times`, step by step; the steps of ACCUMULATED reduce nothing.
 USES = [(True, False), (False, False), (True, False), (False, False), (False, False), (False, True), (True, True)]
 ACCUMULATED = (2, 4)
@@ -266,16 +234,28 @@ AGREED = "agree on the parameters that are used"
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @on_ranks("world_size")
 def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: int) -> None:
-    """A parameter that no rank used since the last step has no gradient, so AdamW does not change it."""
+    """A parameter that no rank used since the last step has no gradient, so AdamW does not change it.
+
+    No rank uses `never`, and some ranks use `at_times`; `block`'s backward comes last.
+    """
+
+    def forward(m: Any, x: Tensor, use: bool) -> Tensor:
+        x = torch.tanh(m.always(x if use else m.block(x)))
+        return m.at_times(x) if use else x
+
+    def partly() -> nn.Module:
+        always, never, at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        return Net(forward, always=always, never=never, at_times=at_times, block=Block(7)).double()
+
     world_size = dist.get_world_size()
     for strategy, options in (
         [(ShardingStrategy.HYBRID_SHARD, {"device_mesh": init_device_mesh("cpu", (2, 2))})]
         if world_size == 4
         else [(ShardingStrategy.FULL_SHARD, {}), (ShardingStrategy.NO_SHARD, {})]
     ):
-        plain = nn.parallel.DistributedDataParallel(seeded(Partly).double(), find_unused_parameters=True)
+        plain = nn.parallel.DistributedDataParallel(seeded(partly), find_unused_parameters=True)
         before = {name: param.detach().clone() for name, param in plain.module.named_parameters()}
-        model = build(seeded(Partly).double(), strategy, True, **options)
+        model = build(seeded(partly), strategy, True, **options)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (plain, model)]
         data = Data(dist.get_rank(), world_size)
         for step, uses in enumerate(USES):
@@ -318,7 +298,7 @@ def test_each_unit_that_some_rank_uses_is_gathered_twice_and_reduced_once(
     orders: tuple[list[int], ...], units: int
 ) -> None:
     """On every rank, once the order is known; a unit that no rank uses is neither gathered nor reduced."""
-    model = build(seeded(Chain), ShardingStrategy.FULL_SHARD, True)
+    model = build(seeded(chain), ShardingStrategy.FULL_SHARD, True)
     for step in range(3):
         with record_collectives() as log:
             model(Data(dist.get_rank(), 2).tensor(step, 3, WIDTH), orders[dist.get_rank()]).sum().backward()
@@ -346,11 +326,11 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("how", DISAGREEMENTS)
 @on_ranks(2)
 def test_passes_frozen_parameters_and_the_argument_must_agree_between_ranks(how: str) -> None:
-    rank, chain = dist.get_rank(), seeded(Chain)
+    rank, net = dist.get_rank(), seeded(chain)
     options: dict[str, Any] = {"process_group": dist.new_group(), "wrap_policy": ModuleWrapPolicy({Block})}
     if how == "frozen" and rank == 1:
-        chain.get_submodule("blocks.1").requires_grad_(False)
-    model = wrap(chain, reduce_unused=how != "argument" or rank == 1, **options)
+        net.get_submodule("blocks.1").requires_grad_(False)
+    model = wrap(net, reduce_unused=how != "argument" or rank == 1, **options)
     x = torch.ones(2, WIDTH)
     with pytest.raises(RuntimeError) as caught:
         out = model(x, [0, 1])
@@ -365,7 +345,7 @@ def test_passes_frozen_parameters_and_the_argument_must_agree_between_ranks(how:
 def test_a_step_that_failed_on_all_ranks_in_different_units_is_forgotten() -> None:
     rank = dist.get_rank()
     model, other = (
-        build(seeded(Chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
+        build(seeded(chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
     )
     x = Data(rank, 2).tensor(0, 3, WIDTH)
     for step in range(3):
@@ -382,11 +362,11 @@ def test_a_step_that_failed_on_all_ranks_in_different_units_is_forgotten() -> No
 def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
     """The model trains without it, with it, and without it again."""
     torch.set_default_dtype(torch.float64)
-    chain = partial(seeded, Chain)
-    reference = Reference(chain, partial(run_orders, ORDERS[:5]))
+    make = partial(seeded, chain)
+    reference = Reference(make, partial(run_orders, ORDERS[:5]))
     for strategy, use_orig_params in SOME_MODES:
         policy = ModuleWrapPolicy({Block})
-        model = wrap(chain(), strategy, use_orig_params, wrap_policy=policy)
+        model = wrap(make(), strategy, use_orig_params, wrap_policy=policy)
         model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
         model.zero_grad()
         model.set_reduce_scatter_unused_params(True)
@@ -399,13 +379,13 @@ def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
 @on_ranks(2)
 def test_trees_of_several_groups_and_of_both_kinds_are_refused() -> None:
     groups = [dist.new_group([0, 1]) for _ in range(2)]
-    chain = seeded(Chain)
-    chain.blocks[0] = build(chain.blocks[0], ShardingStrategy.FULL_SHARD, True, process_group=groups[0])  # type: ignore[operator]
-    model = wrap(chain, use_orig_params=True, wrap_policy=None, reduce_unused=True, process_group=groups[1])
+    net: Any = seeded(chain)
+    net.blocks[0] = build(net.blocks[0], ShardingStrategy.FULL_SHARD, True, process_group=groups[0])
+    model = wrap(net, use_orig_params=True, wrap_policy=None, reduce_unused=True, process_group=groups[1])
     with pytest.raises(NotImplementedError, match=r"reduce_unused=True.*one process group.*unit 'blocks.0'"):
         model(torch.ones(2, WIDTH), [0])
-    chain = seeded(Chain)
-    chain.blocks[0] = build(chain.blocks[0], ShardingStrategy.FULL_SHARD, True)  # type: ignore[operator]
-    model = wrap(chain, use_orig_params=True, wrap_policy=None)
+    net = seeded(chain)
+    net.blocks[0] = build(net.blocks[0], ShardingStrategy.FULL_SHARD, True)
+    model = wrap(net, use_orig_params=True, wrap_policy=None)
     with pytest.raises(ValueError, match=r"reduce_unused must be the same"):
         model(torch.ones(2, WIDTH), [0])

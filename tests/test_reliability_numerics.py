@@ -20,7 +20,7 @@ import fsdp
 from fsdp import ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import ZOO, Batch, Case, Gain, cross_entropy
+from tests.harness.models import ZOO, Batch, Case, Gain, Net, Unit, cross_entropy
 from tests.harness.oracle import (
     OPTIMIZERS,
     MakeOptimizer,
@@ -123,19 +123,16 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
 ROWS, WIDTH = 37, 6  # no number of ranks here divides 37 rows
 
 
-class Tied(nn.Module):
-    """An embedding and an output layer with one weight, which the forward checks."""
+def tied() -> Unit:
+    """Build an embedding and an output layer with one weight, which the forward checks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(ROWS, WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, ROWS, bias=False)
-        self.head.weight = self.tokens.weight
+    def forward(m: Any, words: Tensor) -> Tensor:
+        assert m.head.weight is m.tokens.weight and m.head.weight.shape == (ROWS, WIDTH)
+        return m.head(torch.tanh(m.mix(m.tokens(words))))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        assert self.head.weight is self.tokens.weight and self.head.weight.shape == (ROWS, WIDTH)
-        return self.head(torch.tanh(self.mix(self.tokens(tokens))))
+    tokens, mix, head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+    head.weight = tokens.weight
+    return Unit(forward, tokens=tokens, mix=mix, head=head)
 
 
 def make_tokens(generator: torch.Generator, size: int) -> Batch:
@@ -145,12 +142,12 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
 
 def tied_inside() -> nn.Module:
     """Build a nested unit that holds both names, beside a parameter of the root."""
-    return nn.Sequential(Tied(), Gain())
+    return nn.Sequential(tied(), Gain())
 
 
 TIED = {
-    prefix: Case("tied", model, make_tokens, cross_entropy, frozenset({Tied}))
-    for prefix, model in {"": Tied, "0.": tied_inside}.items()
+    prefix: Case("tied", model, make_tokens, cross_entropy, frozenset({Unit}))
+    for prefix, model in {"": tied, "0.": tied_inside}.items()
 }
 
 
@@ -194,7 +191,7 @@ def test_tied_weights_of_one_unit_stay_one_parameter(world_size: int, prefix: st
 
 def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
     """Check that there is one parameter, one record of it with both names, and the same object in both modules."""
-    inner: Any = next(module for module in model.modules() if isinstance(module, Tied))
+    inner: Any = next(module for module in model.modules() if isinstance(module, Unit))
     assert inner.head.weight is inner.tokens.weight, what
     records = [record for bucket in buckets_of(model) for record in bucket.layout.params]
     weight = [record for record in records if record.name.endswith("tokens.weight")]
@@ -210,53 +207,38 @@ def make_vectors(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
 
 
-class Scale(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full(shape, 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+def scale(*shape: int) -> Unit:
+    return Unit(lambda m, x: x * m.weight, weight=nn.Parameter(torch.full(shape, 0.5)))
 
 
 # -- more units at work at once than there are buffers ---------------------------------------------------------------
 
 
-class Link(nn.Module):
-    """A unit that calls the next unit of a chain, which it does not contain, in the middle of its forward."""
+def link() -> Unit:
+    """Build a unit that calls the next unit of a chain, which it does not contain, in the middle of its forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.next: list[nn.Module] = []  # a list hides the module from the tree
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.tanh(m.before(x))
+        for following in m.next:
+            x = x + following(x)
+        return torch.sin(m.after(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.before(x))
-        for link in self.next:
-            x = x + link(x)
-        return torch.sin(self.after(x))
+    return Unit(forward, before=nn.Linear(5, 5), after=nn.Linear(5, 5), next=[])  # a list hides modules from the tree
 
 
-class Chain(nn.Module):
-    """Six units of one size, each running until the last one ends; none contains another unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links = nn.ModuleList([Link() for _ in range(6)])
-        self.head = nn.Linear(5, 5)
-        self.join()
-
-    def join(self) -> None:
-        links = list(self.links)
-        for link, following in pairwise(links):
-            inner: Any = getattr(link, "module", link)
-            inner.next = [following]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.links[0](x))
+def chain() -> Net:
+    """Build six units of one size, each running until the last one ends; none contains another unit."""
+    links = nn.ModuleList([link() for _ in range(6)])
+    join(links)
+    return Net(lambda m, x: m.head(m.links[0](x)), links=links, head=nn.Linear(5, 5))
 
 
-CHAIN = Case("chain", Chain, make_vectors, F.mse_loss, frozenset({Link}))
+def join(links: nn.ModuleList) -> None:
+    for one, following in pairwise(list(links)):
+        getattr(one, "module", one).next = [following]
+
+
+CHAIN = Case("chain", chain, make_vectors, F.mse_loss, frozenset({Unit}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -269,7 +251,7 @@ def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
     plain = run_plain(CHAIN, make_optimizer, world_size, schedule)
     for strategy, mode in ways(STRATEGIES[:2]):
         model: Any = wrap(CHAIN, ShardingStrategy[strategy], mode)
-        model.module.join()  # the links are wrapped by now
+        join(model.module.links)  # they are wrapped by now
         units = [unit for _, unit, _ in units_in(model)]
         gathered: list[int] = []
         model.module.links[-1].module.register_forward_hook(  # in the innermost of the nested calls
@@ -297,100 +279,87 @@ class OddCase(Case):
             return self.model()
 
 
-class Mixed(nn.Module):
-    """Five kinds of parameters in one unit: three dtypes, two of them with a frozen part."""
+def mixed() -> Net:
+    """Build five kinds of parameters in one unit: three dtypes, two of them with a frozen part."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
-        self.usual = nn.Parameter(torch.randn(5, 5))
-        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
-        self.narrow = nn.Parameter(torch.randn(5, 5).bfloat16())
-        self.narrow_frozen = nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        narrow = (x.bfloat16() @ m.narrow + m.narrow_frozen).float()
+        return torch.tanh(x @ m.usual + m.frozen) * m.wide.sum().float() + narrow
 
-    def forward(self, x: Tensor) -> Tensor:
-        narrow = (x.bfloat16() @ self.narrow + self.narrow_frozen).float()
-        return torch.tanh(x @ self.usual + self.frozen) * self.wide.sum().float() + narrow
-
-
-class Empty(nn.Module):
-    """A unit without a single element, except for those of the nested block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 5))
-        self.inner = Scale(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.cat([x, self.nothing]))
+    return Net(
+        forward,
+        wide=nn.Parameter(torch.randn(3, dtype=torch.float64)),
+        usual=nn.Parameter(torch.randn(5, 5)),
+        frozen=nn.Parameter(torch.randn(5), requires_grad=False),
+        narrow=nn.Parameter(torch.randn(5, 5).bfloat16()),
+        narrow_frozen=nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False),
+    )
 
 
-class FewElements(nn.Module):
-    """No dimension, no element, one element: used and not used."""
+def few_elements() -> Net:
+    """Build parameters without a dimension, without an element, with one element: used and not used.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = Empty()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.none = nn.Parameter(torch.empty(3, 0))
-        self.unused_none = nn.Parameter(torch.empty(0))
-        self.one = nn.Parameter(torch.tensor([[1.3]]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(self.empty(x) * self.scalar + self.none.sum()) * self.one
-
-
-class Strided(nn.Module):
-    """Parameters whose memory is not row-major. The leaves have the strides of the originals if those are dense."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3, padding=1)
-        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(7, 5).t())
-        self.permuted = nn.Parameter(torch.randn(2, 3, 5).permute(1, 2, 0))
-        self.sliced = nn.Parameter(torch.randn(5, 14)[:, ::2])
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.conv.weight.stride() == (27, 1, 9, 3) and self.transposed.stride() == (1, 5)
-        assert self.permuted.stride() == (5, 1, 15)
-        features = self.conv(x[:, None, :, None].expand(-1, 3, -1, 5)).mean(dim=(1, 2))
-        return (features @ (self.transposed * self.sliced)) @ self.transposed.t() + self.permuted.sum(dim=(0, 2))
+    One unit has no element, except for those of the nested block.
+    """
+    empty = Unit(
+        lambda m, x: m.inner(torch.cat([x, m.nothing])), nothing=nn.Parameter(torch.empty(0, 5)), inner=scale()
+    )
+    return Net(
+        lambda m, x: torch.sin(m.empty(x) * m.scalar + m.none.sum()) * m.one,
+        empty=empty,
+        scalar=nn.Parameter(torch.tensor(0.7)),
+        none=nn.Parameter(torch.empty(3, 0)),
+        unused_none=nn.Parameter(torch.empty(0)),
+        one=nn.Parameter(torch.tensor([[1.3]])),
+    )
 
 
-class Integers(nn.Module):
-    """Frozen integer parameters beside trained ones."""
+def strided() -> Net:
+    """Build parameters that are not row-major. The leaves have the strides of the originals if those are dense."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3]), requires_grad=False)
-        self.mask = nn.Parameter(torch.tensor([True, False, True, True, True]), requires_grad=False)
-        self.shift = nn.Parameter(torch.tensor([-1, 0, 1, 2, 3], dtype=torch.int8), requires_grad=False)
-        self.weight = nn.Parameter(torch.randn(5, 5))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        assert m.conv.weight.stride() == (27, 1, 9, 3) and m.transposed.stride() == (1, 5)
+        assert m.permuted.stride() == (5, 1, 15)
+        features = m.conv(x[:, None, :, None].expand(-1, 3, -1, 5)).mean(dim=(1, 2))
+        return (features @ (m.transposed * m.sliced)) @ m.transposed.t() + m.permuted.sum(dim=(0, 2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x[:, self.order] * self.mask + self.shift) @ self.weight
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
-        self.second = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = x.to(torch.complex64) @ self.first
-        return ((z / (1 + z.abs())) @ self.second).real
+    conv = nn.Conv2d(3, 5, 3, padding=1)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    return Net(
+        forward,
+        conv=conv,
+        transposed=nn.Parameter(torch.randn(7, 5).t()),
+        permuted=nn.Parameter(torch.randn(2, 3, 5).permute(1, 2, 0)),
+        sliced=nn.Parameter(torch.randn(5, 14)[:, ::2]),
+    )
 
 
-class OfDtype(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).to(dtype)
-        self.dtype = dtype
+def integers() -> Net:
+    """Build frozen integer parameters beside trained ones."""
+    frozen = {
+        "order": torch.tensor([4, 2, 0, 1, 3]),
+        "mask": torch.tensor([True, False, True, True, True]),
+        "shift": torch.tensor([-1, 0, 1, 2, 3], dtype=torch.int8),
+    }
+    return Net(
+        lambda m, x: (x[:, m.order] * m.mask + m.shift) @ m.weight,
+        **{name: nn.Parameter(value, requires_grad=False) for name, value in frozen.items()},
+        weight=nn.Parameter(torch.randn(5, 5)),
+    )
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.to(self.dtype)).float()
+
+def complex_numbers() -> Net:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ m.first
+        return ((z / (1 + z.abs())) @ m.second).real
+
+    first, second = (nn.Parameter(torch.randn(*shape, dtype=torch.complex64)) for shape in ((5, 7), (7, 5)))
+    return Net(forward, first=first, second=second)
+
+
+def of_dtype(dtype: torch.dtype) -> Net:
+    layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).to(dtype)
+    return Net(lambda m, x: m.layers(x.to(dtype)).float(), layers=layers)
 
 
 def odd(name: str, model: Callable[[], nn.Module], *blocks: type[nn.Module]) -> OddCase:
@@ -404,13 +373,13 @@ def _mean_square(output: Tensor, target: Tensor) -> Tensor:
 ODD = {
     case.name: case
     for case in [
-        odd("mixed dtypes", Mixed),
-        odd("few elements", FewElements, Empty, Scale),
-        odd("strided", Strided),
-        odd("integers", Integers),
-        odd("complex64", Complex),
-        odd("float64", partial(OfDtype, torch.float64), nn.Linear),
-        odd("bfloat16", partial(OfDtype, torch.bfloat16), nn.Linear),
+        odd("mixed dtypes", mixed),
+        odd("few elements", few_elements, Unit),
+        odd("strided", strided),
+        odd("integers", integers),
+        odd("complex64", complex_numbers),
+        odd("float64", partial(of_dtype, torch.float64), nn.Linear),
+        odd("bfloat16", partial(of_dtype, torch.bfloat16), nn.Linear),
     ]
 }
 
@@ -469,26 +438,15 @@ def _real(value: Any) -> Any:
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks("world_size")
 def test_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
-    case = odd("overlapping", Overlapping)
-    dense = odd("dense", DenseOverlapping)
+
+    def overlapping(*, dense: bool) -> Net:
+        weight = torch.randn(5, 1).expand(5, 5)
+        return Net(lambda m, x: torch.sin(x @ m.weight), weight=nn.Parameter(weight.contiguous() if dense else weight))
+
+    case, dense = (odd("overlapping", partial(overlapping, dense=dense)) for dense in (False, True))
     for mode in MODES:
         steps = run_fsdp(case, OPTIMIZERS["sgd"], Schedule(3), use_orig_params=mode)
         assert_same_steps(steps, run_plain(dense, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(3)), str(mode))
-
-
-class Overlapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 1).expand(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x @ self.weight)
-
-
-class DenseOverlapping(Overlapping):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(self.weight.detach().contiguous())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -93,19 +93,14 @@ def held_nbytes_at_rest() -> int:
     return held_nbytes()
 
 
-class Unit(nn.Module):
-    def __init__(self, width: int = 200) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(width, 151), nn.Linear(151, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
+def unit() -> nn.Module:
+    return nn.Sequential(nn.Linear(200, 151), nn.Tanh(), nn.Linear(151, 200))
 
 
 def make_model(group: Any = None, **options: Any) -> FullyShardedDataParallel:
     torch.manual_seed(0)
-    net = nn.Sequential(Unit(), Unit(), Unit(), nn.Linear(200, 3))
-    return wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), process_group=group, **options)
+    net = nn.Sequential(unit(), unit(), unit(), nn.Linear(200, 3))
+    return wrap(net, wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=group, **options)
 
 
 def step(model: nn.Module, value: float = 0.1) -> None:
@@ -326,7 +321,7 @@ def test_ranks_train_correctly_after_a_failure() -> None:
         for number in range(4):
             if fails and number in (1, 2):
                 unit: Any = model.module[abs(dist.get_rank() - number + 1)]
-                hook = unit.module.first.register_forward_hook(raise_value_error)
+                hook = unit.module[0].register_forward_hook(raise_value_error)
                 with pytest.raises((ValueError, RuntimeError)):
                     step(model)
                 hook.remove()
@@ -734,8 +729,8 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
     group, piece, waits = new_group(), Mapping.piece, dist.get_rank() == 1
     store, told = group_store(group), list[bool]()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(200, 3000), nn.Linear(3000, 200), Unit())  # the root's memory is too large to keep
-    model = wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), process_group=group)
+    net = nn.Sequential(nn.Linear(200, 3000), nn.Linear(3000, 200), unit())  # the root's memory is too large to keep
+    model = wrap(net, wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=group)
     step(model)
 
     def late(self: Mapping, *where: Any) -> torch.Tensor:

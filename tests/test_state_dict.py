@@ -34,7 +34,7 @@ from fsdp import (
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.placement.boxes import Box, copy_parts
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
@@ -663,26 +663,14 @@ def test_nested_modules_return_their_part_of_the_state(mode: bool) -> None:
 # -- options under every strategy --------------------------------------------------------------------------------------
 
 
-class Buffered(nn.Module):
-    """A root without parameters, but with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(Tied(), Tied())
-        self.register_buffer("mean", torch.arange(3.0) / 3)
-        self.ignored = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 @pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, False), (SHARD_GRAD_OP, True)])
 @on_ranks(2)
 def test_state_dict_options_apply_under_every_strategy_and_to_roots_without_parameters(
     strategy: ShardingStrategy, mode: bool
 ) -> None:
     """Values have the parameters' dtype, and buffers their original dtype."""
-    module = Buffered()
+    buffer, ignored = torch.arange(3.0) / 3, nn.Linear(2, 2)
+    module = Net(lambda m, x: m.body(x), body=nn.Sequential(Tied(), Tied()), mean=buffer, ignored=ignored)
     plain = copy.deepcopy(module).state_dict()
     model = wrap(
         module,

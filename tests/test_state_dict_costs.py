@@ -20,6 +20,7 @@ from fsdp.comm import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
+from tests.harness.models import Net, Unit
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -78,21 +79,6 @@ def test_loading_parameters_outside_of_units_takes_linear_time() -> None:
     assert 0 < visits[1] <= visits[0], "visits of each parameter"
 
 
-class Square(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(256, 256, bias=False)
-
-
-class Wide(nn.Module):
-    """A root with parameters before and after the units; a square matrix has a quarter of a megabyte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(256, 256, bias=False)
-        self.units = nn.Sequential(*(Square() for _ in range(6)))
-        self.last = nn.Linear(256, 256, bias=False)
-
-
 SQUARE = 256 * 256 * 4
 
 
@@ -101,7 +87,14 @@ def settings_of(kind: str) -> tuple[Any, ...]:
 
 
 def make_wide() -> FullyShardedDataParallel:
-    return wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
+    """Wrap a root with parameters before and after the units; a square matrix has a quarter of a megabyte."""
+
+    def square() -> nn.Module:
+        return nn.Linear(256, 256, bias=False)
+
+    units = nn.Sequential(*(Unit(None, square=square()) for _ in range(6)))
+    net = Net(None, first=square(), units=units, last=square())
+    return wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), use_orig_params=True)
 
 
 def _peak(kind: str) -> tuple[int, int]:

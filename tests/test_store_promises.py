@@ -44,6 +44,7 @@ from fsdp.checkpoint import (
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from tests.harness.disk import on_disk
+from tests.harness.models import Net
 from tests.harness.pool import on_ranks, run_fresh
 from tests.harness.sharded import wrap
 
@@ -592,14 +593,6 @@ def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- all or nothing ----------------------------------------------------------------------------------------------------
 
 
-class Buffered(nn.Module):
-    def __init__(self, value: float, extra: Any) -> None:
-        super().__init__()
-        self.first, self.linear, self.last = WithExtraState(value, value), nn.Linear(2, 2), WithExtraState(value, extra)
-        self.register_buffer("table", torch.full((2,), value))
-        nn.init.constant_(self.linear.weight, value)
-
-
 def all_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str:
     """Return all state that a load could change."""
     values = [{name: value.tolist() for name, value in model.named_parameters()}, [b.tolist() for b in model.buffers()]]
@@ -624,7 +617,9 @@ def optimizers_after_a_step(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def make_model(value: float, extra: str, wrapping: str) -> nn.Module:
-    module: nn.Module = Buffered(value, extra)
+    first, last = WithExtraState(value, value), WithExtraState(value, extra)
+    module = Net(None, first=first, linear=nn.Linear(2, 2), last=last, table=torch.full((2,), value))
+    nn.init.constant_(module.linear.weight, value)
     if wrapping == "parts":
         module.linear = wrap(module.linear, use_orig_params=True)
     return wrap(module, use_orig_params=True) if wrapping == "whole" else module

@@ -35,6 +35,7 @@ from fsdp import (
 )
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.optim_states import load_model, model_state, save
 from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
 from tests.harness.pool import on_ranks
@@ -447,28 +448,22 @@ FORMS: list[tuple[Any, ...]] = [
 ]
 
 
-class NarrowLayers(nn.Module):
-    """A model in which the second rank of tensor parallelism has no elements of one layer."""
+def make_narrow(world: Layout, seed: int = 0) -> nn.Module:
+    """Build a model in which the second rank of tensor parallelism has no elements of one layer."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed, self.up, self.down = nn.Embedding(WORDS, 3), nn.Linear(3, 5), nn.Linear(5, 3)
-        self.single = nn.Linear(3, 1)
+    def forward(m: Any, words: Tensor) -> Tensor:
+        x = torch.tanh(m.down(m.up(m.embed(words))))
+        return x.repeat(1, 1, 4) * m.single(x)
 
-    def forward(self, words: Tensor) -> Tensor:
-        x = torch.tanh(self.down(self.up(self.embed(words))))
-        return x.repeat(1, 1, 4) * self.single(x)
-
-
-def make_narrow(world: Layout, seed: int = 0) -> NarrowLayers:
     plan = {
         # local tensors of different sizes do not determine the global shape
         "up": ColwiseParallel(use_local_output=False),
         "down": RowwiseParallel(),
         "single": ColwiseParallel(output_layouts=Replicate()),
     }
-    return parallelize_module(NarrowLayers(seed), world.tp, plan)
+    torch.manual_seed(seed)
+    embed, up, down = nn.Embedding(WORDS, 3), nn.Linear(3, 5), nn.Linear(5, 3)
+    return parallelize_module(Net(forward, embed=embed, up=up, down=down, single=nn.Linear(3, 1)), world.tp, plan)
 
 
 def check_forms(

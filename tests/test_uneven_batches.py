@@ -19,6 +19,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import save
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import PATIENT, impatient, new_group
+from tests.harness.models import Net
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
@@ -162,18 +163,13 @@ def test_join_with_a_rank_without_any_batch() -> None:
 def test_buffers_changed_or_replaced_by_the_forward_of_a_stand_in_batch_are_restored() -> None:
     rank = dist.get_rank()
 
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.seen = self.seen + 1
-            return self.norm(self.linear(x))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.seen = m.seen + 1
+        return m.norm(m.linear(x))
 
     torch.manual_seed(5)
-    model = FullyShardedDataParallel(Counting())
+    counting = Net(forward, linear=nn.Linear(5, 5), norm=nn.BatchNorm1d(5), seen=torch.zeros(()))
+    model = FullyShardedDataParallel(counting)
     states = []
     for batch in fsdp.join(model, batches(rank, 3 - 2 * rank)):
         model(batch).sum().backward()

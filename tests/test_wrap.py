@@ -31,6 +31,7 @@ from fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from tests.harness.models import Net
 
 INFIX = "_fsdp_wrapped_module."
 
@@ -66,20 +67,6 @@ class Transformer(nn.Module):
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.Linear(5, 2))
-
-
-class Shared(nn.Module):
-    """One block registered under three names, two of them in the same parent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.first = block
-        self.second = block
-        self.inner = nn.Sequential(nn.Linear(4, 4), block)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.second(self.first(x)))
 
 
 TREES: dict[str, Callable[[], nn.Module]] = {
@@ -251,8 +238,9 @@ def test_auto_wrap_accepts_torchs_policy_objects(policy: Any) -> None:
 )
 def test_a_shared_module_is_replaced_at_every_reference(policy: Any) -> None:
     torch.manual_seed(0)
-    root = Shared()
-    block, x = root.first, torch.randn(2, 4)
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)
+    inner = nn.Sequential(nn.Linear(4, 4), block)
+    root = Net(lambda m, x: m.inner(m.second(m.first(x))), first=block, second=block, inner=inner)
     expected = root(x)
     assert auto_wrap(root, policy, set(), set(), Wrapper, {}) == 2
     inner = root.inner._fsdp_wrapped_module

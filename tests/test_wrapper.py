@@ -10,6 +10,7 @@ import functools
 import re
 import warnings
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ import fsdp.fully_sharded_data_parallel as wrapper_file
 from fsdp import CPUOffload, FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
@@ -459,27 +461,20 @@ def test_module_looks_through_a_checkpoint_wrapper(use_orig_params: bool) -> Non
         assert_bit_equal(values(model), expected)
 
 
-class BufferOnly(nn.Module):
-    """A module with one buffer and no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((1,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 @both_modes
 @on_ranks(2)
 def test_units_without_parameters_support_every_member(use_orig_params: bool) -> None:
     """Units without parameters occur as a root and nested."""
+
+    def buffer_only() -> nn.Module:
+        return Net(lambda m, x: x * m.scale, scale=torch.full((1,), 2.0))
+
     wrap = functools.partial(build, use_orig_params=use_orig_params)
     torch.manual_seed(0)
     linear = nn.Linear(WIDTH, 3)
     torch.manual_seed(0)
-    plain = nn.Sequential(BufferOnly(), nn.Linear(WIDTH, 3))
-    model = wrap(nn.Sequential(wrap(BufferOnly()), wrap(linear)))
+    plain = nn.Sequential(buffer_only(), nn.Linear(WIDTH, 3))
+    model = wrap(nn.Sequential(wrap(buffer_only()), wrap(linear)))
     for unit in (model, model[0]):
         assert not unit._has_params and unit._flat_param is None and unit.params == [] and unit._handle is None
     assert len(model._all_handles) == 1
@@ -531,17 +526,6 @@ def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch)
 # -- parameters of no unit -------------------------------------------------------------------------------------------
 
 
-class Classifier(nn.Module):
-    """A head outside of the wrapped backbone."""
-
-    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.backbone, self.head = backbone, head
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(self.backbone(x))
-
-
 def warnings_of_steps(model: nn.Module) -> list[str]:
     """Return the warnings of two steps."""
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
@@ -558,20 +542,24 @@ def test_an_optimizer_with_parameters_outside_of_units_warns() -> None:
     """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
     There is none if they need no gradient, if the wrapper ignores them, or if DistributedDataParallel reduces them.
     """
+
+    def classifier(backbone: nn.Module, head: nn.Module) -> nn.Module:
+        return nn.Sequential(OrderedDict(backbone=backbone, head=head))
+
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
         for orig in (True, False):
-            (words,) = warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
+            (words,) = warnings_of_steps(classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
             assert words.startswith("SGD steps parameters that no wrapped module owns (2: 'head.weight', ...)"), words
             assert "Wrap a module that contains them" in words
             late = wrap(nn.Sequential(nn.Linear(4, 4)), strategy, orig)
             late.module.add_module("1", nn.Linear(4, 2))
             (words,) = warnings_of_steps(late)
             assert "(2: '1.weight', ...)" in words, words
-            assert not warnings_of_steps(wrap(Classifier(nn.Linear(4, 4), nn.Linear(4, 2)), strategy, orig))
+            assert not warnings_of_steps(wrap(classifier(nn.Linear(4, 4), nn.Linear(4, 2)), strategy, orig))
             frozen = nn.Linear(4, 2).requires_grad_(False)
-            assert not warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), frozen))
+            assert not warnings_of_steps(classifier(wrap(nn.Linear(4, 4), strategy, orig), frozen))
             head = nn.Linear(4, 2)
-            ignoring = wrap(Classifier(nn.Linear(4, 4), head), strategy, orig, ignored_states=[head])
+            ignoring = wrap(classifier(nn.Linear(4, 4), head), strategy, orig, ignored_states=[head])
             assert not warnings_of_steps(ignoring)
             reduced = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
-            assert not warnings_of_steps(Classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))
+            assert not warnings_of_steps(classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))

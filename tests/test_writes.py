@@ -24,6 +24,7 @@ from torch.nn.utils import parametrizations
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp.api import TrainingState
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import describe
 from tests.harness.pool import on_ranks
@@ -72,23 +73,16 @@ def test_forward_can_use_all_of_its_parameters() -> None:
             model(batch())
 
 
-class _TwoDtypes(nn.Module):
-    """Two buckets in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.broad = nn.Linear(5, 3), nn.Linear(5, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(x) + self.broad(x.double()).float()
-
-
 @on_ranks(2)
 def test_gradients_of_parameters_frozen_after_no_sync_are_reduced() -> None:
     """The frozen bucket has no new gradient; the accumulated one is reduced with the second bucket's."""
     for mode in MODES:
         torch.manual_seed(3)
-        plain = _TwoDtypes()
+        plain = Net(  # two buckets in one unit
+            lambda m, x: m.narrow(x) + m.broad(x.double()).float(),
+            narrow=nn.Linear(5, 3),
+            broad=nn.Linear(5, 3).double(),
+        )
         model = wrap(copy.deepcopy(plain), *mode)
         for net in (plain, model):
             with contextlib.nullcontext() if net is plain else net.no_sync():
@@ -108,26 +102,6 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
     "replaced": lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach() * 0.5)),
     "frozen": lambda linear: linear.weight.requires_grad_(False),
 }
-
-
-class WritingModules(nn.Module):
-    """torch modules that write in forward, to buffers or to attributes derived from their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
-        self.weight = parametrizations.weight_norm(nn.Linear(5, 5))
-        self.orthogonal = parametrizations.orthogonal(nn.Linear(5, 5))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            self.old_spectral = nn.utils.spectral_norm(nn.Linear(5, 5))
-            self.old_weight = nn.utils.weight_norm(nn.Linear(5, 5))
-        self.norms = nn.Sequential(nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Dropout(0.1))
-        self.lstm = nn.LSTM(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.old_weight(self.old_spectral(self.orthogonal(self.weight(self.spectral(x)))))
-        return self.lstm(self.norms(x))[0]
 
 
 @on_ranks(2)
@@ -168,8 +142,16 @@ def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
 
 @on_ranks(2)
 def test_modules_that_write_buffers_in_forward_run() -> None:
+    """torch modules write to buffers, or to attributes derived from their parameters."""
     for mode in ((FULL, False), (FULL, True), (GRAD_OP, True)):
-        model = wrap(WritingModules(), *mode, wrap_policy=None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            old = nn.utils.weight_norm(nn.Linear(5, 5)), nn.utils.spectral_norm(nn.Linear(5, 5))
+        changes = (parametrizations.spectral_norm, parametrizations.weight_norm, parametrizations.orthogonal)
+        norms = nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Dropout(0.1)
+        layers = nn.Sequential(*(change(nn.Linear(5, 5)) for change in changes), *old, *norms)
+        net = Net(lambda m, x: m.lstm(m.layers(x))[0], layers=layers, lstm=nn.LSTM(5, 5))
+        model = wrap(net, *mode, wrap_policy=None)
         for _ in range(2):
             step(model)
             with torch.no_grad():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm import segment, threads
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Net
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD
 
@@ -72,15 +73,9 @@ class Chain(nn.Module):
         return self.head(x)
 
 
-class Fork(nn.Module):
-    """Two units side by side with separate outputs: the caller orders the backwards."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__()
-        self.left, self.right = Block(widths[0]), Block(widths[1])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.left(x), self.right(x)
+def fork(widths: tuple[int, ...]) -> Net:
+    """Build two units side by side with separate outputs: the caller orders the backwards."""
+    return Net(lambda m, x: (m.left(x), m.right(x)), left=Block(widths[0]), right=Block(widths[1]))
 
 
 def new_group(seconds: float = PATIENT, ranks: list[int] | None = None) -> Any:
@@ -135,48 +130,13 @@ class Outcome(NamedTuple):
 Step = Callable[[Any], Any]
 
 
-def swap(model: Any) -> None:
+def swap(model: Any, use: Callable[[Any], Any] = train) -> None:
     model.module.order[:2] = model.module.order[1], model.module.order[0]
-    train(model)
-
-
-def swap_once(model: Any) -> None:
-    swap(model)
-    model.module.order[:2] = model.module.order[1], model.module.order[0]
-
-
-def skip_unit(model: Any) -> None:
-    del model.module.order[1]
-    train(model)
-
-
-def skip_last_unit(model: Any) -> None:
-    del model.module.order[2]
-    train(model)
-
-
-def repeat_unit(model: Any) -> None:
-    model.module.order.insert(1, 0)
-    train(model)
+    use(model)
 
 
 def cut_graph(model: Any) -> None:
     model.module.between = lambda position, x: x.detach() if position == 1 else x
-    train(model)
-
-
-def swap_and_evaluate(model: Any) -> None:
-    model.module.order[:2] = model.module.order[1], model.module.order[0]
-    evaluate(model)
-
-
-def evaluate_too(model: Any) -> None:
-    evaluate(model)
-    train(model)
-
-
-def forward_too(model: Any) -> None:
-    model(torch.ones(2, WIDTH))
     train(model)
 
 
@@ -212,15 +172,15 @@ def step_fork(model: Any, *, reverse: bool = False) -> None:
 
 STEPS: dict[str, Step] = {
     "swap": swap,
-    "swap once": swap_once,
-    "skip a unit": skip_unit,
-    "skip the last unit": skip_last_unit,
-    "repeat a unit": repeat_unit,
+    "swap once": lambda model: (swap(model), swap(model, use=lambda model: None)),
+    "skip a unit": lambda model: (model.module.order.pop(1), train(model)),
+    "skip the last unit": lambda model: (model.module.order.pop(2), train(model)),
+    "repeat a unit": lambda model: (model.module.order.insert(1, 0), train(model)),
     "cut the graph": cut_graph,
-    "swap in eval": swap_and_evaluate,
+    "swap in eval": partial(swap, use=evaluate),
     "eval": evaluate,
-    "one eval more": evaluate_too,
-    "one forward more": forward_too,
+    "one eval more": lambda model: (evaluate(model), train(model)),
+    "one forward more": lambda model: (model(torch.ones(2, WIDTH)), train(model)),
     "one summon more": lambda model: (summon(model), train(model)),
     "another model": lambda model: (model(torch.ones(2, WIDTH)), evaluate(build(Chain((5,)), model.process_group))),
     "nothing": lambda model: None,
@@ -253,7 +213,7 @@ def play(
     if way is not None:
         os.environ["FSDP_COLLECTIVES"] = way
     group = new_pair() if strategy is ShardingStrategy.HYBRID_SHARD else new_group(seconds)
-    model = build((Fork if usual == "fork" else Chain)(widths), group, strategy)
+    model = build((fork if usual == "fork" else Chain)(widths), group, strategy)
     for step in range(at + 3):
         started = time.monotonic()
         name = usual if step != at else odd if dist.get_rank() in odd_ranks else others

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+
+from tests.harness.models import in_turn
 
 WIDTH = 5
 
@@ -21,15 +24,11 @@ class Part(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Outer(nn.Module):
+class Outer(nn.Sequential):
     """A unit with nested units, the last of which ends together with it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Part())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.before(x))
+        super().__init__(OrderedDict(before=nn.Linear(WIDTH, WIDTH), inner=nn.Sequential(Part(), Part())))
 
 
 class Chain(nn.Module):
@@ -41,10 +40,7 @@ class Chain(nn.Module):
         self.segment = segment
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.segment:
-            return self.head(checkpoint(self.units, x, use_reentrant=self.segment == "reentrant"))
-        return self.head(self.units(x))
+        return self.head(in_turn([self.units], self.stem(x), self.segment or "none"))
 
 
 def batch(step: int) -> Tensor:

@@ -7,6 +7,7 @@ equal batches, so the mean of the ranks' gradients is the gradient of the concat
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -118,6 +119,14 @@ class Unit(Net):
     """A `Net` that a wrap policy selects by its class."""
 
 
+def in_turn(modules: Iterable[nn.Module], x: Tensor, checkpointing: str = "none") -> Tensor:
+    """Call modules one after the other, each checkpointed ("none", "reentrant" or "non-reentrant")."""
+    for module in modules:
+        is_plain = checkpointing == "none"
+        x = module(x) if is_plain else checkpoint(module, x, use_reentrant=checkpointing == "reentrant")
+    return x
+
+
 class MlpBlock(nn.Module):
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__()
@@ -128,16 +137,10 @@ class MlpBlock(nn.Module):
         return torch.tanh(self.linear(x)) * self.scale
 
 
-class Mlp(nn.Module):
-    """Odd sizes, a parameter of one element per block, parameters of the root itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(MlpBlock(7, 13), MlpBlock(13, 11), MlpBlock(11, 17))
-        self.head = nn.Linear(17, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+def mlp() -> nn.Module:
+    """Build odd sizes, a parameter of one element per block, parameters of the root itself."""
+    blocks = nn.Sequential(MlpBlock(7, 13), MlpBlock(13, 11), MlpBlock(11, 17))
+    return nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(17, 5)))
 
 
 class Gain(nn.Module):
@@ -151,16 +154,15 @@ class Gain(nn.Module):
         return x * self.gain
 
 
-class UsedTwice(nn.Module):
-    """One module called twice in one forward, other units in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared, self.second = MlpBlock(7, 11), MlpBlock(11, 11), MlpBlock(11, 11)
-        self.head = nn.Linear(11, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.shared(self.second(self.shared(self.first(x)))))
+def used_twice() -> nn.Module:
+    """Build a module called twice in one forward, other units in between."""
+    return Net(
+        lambda m, x: m.head(m.shared(m.second(m.shared(m.first(x))))),
+        first=MlpBlock(7, 11),
+        shared=MlpBlock(11, 11),
+        second=MlpBlock(11, 11),
+        head=nn.Linear(11, 5),
+    )
 
 
 class BlockWithUnused(nn.Module):
@@ -173,17 +175,14 @@ class BlockWithUnused(nn.Module):
         return torch.tanh(self.used(x))
 
 
-class Unused(nn.Module):
-    """Parameters that no forward uses: in the middle of each used block, and a whole block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(BlockWithUnused(7), BlockWithUnused(7))
-        self.never = BlockWithUnused(7)
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+def unused() -> nn.Module:
+    """Build parameters that no forward uses: in the middle of each used block, and a whole block."""
+    return Net(
+        lambda m, x: m.head(m.blocks(x)),
+        blocks=nn.Sequential(BlockWithUnused(7), BlockWithUnused(7)),
+        never=BlockWithUnused(7),
+        head=nn.Linear(7, 5),
+    )
 
 
 class LoraBlock(nn.Module):
@@ -198,17 +197,11 @@ class LoraBlock(nn.Module):
         return torch.sin(self.base(x)) + self.up(torch.tanh(self.down(x)))
 
 
-class Lora(nn.Module):
-    """A frozen input layer, which backward never reaches, then LoRA blocks and a trained head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(7, 13).requires_grad_(False)
-        self.blocks = nn.Sequential(LoraBlock(13), LoraBlock(13), LoraBlock(13))
-        self.head = nn.Linear(13, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
+def lora() -> nn.Module:
+    """Build a frozen input layer, which backward never reaches, then LoRA blocks and a trained head."""
+    embed = nn.Linear(7, 13).requires_grad_(False)
+    blocks = nn.Sequential(LoraBlock(13), LoraBlock(13), LoraBlock(13))
+    return nn.Sequential(OrderedDict(embed=embed, blocks=blocks, head=nn.Linear(13, 5)))
 
 
 class SegmentBlock(nn.Module):
@@ -237,15 +230,9 @@ class SegmentBlock(nn.Module):
         return torch.sin(self.base(x)) + inner
 
 
-class Segments(nn.Module):
-    def __init__(self, segment: str) -> None:
-        super().__init__()
-        self.embed = nn.Linear(7, 7)
-        self.blocks = nn.Sequential(*(SegmentBlock(7, segment) for _ in range(3)))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(x)))
+def segments(segment: str) -> nn.Module:
+    embed, blocks = nn.Linear(7, 7), nn.Sequential(*(SegmentBlock(7, segment) for _ in range(3)))
+    return nn.Sequential(OrderedDict(embed=embed, blocks=blocks, head=nn.Linear(7, 5)))
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------
@@ -266,9 +253,7 @@ class Stacked(nn.Module):
             self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        x = in_turn(self.blocks, self.embed(tokens))
         return self.head(x if self.norm is None else self.norm(x))
 
 
@@ -312,78 +297,67 @@ class DecoderBlock(EncoderBlock):
         return x + self.cross(self.norm3(x), memory)
 
 
-class TiedTransformer(nn.Module):
-    """A causal language model with a tied output layer: one parameter under two names of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList([EncoderBlock(causal=True), EncoderBlock(causal=True)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def tied_transformer() -> nn.Module:
+    """Build a causal language model with a tied output layer: one parameter under two names of the root."""
+    tokens, positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+    blocks = nn.Sequential(EncoderBlock(causal=True), EncoderBlock(causal=True))
+    norm, head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    head.weight = tokens.weight
+    return Net(
+        lambda m, words: m.head(m.norm(m.blocks(m.tokens(words) + m.positions.weight))),
+        tokens=tokens,
+        positions=positions,
+        blocks=blocks,
+        norm=norm,
+        head=head,
+    )
 
 
-class EncoderDecoder(nn.Module):
-    """Units in another order than in the module tree: decoder units use the output of encoder units."""
+def encoder_decoder() -> nn.Module:
+    """Build units in another order than in the module tree: decoder units use the output of encoder units."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.ModuleList([DecoderBlock(), DecoderBlock()])  # registered first, run last
-        self.encoder = nn.Sequential(EncoderBlock(causal=False), EncoderBlock(causal=False))
-        self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        memory = self.encoder(self.source(source))
-        x = self.target(target)
-        for block in self.decoder:
+    def forward(m: Any, source: Tensor, target: Tensor) -> Tensor:
+        memory = m.encoder(m.source(source))
+        x = m.target(target)
+        for block in m.decoder:
             x = block(x, memory)
-        return self.head(x)
+        return m.head(x)
+
+    return Net(
+        forward,
+        decoder=nn.ModuleList([DecoderBlock(), DecoderBlock()]),  # registered first, run last
+        encoder=nn.Sequential(EncoderBlock(causal=False), EncoderBlock(causal=False)),
+        source=nn.Embedding(VOCABULARY, WIDTH),
+        target=nn.Embedding(VOCABULARY, WIDTH),
+        head=nn.Linear(WIDTH, VOCABULARY),
+    )
 
 
-class Lstm(nn.Module):
-    """A recurrent network, which keeps weights in its own lists (`_flat_weights`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 13)
-        self.lstm = nn.LSTM(13, 13, num_layers=2, batch_first=True)  # sizes of an LSTM are multiples of 4, not of 3
-        self.head = nn.Linear(13, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.tokens(tokens))[0])
+def lstm() -> nn.Module:
+    """Build a recurrent network, which keeps weights in its own lists (`_flat_weights`)."""
+    return Net(
+        lambda m, words: m.head(m.lstm(m.tokens(words))[0]),
+        tokens=nn.Embedding(VOCABULARY, 13),
+        lstm=nn.LSTM(13, 13, num_layers=2, batch_first=True),  # sizes of an LSTM are multiples of 4, not of 3
+        head=nn.Linear(13, VOCABULARY),
+    )
 
 
 # -- images ------------------------------------------------------------------------------------------------------
 
 
-class ConvBlock(nn.Module):
-    def __init__(self, channels_in: int, channels_out: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels_in, channels_out, 3, bias=False)
-        self.norm = nn.BatchNorm2d(channels_out)
+def conv_net() -> nn.Module:
+    """Build convolutions with BatchNorm: buffers changed by forwards, and statistics of the local batch."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.conv(x)))
+    def block(channels_in: int, channels_out: int) -> Unit:
+        return Unit(
+            lambda m, x: torch.relu(m.norm(m.conv(x))),
+            conv=nn.Conv2d(channels_in, channels_out, 3, bias=False),
+            norm=nn.BatchNorm2d(channels_out),
+        )
 
-
-class ConvNet(nn.Module):
-    """Convolutions with BatchNorm: buffers changed by forwards, and statistics of the local batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(ConvBlock(3, 5), ConvBlock(5, 7))
-        self.head = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean(dim=(2, 3)))
+    blocks, head = nn.Sequential(block(3, 5), block(5, 7)), nn.Linear(7, 5)
+    return Net(lambda m, x: m.head(m.blocks(x).mean(dim=(2, 3))), blocks=blocks, head=head)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -392,30 +366,21 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _segments(segment: str) -> Case:
-    name = "segment-" + segment
-    unused = tuple(f"blocks.{i}.unused." for i in range(3))
-    blocks = frozenset({SegmentBlock})
-    return Case(name, partial(Segments, segment), _vectors(7, 5), squared_error, blocks, unused)
+    prefixes = tuple(f"blocks.{i}.unused." for i in range(3))
+    build = partial(segments, segment)
+    return Case(f"segment-{segment}", build, _vectors(7, 5), squared_error, frozenset({SegmentBlock}), prefixes)
 
 
+_UNUSED = ("blocks.0.unused.", "blocks.1.unused.", "never.")
 _CASES = [
-    Case("mlp", Mlp, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
-    Case("tied-transformer", TiedTransformer, _make_tokens, cross_entropy, frozenset({EncoderBlock})),
-    Case("encoder-decoder", EncoderDecoder, _make_pairs, cross_entropy, frozenset({EncoderBlock, DecoderBlock})),
-    Case("used-twice", UsedTwice, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
-    Case(
-        "unused",
-        Unused,
-        _vectors(7, 5),
-        squared_error,
-        frozenset({BlockWithUnused}),
-        ("blocks.0.unused.", "blocks.1.unused.", "never."),
-    ),
-    Case("conv-batchnorm", ConvNet, _make_images, squared_error, frozenset({ConvBlock}), local_statistics=True),
-    Case("lstm", Lstm, _make_tokens, cross_entropy, frozenset({nn.LSTM})),
-    Case("lora", Lora, _vectors(7, 5), squared_error, frozenset({LoraBlock})),
-    _segments("none"),
-    _segments("reentrant"),
-    _segments("non-reentrant"),
+    Case("mlp", mlp, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
+    Case("tied-transformer", tied_transformer, _make_tokens, cross_entropy, frozenset({EncoderBlock})),
+    Case("encoder-decoder", encoder_decoder, _make_pairs, cross_entropy, frozenset({EncoderBlock, DecoderBlock})),
+    Case("used-twice", used_twice, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
+    Case("unused", unused, _vectors(7, 5), squared_error, frozenset({BlockWithUnused}), _UNUSED),
+    Case("conv-batchnorm", conv_net, _make_images, squared_error, frozenset({Unit}), local_statistics=True),
+    Case("lstm", lstm, _make_tokens, cross_entropy, frozenset({nn.LSTM})),
+    Case("lora", lora, _vectors(7, 5), squared_error, frozenset({LoraBlock})),
+    *(_segments(segment) for segment in ("none", "reentrant", "non-reentrant")),
 ]
 ZOO: dict[str, Case] = {case.name: case for case in _CASES}

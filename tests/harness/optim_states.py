@@ -38,6 +38,7 @@ from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, get_stat
 from fsdp.compat import disable_dcp, enable_dcp
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import small
+from tests.harness.models import Net, Unit
 
 FSDP = FullyShardedDataParallel
 FORMS: dict[str, tuple[Any, ...]] = {  # arguments of `state_dict_type`
@@ -113,30 +114,24 @@ def dcp_enabled() -> Iterator[None]:
         disable_dcp()
 
 
-class Block(nn.Module):
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(a, b)
-        self.scale = nn.Parameter(torch.ones(1))  # fewer elements than ranks
+def block(a: int, b: int) -> Unit:
+    return Unit(None, linear=nn.Linear(a, b), scale=nn.Parameter(torch.ones(1)))  # fewer elements than ranks
 
 
-class Model(nn.Module):
-    """Sizes that do not divide, a tie, a parameter in another memory order, nested units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(7, 5)
-        self.blocks = nn.Sequential(Block(5, 3), Block(3, 5))
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.tokens.weight
-        self.bias = nn.Parameter(torch.randn(2))
-
-
-def build(seed: int = 0) -> Model:
+def build(seed: int = 0) -> Net:
+    """Build sizes that do not divide, a tie, a parameter in another memory order, nested units."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return Model()
+        model = Net(
+            None,
+            tokens=nn.Embedding(7, 5),
+            blocks=nn.Sequential(block(5, 3), block(3, 5)),
+            conv=nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+            head=nn.Linear(5, 7, bias=False),
+            bias=nn.Parameter(torch.randn(2)),
+        )
+    model.head.weight = model.tokens.weight
+    return model
 
 
 def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> FSDP:
@@ -145,7 +140,7 @@ def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options
         return FSDP(
             options.pop("module", None) or build(),
             sharding_strategy=ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy({Block}) if blocks else None,
+            auto_wrap_policy=ModuleWrapPolicy({Unit}) if blocks else None,
             use_orig_params=uop,
             **options,
         )
@@ -153,7 +148,7 @@ def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options
 
 def torchs(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> Any:
     module = options.pop("module", None) or build()
-    return small.torchs(module, strategy, {Block} if blocks else (), use_orig_params=uop, **options)
+    return small.torchs(module, strategy, {Unit} if blocks else (), use_orig_params=uop, **options)
 
 
 def adamw(params: Iterable[Any]) -> Optimizer:
@@ -272,7 +267,7 @@ def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any])
         assert model.load_state_dict(state) == ([], [])
 
 
-def row_major(seed: int = 0) -> Model:
+def row_major(seed: int = 0) -> Net:
     """Build a model without other memory orders, which torch's sharded state cannot hold."""
     model = build(seed)
     model.conv.to(memory_format=torch.contiguous_format)
@@ -292,21 +287,18 @@ def cross_load(
     assert_same_states(taken, torch_optimizer.state_dict(), f"{case}, to load by torch")
 
 
-class Mixed(nn.Module):
-    """Frozen and trained parameters of two dtypes in one unit, an ignored module, a parameter without an optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 5).requires_grad_(False)
-        self.up, self.down = nn.Linear(5, 3), nn.Linear(3, 5, dtype=torch.float64)
-        self.ignored = nn.Linear(3, 2)
-        self.idle = nn.Parameter(torch.randn(9))
-
-
-def mixed_plain() -> Mixed:
+def mixed_plain() -> Net:
+    """Build frozen and trained parameters of two dtypes in one unit, an ignored module, a parameter not optimized."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
-        return Mixed()
+        return Net(
+            None,
+            base=nn.Linear(5, 5).requires_grad_(False),
+            up=nn.Linear(5, 3),
+            down=nn.Linear(3, 5, dtype=torch.float64),
+            ignored=nn.Linear(3, 2),
+            idle=nn.Parameter(torch.randn(9)),
+        )
 
 
 def settle_all(value: Any) -> Any:

@@ -15,7 +15,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import MlpBlock
+from tests.harness.models import MlpBlock, Net, in_turn
 from tests.harness.sharded import wrap
 
 Mode = tuple[ShardingStrategy, bool]
@@ -70,20 +70,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-class Mlp(nn.Module):
-    """Blocks with a parameter of one element, and a root with parameters. Width 7 at both ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([MlpBlock(WIDTH, 13), MlpBlock(13, 11), MlpBlock(11, WIDTH)])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def mlp() -> nn.Module:
+    """Build blocks with a parameter of one element, and a root with parameters. Width 7 at both ends."""
+    return Net(
+        lambda m, x: m.head(in_turn(m.blocks, m.embed(x))),
+        embed=nn.Linear(WIDTH, WIDTH),
+        blocks=nn.ModuleList([MlpBlock(WIDTH, 13), MlpBlock(13, 11), MlpBlock(11, WIDTH)]),
+        head=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 def gathered(model: nn.Module) -> set[str]:

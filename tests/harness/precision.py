@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from copy import deepcopy
 from typing import Any
 
@@ -58,22 +59,16 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x) @ self.turn)
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+        super().__init__(OrderedDict(blocks=nn.Sequential(Block(), Block()), head=nn.Linear(WIDTH, 5)))
 
     def seen(self) -> set[torch.dtype]:
         """Return the compute dtypes of the blocks since the last call."""
         found = set[torch.dtype]()
-        for block in self.modules():
-            if isinstance(block, Block):
-                found |= block.seen
-                block.seen = set()
+        for block in self.blocks:
+            found |= getattr(block, "module", block).seen
+            getattr(block, "module", block).seen = set()
         return found
 
 

@@ -87,8 +87,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
 class Plain:
     """The plain model and its optimizer, trained on every rank's batches: gradients are summed in rank order."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.module: Any = net() if module is None else module
+    def __init__(self) -> None:
+        self.module: Any = net()
         self.optimizer = sgd(self.module)
 
     def backward(self, step: int = 0, run: Callable[[int], Any] | None = None) -> None:

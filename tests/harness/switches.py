@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -15,18 +16,10 @@ FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GR
 HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 6)
-        self.layers = nn.ModuleList([Part(6) for _ in range(3)])
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.embed(x)
-        for layer in self.layers:
-            y = layer(y)
-        return self.head(y)
+        embed, layers = nn.Embedding(10, 6), nn.Sequential(Part(6), Part(6), Part(6))
+        super().__init__(OrderedDict(embed=embed, layers=layers, head=nn.Linear(6, 2)))
 
 
 def build(**options: Any) -> Any:

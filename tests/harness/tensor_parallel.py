@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -20,12 +21,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import numbers
+from tests.harness.models import in_turn
 from tests.harness.oracle import clean_name, sgd_of_halves
 
 WORDS, WIDTH, HEADS, LENGTH = 12, 8, 4, 4
@@ -41,20 +42,12 @@ class Attention(nn.Module):
         return self.o(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm2, self.inner = nn.LayerNorm(WIDTH), Inner()
+        up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm2, self.inner = nn.LayerNorm(WIDTH), nn.Sequential(OrderedDict(up=up, tanh=nn.Tanh(), down=down))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -74,9 +67,7 @@ class Transformer(nn.Module):
         self.to(dtype)
 
     def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = recomputed(block, x, use_reentrant=False) if self.recomputes else block(x)
+        x = in_turn(self.blocks, self.embed(words), "non-reentrant" if self.recomputes else "none")
         return self.gate(self.head(self.norm(x))) * self.frozen
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import in_turn
 from tests.harness.stream_tracer import StreamTracer
 
 WIDTH = 8
@@ -52,18 +52,12 @@ class BlockTower(nn.Module):
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.blocks = nn.ModuleList([Block(hidden) for hidden in sizes])
         self.skipped: set[int] = set()
-        self.segments: str | None = None
+        self.segments = "none"
         self.returns_weight = False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = self.first(x)
-        for index, block in enumerate(self.blocks):
-            if index in self.skipped:
-                continue
-            if self.segments is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.segments == "reentrant")
+        blocks = [block for index, block in enumerate(self.blocks) if index not in self.skipped]
+        x = in_turn(blocks, self.first(x), self.segments)
         return (self.last(x), self.last.weight) if self.returns_weight else self.last(x)
 
 
@@ -136,7 +130,7 @@ class Training:
         for tower.segments in ("reentrant", "non-reentrant"):
             self.step()
             self.step(False, True)
-        tower.segments = None
+        tower.segments = "none"
 
     def skipping(self) -> None:
         """Skip units that were prefetched."""
