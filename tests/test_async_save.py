@@ -30,6 +30,7 @@ from fsdp.checkpoint import async_save, files, load, load_plain, progress, save,
 from fsdp.checkpoint.files import Disk
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
+from tests.harness.models import WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import Died, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
@@ -38,39 +39,31 @@ from tests.harness.states import whole
 from tests.harness.strategies import STRATEGIES
 
 
-class Part(nn.Module):
-    """A tied parameter, a buffer, extra state changed in place, a frozen parameter; sizes that do not divide."""
+def part() -> WithExtraState:
+    """Build a tied parameter, a buffer, extra state changed in place, a frozen parameter; sizes that do not divide."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.again = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(5, 7)
-        self.register_buffer("passes", torch.zeros(()))
-        self.again.weight = self.linear.weight
-        self.back = nn.Linear(7, 5)
-        self.back.bias.requires_grad_(False)
-        self.seen: dict[str, Any] = {"batches": torch.zeros(()), "sizes": set()}
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.extra["batches"] += 1
+        m.extra["sizes"].add(len(x))
+        m.passes += 1
+        return m.back(m.norm(m.linear(x) + m.again(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen["batches"] += 1
-        self.seen["sizes"].add(len(x))
-        self.passes += 1
-        return self.back(self.norm(self.linear(x) + self.again(x)))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return self.seen
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.seen = state
+    linear, norm, again, back = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(5, 7), nn.Linear(7, 5)
+    again.weight = linear.weight
+    back.bias.requires_grad_(False)
+    extra = {"batches": torch.zeros(()), "sizes": set()}
+    children = {"linear": linear, "norm": norm, "again": again, "passes": torch.zeros(()), "back": back}
+    return WithExtraState(extra, forward=forward, **children)
 
 
 def built(
     strategy: ShardingStrategy, mode: bool, seed: int = 0, **options: Any
 ) -> tuple[FullyShardedDataParallel, Optimizer]:
     torch.manual_seed(seed)
-    module = nn.Sequential(Part(), nn.Linear(5, 5), Part())
+    module = nn.Sequential(part(), nn.Linear(5, 5), part())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "NO_SHARD")
-        model = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Part}), **options)
+        model = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({WithExtraState}), **options)
     params = [param for param in model.parameters() if param.requires_grad]
     return model, torch.optim.AdamW([{"params": params[:1], "lr": torch.tensor(0.02)}, {"params": params[1:]}], lr=0.01)
 
@@ -136,10 +129,10 @@ def test_save_has_the_values_of_its_call(world_size: int, tmp_path: Path) -> Non
                 for value in state.values():
                     value.zero_()
             optimizer.param_groups[0]["lr"].zero_()
-            for part in model.modules():
-                if isinstance(part, Part):
-                    part.seen["batches"].fill_(-1)
-                    part.seen["sizes"].clear()
+            for module in model.modules():
+                if isinstance(module, WithExtraState):
+                    module.extra["batches"].fill_(-1)
+                    module.extra["sizes"].clear()
         assert not outcome.done()
         assert not (path / "latest").exists()
         gate.opened.set()

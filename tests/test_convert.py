@@ -6,7 +6,6 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,31 +14,26 @@ from torch import nn
 
 from fsdp.__main__ import main
 from fsdp.checkpoint import get_state_dict, save, set_state_dict, to_dcp, to_safetensors
+from tests.harness.models import WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import wrap
 
 
-class Mixed(nn.Module):
-    """Parameters of several dtypes and memory orders, a buffer, and extra state."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear = nn.Linear(5, 7)
-        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-        self.low = nn.Parameter(torch.randn(9).to(torch.bfloat16))
-        self.register_buffer("table", torch.arange(3, dtype=torch.uint8))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": 3}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        pass
+def mixed(seed: int = 0) -> nn.Module:
+    """Build parameters of several dtypes and memory orders, a buffer, and extra state."""
+    torch.manual_seed(seed)
+    return WithExtraState(
+        {"calls": 3},
+        linear=nn.Linear(5, 7),
+        conv=nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+        low=nn.Parameter(torch.randn(9).to(torch.bfloat16)),
+        table=torch.arange(3, dtype=torch.uint8),
+    )
 
 
 def trained(seed: int, *, sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model: nn.Module = Mixed(seed)
+    model = mixed(seed)
     model = wrap(model, use_orig_params=True) if sharded else model
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -73,7 +67,7 @@ def test_checkpoint_is_converted_to_one_safetensors_file(tmp_path: Path) -> None
 
 
 def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
-    made = save(tmp_path / "run", Mixed())
+    made = save(tmp_path / "run", mixed())
     content = (made / "rank_0.safetensors").read_bytes()
     (made / "rank_0.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(RuntimeError, match=r"rank_0\.safetensors has another checksum"):

@@ -25,6 +25,7 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from tests.harness.models import Net, WithExtraState
 from tests.harness.optim_states import (
     adamw,
     assert_same,
@@ -157,7 +158,7 @@ def test_state_of_rank_0_is_broadcast_to_all_kinds_of_models() -> None:
         (None, (TypeError, RuntimeError), "Expected state_dict to be dict-like, got"),
         ({"_extra_state": lambda: None}, TypeError, "rank 0 has cannot be sent to the other ranks: AttributeError"),
     ):
-        target = WithExtraState()
+        target = WithExtraState(None)
         with pytest.raises(kind, match=words):
             set_model_state_dict(target, cast(Any, given) if dist.get_rank() == 0 else {}, options=loose)
         assert target.extra is None
@@ -188,15 +189,6 @@ def test_plain_and_wrapped_models_exchange_state() -> None:
             same_state(wrapped, wrapped_optimizer, *trained(uop), "from a plain model")
 
 
-class Around(nn.Module):
-    """A parent of a module under any name, with a parameter without elements."""
-
-    def __init__(self, name: str, inner: nn.Module) -> None:
-        super().__init__()
-        self.add_module(name, inner)
-        self.head, self.none = nn.Linear(3, 2), nn.Parameter(torch.zeros(0, 4))
-
-
 @on_ranks(2)
 def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) -> None:
     """A DDP or compiled module inside a plain one, and modules with the attribute names of wrappers.
@@ -212,7 +204,8 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
 
     kinds: list[tuple[str, Any]] = [("inner", DistributedDataParallel), ("inner", compiled), ("_orig_mod", nn.Identity)]
     for name, around in [*kinds, ("_orig_mod", wrapped), ("module", wrapped)]:
-        plain = Around(name, nn.Linear(2, 3))
+        none = nn.Parameter(torch.zeros(0, 4))
+        plain = Net(None, **{name: nn.Linear(2, 3)}, head=nn.Linear(3, 2), none=none)
         model = copy.deepcopy(plain)
         if around is not nn.Identity:
             model.add_module(name, around(model.get_submodule(name)))
@@ -239,16 +232,6 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
         save(tmp_path, model)
         load(tmp_path, plain)
         assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")
-
-
-class WithExtraState(nn.Module):
-    extra: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 def save_by_torch(path: str, uop: bool, ragged: bool) -> None:

@@ -29,20 +29,16 @@ FSDP = FullyShardedDataParallel
 Make = Callable[[Any], Optimizer]
 
 
-class Model(nn.Module):
-    """Parameters of 16 and 32 bits, without padding in a flat parameter on 2 ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.half = nn.Linear(3, 5, dtype=torch.bfloat16)
-        self.full = nn.Linear(5, 2)
+def plain_model(**more: nn.Module) -> Net:
+    """Build parameters of 16 and 32 bits, without padding in a flat parameter on 2 ranks."""
+    return Net(None, half=nn.Linear(3, 5, dtype=torch.bfloat16), full=nn.Linear(5, 2), **more)
 
 
 def build(uop: bool, module: nn.Module | None = None) -> FSDP:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return FSDP(module or Model(), use_orig_params=uop)
+        return FSDP(module or plain_model(), use_orig_params=uop)
 
 
 def step(optimizer: Optimizer, count: int = 2) -> Optimizer:
@@ -104,7 +100,7 @@ def makers() -> Iterable[tuple[str, Make]]:
 def test_states_are_cast_to_another_dtype_as_torch_casts_them(tmp_path: Path) -> None:
     """Float32 moments loaded for bfloat16 parameters become bfloat16, so the optimizer can step."""
     for uop in (False, True):
-        trained, plain = build(uop, Model().float()), Model()
+        trained, plain = build(uop, plain_model().float()), plain_model()
         optimizer = step(torch.optim.AdamW(trained.parameters(), foreach=uop))
         with FSDP.state_dict_type(trained, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
             saved = FSDP.optim_state_dict(trained, optimizer)
@@ -192,14 +188,13 @@ def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path
 # -- mismatched states ------------------------------------------------------------------------------------------------
 
 
-class Renamed(Model):
-    """A model whose state dict renames one parameter and drops another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
-        self.register_state_dict_post_hook(_rename)
-        self.register_load_state_dict_pre_hook(_rename_back)
+def renamed() -> Net:
+    """Build a model whose state dict renames one parameter and drops another."""
+    model = plain_model()
+    model.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+    model.register_state_dict_post_hook(_rename)
+    model.register_load_state_dict_pre_hook(_rename_back)
+    return model
 
 
 def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -209,15 +204,6 @@ def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 
 def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     state[f"{prefix}full.weight"] = state.pop(f"{prefix}renamed")
-
-
-class Wider(Model):
-    """Has layers that are missing in the checkpoint, in a shared bucket and in a separate one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new = nn.Linear(2, 4)
-        self.newest = nn.Linear(2, 4, dtype=torch.float64)
 
 
 def quietly(function: Any, *args: Any) -> Any:
@@ -239,7 +225,9 @@ def test_entries_missing_in_the_checkpoint_are_left_alone(tmp_path: Path) -> Non
         optimizer = step(torch.optim.SGD(saved.parameters(), lr=0.5, momentum=0.9))
         optimizer.state["global"] = {"x": 1}
         path = save_quietly(f"{tmp_path}/{uop}", saved, optimizer)
-        model = build(uop, Wider())
+        # Layers that are missing in the checkpoint, in a shared bucket and in a separate one.
+        wider = plain_model(new=nn.Linear(2, 4), newest=nn.Linear(2, 4, dtype=torch.float64))
+        model = build(uop, wider)
         groups = [{"params": [p], "lr": 0.1 * (number + 1)} for number, p in enumerate(model.parameters())]
         present = step(torch.optim.SGD(groups, lr=0.1, momentum=0.5), 3)
         present.state["mine"] = 7
@@ -268,7 +256,7 @@ def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path
     """Also where a hook renames or drops the parameter's key in the model's state."""
     rank = dist.get_rank()
     for uop in (False, True):
-        model = build(uop, Renamed())
+        model = build(uop, renamed())
         optimizer = step(torch.optim.AdamW(model.parameters()))
         fresh = torch.optim.AdamW(model.parameters())
         load(save(tmp_path, model, optimizer), model, fresh)
@@ -415,7 +403,7 @@ def test_state_of_another_rank_is_detected_at_the_first_step() -> None:
                 assert "AdamW has the same state on ranks" in by_rank[0] + by_rank[1]
             assert "FSDP.optim_state_dict(model" in by_rank[0] + by_rank[1]
         if uop:
-            plain = step(torch.optim.AdamW(Model().parameters()))
+            plain = step(torch.optim.AdamW(plain_model().parameters()))
             loaded_state.load_state_dict(plain.state_dict())
             with pytest.raises(RuntimeError, match=r"state 'exp_avg' of 'half.weight' in .* has 15 elements"):
                 step(loaded_state, 1)

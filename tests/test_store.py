@@ -27,7 +27,7 @@ from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.disk import FaultyDisk, Killed, on_disk
-from tests.harness.models import ZOO
+from tests.harness.models import ZOO, WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
@@ -462,49 +462,42 @@ def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
     assert_bit_equal(tensors(module.state_dict()), tensors(Saved(2).state_dict()))
 
 
-class Unusual(nn.Module):
-    """Tensors that a backend or a storage format may not support, and extra state that contains a tensor."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.linear, self.number = nn.Linear(3, 2), nn.Parameter(torch.randn(()))
-        self.again, self.complex = self.linear.weight, nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        values = torch.randn(3, 5, dtype=torch.complex64)
-        buffers = [
-            values.real > 0,
-            values.conj(),
-            values.conj().imag,
-            values.real.t(),
-            torch.randn(8)[::2],
-            torch.randn(4).to(torch.float8_e4m3fn),
-            torch.randn(()).to(torch.float8_e5m2),
-            torch.randint(-9, 9, (5,), dtype=torch.int8)[1:3],
-            torch.empty(0, 3, dtype=torch.uint16),
-        ]
-        for number, buffer in enumerate(buffers):
-            self.register_buffer(f"buffer{number}", buffer)
-        self.history = torch.randn(2)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"history": self.history}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.history = state["history"]
+def unusual(seed: int) -> WithExtraState:
+    """Build tensors that a backend or a storage format may not support, and extra state that contains a tensor."""
+    torch.manual_seed(seed)
+    linear, number = nn.Linear(3, 2), nn.Parameter(torch.randn(()))
+    module = WithExtraState({}, linear=linear, number=number, again=linear.weight)
+    module.complex = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    values = torch.randn(3, 5, dtype=torch.complex64)
+    buffers = [
+        values.real > 0,
+        values.conj(),
+        values.conj().imag,
+        values.real.t(),
+        torch.randn(8)[::2],
+        torch.randn(4).to(torch.float8_e4m3fn),
+        torch.randn(()).to(torch.float8_e5m2),
+        torch.randint(-9, 9, (5,), dtype=torch.int8)[1:3],
+        torch.empty(0, 3, dtype=torch.uint16),
+    ]
+    for index, buffer in enumerate(buffers):
+        module.register_buffer(f"buffer{index}", buffer)
+    module.extra["history"] = torch.randn(2)
+    return module
 
 
-def values_of(module: Unusual) -> dict[str, tuple[torch.dtype, list[int], Any]]:
-    named = {**tensors(module.state_dict()), "history": module.history}
+def values_of(module: WithExtraState) -> dict[str, tuple[torch.dtype, list[int], Any]]:
+    named = {**tensors(module.state_dict()), "history": module.extra["history"]}
     return {name: (each.dtype, list(each.shape), each.to(torch.complex128).tolist()) for name, each in named.items()}
 
 
 def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     """Views, conjugates, small dtypes; a default device has no effect."""
-    module = Unusual(1)
+    module = unusual(1)
     save(tmp_path, module)
     async_save(tmp_path, module).result()
     for path in ("checkpoint_00000001", "checkpoint_00000002"):
-        other = Unusual(2)
+        other = unusual(2)
         with torch.device("meta"):
             load(tmp_path / path, other)
         assert values_of(other) == values_of(module)
@@ -512,13 +505,13 @@ def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_tensors_saved_on_a_device_load_on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also within extra state and groups; a tensor learning rate moves to the optimizer's device."""
-    module = Unusual(1)
+    module = unusual(1)
     with monkeypatch.context() as patch:
         patch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
         save(tmp_path, module, torch.optim.Adam(module.parameters(), lr=torch.tensor(0.5)), extra=torch.ones(2))
     saved = load_plain(tmp_path)
     assert saved.optimizer is not None and saved.optimizer["param_groups"][0]["lr"].item() == 0.5
-    other = Unusual(2)
+    other = unusual(2)
     optimizer = torch.optim.Adam(other.parameters())
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
     extra = load(tmp_path, other, optimizer)

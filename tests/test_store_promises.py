@@ -44,26 +44,13 @@ from fsdp.checkpoint import (
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from tests.harness.disk import on_disk
-from tests.harness.models import Net
+from tests.harness.models import Net, WithExtraState
 from tests.harness.pool import on_ranks, run_fresh
 from tests.harness.sharded import wrap
 
 
-class WithExtraState(nn.Module):
-    """A module with one parameter and extra state of any kind; loading the extra state `bad` raises."""
-
-    def __init__(self, value: float = 0.0, extra: Any = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((3,), value))
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        if state == "bad":
-            raise ValueError("this module takes no such state")
-        self.extra = state
+def with_extra(value: float = 0.0, extra: Any = None) -> WithExtraState:
+    return WithExtraState(extra, weight=nn.Parameter(torch.full((3,), value)))
 
 
 def manifest_of(directory: Path) -> dict[str, Any]:
@@ -102,7 +89,7 @@ def test_files_and_directories_of_users_are_kept(tmp_path: Path) -> None:
     for name in others:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    names = [save(tmp_path, WithExtraState(float(step)), keep=2).name for step in range(9)]
+    names = [save(tmp_path, with_extra(float(step)), keep=2).name for step in range(9)]
     assert names == [f"checkpoint_{number:08d}" for number in (1, 2, 4, 5, 6, 8, 10, 11, 12)]
     assert all((tmp_path / name).read_text() == name for name in others)
     ours = {"latest", *names[-2:]}
@@ -115,19 +102,19 @@ def test_a_users_file_or_directory_named_latest_is_not_replaced(tmp_path: Path, 
     (tmp_path / theirs).parent.mkdir(exist_ok=True)
     (tmp_path / theirs).write_text("my notes")
     with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/latest"):
-        save(tmp_path, WithExtraState())
+        save(tmp_path, with_extra())
     assert contents(tmp_path) == {theirs: b"my notes"}
 
 
 def test_checkpoint_numbers_may_exceed_eight_digits(tmp_path: Path) -> None:
     """Numbers of nine digits follow those of eight."""
-    made = save(tmp_path, WithExtraState(1.0))
+    made = save(tmp_path, with_extra(1.0))
     os.rename(made, tmp_path / "checkpoint_99999999")
     text = (tmp_path / "latest").read_text()
     (tmp_path / "latest").write_text(text.replace(made.name, "checkpoint_99999999"))
     assert load_plain(tmp_path).model["weight"].tolist() == [1.0] * 3
-    assert save(tmp_path, WithExtraState(2.0), keep=2).name == "checkpoint_100000000"
-    assert save(tmp_path, WithExtraState(3.0), keep=2).name == "checkpoint_100000001"
+    assert save(tmp_path, with_extra(2.0), keep=2).name == "checkpoint_100000000"
+    assert save(tmp_path, with_extra(3.0), keep=2).name == "checkpoint_100000001"
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_100000000", "checkpoint_100000001", "latest"]
     assert load_plain(tmp_path).model["weight"].tolist() == [3.0] * 3
 
@@ -140,7 +127,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     """A link with the name of a checkpoint, or of an unfinished one, is kept, and so is the directory it leads to."""
     root, archive = tmp_path / "run", tmp_path / "archive"
-    made = save(root, WithExtraState(1.0), extra="first")
+    made = save(root, with_extra(1.0), extra="first")
     os.rename(made, archive)
     (archive / "notes.txt").write_text("mine")
     made.symlink_to(archive)
@@ -153,18 +140,18 @@ def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     (root / "checkpoint_00000004").symlink_to(tmp_path / "nowhere")
     links = {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()}
     before = contents(archive), contents(parts)
-    names = [save(root, WithExtraState(float(step)), extra=step, keep=1).name for step in range(3)]
+    names = [save(root, with_extra(float(step)), extra=step, keep=1).name for step in range(3)]
     assert names == [f"checkpoint_{number:08d}" for number in (5, 6, 7)]
     assert (contents(archive), contents(parts)) == before
     assert {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()} == links
     assert set(os.listdir(root)) == {*links, names[-1], "latest"}
-    assert load(made, WithExtraState()) == "first", "a link to a checkpoint can be loaded"
+    assert load(made, with_extra()) == "first", "a link to a checkpoint can be loaded"
 
 
 def test_a_directory_replaced_by_a_link_is_not_removed_through_it(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     for step in range(2):
-        save(root, WithExtraState(float(step)))
+        save(root, with_extra(float(step)))
     (share,) = files.retire(root / "checkpoint_00000002", 1, 1)
     os.rename(root / "checkpoint_00000001", elsewhere)
     (root / "checkpoint_00000001").symlink_to(elsewhere)
@@ -178,18 +165,18 @@ def test_user_files_in_an_expired_checkpoint_are_kept(tmp_path: Path) -> None:
     """A tokenizer beside the tensors, in a directory or not, keeps its path; no hidden directory is left."""
     theirs = {"HF/tokenizer.json": b"1", "config.json": b"2", "rank_0.safetensors.d/manifest.json": b"3"}
     for step in range(4):
-        made = save(tmp_path, WithExtraState(float(step)), extra=step, keep=1)
+        made = save(tmp_path, with_extra(float(step)), extra=step, keep=1)
         for name, content in theirs.items():
             (made / name).parent.mkdir(exist_ok=True)
             (made / name).write_bytes(content)
-    assert load(tmp_path, WithExtraState()) == 3
+    assert load(tmp_path, with_extra()) == 3
     assert sorted(os.listdir(tmp_path)) == [*(f"checkpoint_{number:08d}" for number in (1, 2, 3, 4)), "latest"]
     assert all(contents(tmp_path / f"checkpoint_{number:08d}") == theirs for number in (1, 2, 3))
 
 
 def test_a_failed_removal_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file that cannot be removed does not keep the rest, and the leftovers are not taken for a checkpoint."""
-    first, remove = save(tmp_path, WithExtraState(1.0), extra=1), Disk.remove_file
+    first, remove = save(tmp_path, with_extra(1.0), extra=1), Disk.remove_file
 
     def remove_some(disk: Disk, path: Path) -> None:
         if path.suffix == ".safetensors":
@@ -199,11 +186,11 @@ def test_a_failed_removal_is_repeated_by_the_next_save(tmp_path: Path, monkeypat
     fails = pytest.warns(UserWarning, match=r"could not be removed: .*rank_0\.safetensors")
     with monkeypatch.context() as patch, fails:
         patch.setattr(Disk, "remove_file", remove_some)
-        save(tmp_path, WithExtraState(2.0), extra=2, keep=1)
+        save(tmp_path, with_extra(2.0), extra=2, keep=1)
     assert sorted(os.listdir(first)) == ["rank_0.safetensors", "retired"]
     with pytest.raises(FileNotFoundError, match="is no checkpoint"):
         load_plain(first)
-    assert save(tmp_path, WithExtraState(3.0), extra=3, keep=1).name == "checkpoint_00000003"
+    assert save(tmp_path, with_extra(3.0), extra=3, keep=1).name == "checkpoint_00000003"
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000003", "latest"]
 
 
@@ -222,7 +209,7 @@ class SlowDisk(Disk):
 
 
 def saves_slowly(root: str) -> None:
-    model = WithExtraState(float(dist.get_rank()))
+    model = with_extra(float(dist.get_rank()))
     consensus.group_timeout = lambda group: timedelta(seconds=2)  # type: ignore[assignment]
     save(root, model)
     files.disk = SlowDisk()
@@ -244,19 +231,19 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
     steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
     for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
-        save(root, WithExtraState(1.0), extra=1)
+        save(root, with_extra(1.0), extra=1)
         real, replacing = getattr(where, name), [True]
 
         def replaced(*args: Any, real: Any = real, root: Path = root, todo: list[bool] = replacing, **kw: Any) -> Any:
             if todo:
                 todo.pop()
-                save(root, WithExtraState(2.0), extra=2, keep=1)
+                save(root, with_extra(2.0), extra=2, keep=1)
             return real(*args, **kw)
 
         for loads in (True, False):
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, replaced)
-                assert (load(root, WithExtraState()) if loads else load_plain(root).extra[0]) == 2, name
+                assert (load(root, with_extra()) if loads else load_plain(root).extra[0]) == 2, name
             replacing.append(True)
         assert not (root / "checkpoint_00000002").exists()
 
@@ -266,7 +253,7 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
 
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"removed while it was read|damaged"):
             patch.setattr(where, name, lost)
-            load(root, WithExtraState())
+            load(root, with_extra())
 
     def read(directory: Path, manifest: Any) -> Path:
         if directory == tmp_path / "old":  # the manifest was there, and now the directory is empty
@@ -293,27 +280,27 @@ class Malicious:
 def test_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     """Neither in extra state nor in a separate file, except with `trusted=True`."""
     root, harm = tmp_path / "run", tmp_path / "harm"
-    made = save(root, WithExtraState(1.0, Malicious(harm)), trusted=True)
-    for read in (lambda **how: load(root, WithExtraState(), **how), lambda **how: load_plain(root, **how)):
+    made = save(root, with_extra(1.0, Malicious(harm)), trusted=True)
+    for read in (lambda **how: load(root, with_extra(), **how), lambda **how: load_plain(root, **how)):
         with pytest.raises(RuntimeError, match=r"'model\._extra_state' holds more than .* trusted=True"):
             read()
         assert not harm.exists()
         read(trusted=True)
         harm.rmdir()
-    made = save(root, WithExtraState(1.0))
+    made = save(root, with_extra(1.0))
     for place in ("../secret", "/etc/passwd"):
         listing = manifest_of(made)
         listing["files"][place] = [0, ""]
         forge(made, "index.json", (made / "index.json").read_bytes(), listing)
         with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
-            load(root, WithExtraState())
+            load(root, with_extra())
         del listing["files"][place]
         forge(made, "index.json", (made / "index.json").read_bytes(), listing)
     own = (made / "index.json").read_bytes()
     for content in (b"[]", b"{", b'{"model.weight": ["load", [3], [0], []]}', own.replace(b"[3]", b"[[]]")):
         forge(made, "index.json", content, manifest_of(made) | {"files": listing["files"]})
         with pytest.raises(RuntimeError, match=r"index\.json was not written by this package"):
-            load(root, WithExtraState())
+            load(root, with_extra())
 
 
 RANK = "rank_0.safetensors"
@@ -344,39 +331,39 @@ FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged r
 @pytest.mark.parametrize(("name", "there", "forged"), FORGED)
 def test_forged_numbers_raise_an_error_that_names_the_file(tmp_path: Path, name: str, there: str, forged: str) -> None:
     """Anybody can compute checksums. Whatever the numbers are, the load raises a RuntimeError that names the file."""
-    made = save(tmp_path, WithExtraState(1.0))
+    made = save(tmp_path, with_extra(1.0))
     content = (made / name).read_bytes()
     changed = with_header(content, there, forged) if name == RANK else content.replace(there.encode(), forged.encode())
     assert changed != content
     forge(made, name, changed)
     words = rf"{re.escape(str(made))}.* (was not written by this package|has 0 of 3 elements of 'model\.weight')"
-    for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path)):
+    for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
         with pytest.raises(RuntimeError, match=words):
             read()
 
 
 @pytest.mark.parametrize("ranks", [-1, 0, 10**7, float("inf"), "many"])
 def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any) -> None:
-    made = save(tmp_path, WithExtraState(1.0), extra=1)
+    made = save(tmp_path, with_extra(1.0), extra=1)
     forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"ranks": ranks})
-    for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path)):
+    for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
         with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json is no manifest of this package"):
             read()
 
 
 def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
-    made = save(tmp_path, WithExtraState(1.0), extra=1)
+    made = save(tmp_path, with_extra(1.0), extra=1)
     for version in (0, 2, "1"):
         forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"version": version})
         words = rf"manifest.json has version {version}, and this package reads version"
-        for read in (lambda: load(tmp_path, WithExtraState()), lambda: load_plain(tmp_path, trusted=True)):
+        for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path, trusted=True)):
             with pytest.raises(RuntimeError, match=words):
                 read()
     listing = manifest_of(made) | {"version": 1}
     del listing["files"]["index.json"]
     forge(made, RANK, (made / RANK).read_bytes(), listing)
     with pytest.raises(RuntimeError, match=r"manifest\.json lists no index\.json"):
-        load(tmp_path, WithExtraState())
+        load(tmp_path, with_extra())
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------
@@ -447,7 +434,7 @@ REFUSED: list[tuple[Any, str]] = [  # the value and the end of the error, after 
 @pytest.mark.parametrize(("value", "ends"), REFUSED, ids=lambda value: type(value).__name__)
 def test_a_save_refuses_values_that_a_load_would_refuse(tmp_path: Path, value: Any, ends: str) -> None:
     """In a parameter group, an optimizer's state, extra state and `extra`: a one-line error, and no leftovers."""
-    module = WithExtraState(1.0)
+    module = with_extra(1.0)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for _ in range(3)]
     optimizers[0].param_groups[0]["note"] = value
     optimizers[1].state[module.weight] = {"momentum_buffer": torch.ones(3), "note": value}
@@ -456,7 +443,7 @@ def test_a_save_refuses_values_that_a_load_would_refuse(tmp_path: Path, value: A
         ("optimizer.param_groups[0]['note']", lambda: save(tmp_path, module, optimizers[0])),
         ("optimizer.state['weight']['note']", lambda: save(tmp_path, module, optimizers[1])),
         ("optimizer.state['all']['note']", lambda: save(tmp_path, module, optimizers[2])),
-        ("the extra state of the model['note']", lambda: save(tmp_path, WithExtraState(1.0, {"note": value}))),
+        ("the extra state of the model['note']", lambda: save(tmp_path, with_extra(1.0, {"note": value}))),
         ("extra['note']", lambda: save(tmp_path, module, extra={"note": value})),
         ("extra['note']", lambda: async_save(tmp_path, module, extra={"note": value})),
     ]
@@ -470,7 +457,7 @@ def test_a_save_refuses_values_that_a_load_would_refuse(tmp_path: Path, value: A
 
 def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
     """A schedule that uses NumPy sets a NumPy learning rate, and every load accepts it."""
-    module = WithExtraState(1.0, {"scale": numpy.float32(0.5)})
+    module = with_extra(1.0, {"scale": numpy.float32(0.5)})
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + numpy.cos(step / 3)))
     optimizer.step()
@@ -478,7 +465,7 @@ def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
     rate = optimizer.param_groups[0]["lr"]
     assert type(rate) is numpy.float64
     save(tmp_path, module, optimizer, extra={"loss": numpy.float64(0.1), "epoch": numpy.int64(3)})
-    other, fresh = WithExtraState(), torch.optim.SGD(module.parameters(), lr=0.1)
+    other, fresh = with_extra(), torch.optim.SGD(module.parameters(), lr=0.1)
     extra = load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.3))
     assert extra == {"loss": 0.1, "epoch": 3} and other.extra == {"scale": 0.5}
     load(tmp_path, module, fresh)
@@ -487,11 +474,11 @@ def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
 
 
 def test_objects_are_saved_and_loaded_with_trust_on_both_sides(tmp_path: Path) -> None:
-    module = WithExtraState(1.0, Settings(5))
+    module = with_extra(1.0, Settings(5))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     optimizer.param_groups[0]["note"] = Color.RED
     save(tmp_path, module, optimizer, trusted=True)
-    other = WithExtraState()
+    other = with_extra()
     fresh = torch.optim.SGD(other.parameters(), lr=0.3)
     with pytest.raises(RuntimeError, match=r"holds more than tensors and plain values, .* trusted=True"):
         load(tmp_path, other, fresh)
@@ -520,9 +507,9 @@ def test_extra_state_is_loaded_regardless_of_its_present_value(tmp_path: Path) -
     """A tensor of a different size or dtype, a tensor instead of None, and None instead of a tensor."""
     kinds = [None, torch.ones(2), torch.ones(3, 4, dtype=torch.int32), {"a": torch.ones(2)}, torch.ones(()), "text"]
     for number, kind in enumerate(kinds):
-        save(tmp_path / str(number), WithExtraState(1.0, kind))
+        save(tmp_path / str(number), with_extra(1.0, kind))
         for now in kinds:
-            module = WithExtraState(0.0, now)
+            module = with_extra(0.0, now)
             load(tmp_path / str(number), module)
             assert repr(module.extra) == repr(kind)
             assert module.weight.tolist() == [1.0] * 3
@@ -531,9 +518,9 @@ def test_extra_state_is_loaded_regardless_of_its_present_value(tmp_path: Path) -
 def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     """In `extra` and in extra state, at any depth."""
     big = torch.arange(100_000.0)
-    made = save(tmp_path, WithExtraState(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
+    made = save(tmp_path, with_extra(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
     assert sum(path.stat().st_size for path in made.iterdir()) < 30_000
-    module = WithExtraState()
+    module = with_extra()
     extra = load(tmp_path, module)
     assert (extra["x"].tolist(), extra["y"][0][0].tolist()) == ([0, 1], [5, 6])
     assert module.extra["deep"][0].tolist() == [2, 3]
@@ -543,7 +530,7 @@ def test_errors_name_the_file_or_the_wrong_argument(tmp_path: Path) -> None:
     """An error of a full disk names the file, and a wrong argument is described."""
     full = mock.patch.object(Disk, "write", side_effect=OSError(28, "No space left on device"))
     with full, pytest.raises(OSError, match=r"No space left .*rank_0\.safetensors"):
-        save(tmp_path, WithExtraState())
+        save(tmp_path, with_extra())
     with pytest.raises(TypeError, match=r"expected a model to save, a torch.nn.Module, but got str"):
         save(tmp_path, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
@@ -563,17 +550,17 @@ def test_a_file_system_that_cannot_sync_directories_is_supported(
 
     monkeypatch.setattr(os, "fsync", fails_for_directories)
     for code in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-        save(tmp_path / str(code), WithExtraState(1.0))
+        save(tmp_path / str(code), with_extra(1.0))
         assert load_plain(tmp_path / str(code)).model["weight"].tolist() == [1.0] * 3
     code = errno.EIO
     with pytest.raises(OSError, match=rf"Input/output error: '{re.escape(str(tmp_path))}"):
-        save(tmp_path / "never", WithExtraState(1.0))
+        save(tmp_path / "never", with_extra(1.0))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", "rank_0.safetensors"])
 def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """The model is unchanged."""
-    made, module = save(tmp_path, WithExtraState(1.0), extra=1), WithExtraState(2.0)
+    made, module = save(tmp_path, with_extra(1.0), extra=1), with_extra(2.0)
     real = Path.read_bytes
 
     def reads(path: Path) -> bytes:
@@ -617,7 +604,7 @@ def optimizers_after_a_step(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def make_model(value: float, extra: str, wrapping: str) -> nn.Module:
-    first, last = WithExtraState(value, value), WithExtraState(value, extra)
+    first, last = with_extra(value, value), with_extra(value, extra)
     module = Net(None, first=first, linear=nn.Linear(2, 2), last=last, table=torch.full((2,), value))
     nn.init.constant_(module.linear.weight, value)
     if wrapping == "parts":

@@ -119,6 +119,22 @@ class Unit(Net):
     """A `Net` that a wrap policy selects by its class."""
 
 
+class WithExtraState(Net):
+    """A `Net` whose extra state is its attribute `extra`; loading the state "bad" raises."""
+
+    def __init__(self, extra: Any, **children: Any) -> None:
+        super().__init__(children.pop("forward", None), **children)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == "bad":
+            raise ValueError("this module takes no such state")
+        self.extra = state
+
+
 def in_turn(modules: Iterable[nn.Module], x: Tensor, checkpointing: str = "none") -> Tensor:
     """Call modules one after the other, each checkpointed ("none", "reentrant" or "non-reentrant")."""
     for module in modules:
