@@ -276,8 +276,7 @@ def _takes_turn(number: int, mode: Mode) -> bool:
     return number.bit_count() % 2 == mode[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) -> None:
     """Gradients sum up alone, and with gradients zeroed, cleared, or dropped for some parameters in between."""
     if world_size > 2:
@@ -458,8 +457,7 @@ def test_freezing_between_accumulated_passes() -> None:
 # -- .grad in users' hands ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) -> None:
     """They neither free nor write a dropped gradient; until dropped, they accumulate into it as in plain torch."""
     grads = pass_gradients(4)
@@ -491,8 +489,7 @@ def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) 
             assert all(grad.isfinite().all() for grad in kept), trainer.label
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_passes_accumulate_into_gradients_that_users_changed(world_size: int) -> None:
     """A gradient may be scaled in place, or replaced by a new tensor where torch allows it."""
     grads = pass_gradients(3)

@@ -102,8 +102,7 @@ class Gate(Disk):
 # -- content -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3, 4)
 def test_save_has_the_values_of_its_call(world_size: int, tmp_path: Path) -> None:
     """Later steps, changes in place and the training's collectives do not alter a save that has not written yet."""
     ways = list(itertools.product(STRATEGIES, (False, True)))

@@ -381,8 +381,7 @@ def test_tools_may_assign_the_mesh_and_the_root() -> None:
     assert all(value.device_mesh is mesh for value in state.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
     """The attributes that Shampoo and ByteCheckpoint read."""
     for uop in (False, True):
@@ -400,8 +399,7 @@ def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
 
 
 @needs_cpu_events
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_handles_have_torchs_attributes(world_size: int) -> None:
     """The attributes that verl and Composer read."""
     for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):

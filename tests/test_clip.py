@@ -103,8 +103,7 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor]:
 # -- the norm --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_norms_of_all_orders_and_trees(world_size: int) -> None:
     """Within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
     for kind in TREES:

@@ -66,8 +66,7 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 # -- users' hooks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> None:
     """The hook is called once per unit and synchronised backward, also on one rank.
 
@@ -234,8 +233,7 @@ def test_hooks_are_called_as_by_torchs_fsdp1() -> None:
 # -- torch's hooks ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_torchs_default_hooks_reduce_as_the_native_path(world_size: int) -> None:
     """Bit-equal on 2 ranks; on 3, where torch divides by 2 and 1.5, within the bound of rounding."""
     for strategy, orig in MODES:
@@ -261,8 +259,7 @@ def test_all_compressing_hooks_of_torch_are_detected() -> None:
     assert not comm_hook.CommHook(None, functools.partial(LOW_PRECISION_HOOKS[0])).compresses
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_torchs_compressing_hooks_work_on_cpu(world_size: int) -> None:
     """Gradients are cast to 16 bits, divided, summed, divided and cast back, with both call forms.
 

@@ -72,8 +72,7 @@ CHOICES: list[dict[str, bool]] = [
 
 
 @needs(2, 7, "cannot do this for torch's FSDP1")
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> None:
     """Every form of state, in both modes, equals that of `fsdp.checkpoint` and of torch's FSDP1."""
     for uop in (False, True):
@@ -337,8 +336,7 @@ def local(value: Any) -> Any:
 
 
 @needs(2, 7, "cannot do this for torch's FSDP1")
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_models_of_torch_keep_torchs_state(world_size: int) -> None:
     """Plain modules, DDP, FSDP1 in both modes, FSDP2."""
     for name, build in MODELS_OF_TORCH.items():

@@ -83,8 +83,7 @@ def first_way() -> dict[str, Any]:
 # -- parity with torch -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
-@on_ranks("world_size")
+@on_ranks(3, 4)
 def test_state_equals_torchs_with_the_same_mesh(world_size: int) -> None:
     """Each package loads the other's state of model and optimizer, full and sharded."""
     modes = itertools.cycle((world_size != 3, world_size == 3))  # both modes over all cases
@@ -246,8 +245,7 @@ def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_ranks("world_size")
+@on_ranks(2, 4)
 def test_state_moves_to_fully_shard_on_the_same_mesh_and_back(world_size: int, tmp_path: Path) -> None:
     """Its state dicts load into our models, and our checkpoints into its models."""
     root = str(tmp_path)

@@ -61,8 +61,7 @@ def step_by_hooks(model: nn.Module) -> list[int]:
     return live
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: int) -> None:
     """By torch's `_apply_optimizer_in_backward` or by post-accumulate hooks, unit by unit."""
     for strategy in STRATEGIES:
@@ -101,12 +100,11 @@ def test_optimizers_step_before_the_backward_ends() -> None:
 # -- hooks on parameters -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_parameter_hooks_see_the_full_local_gradient(world_size: int) -> None:
     """Hooks fire as under DDP, and the returned gradient is reduced."""
     schedule = Schedule(steps=3)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     for strategy in STRATEGIES:
         plain = CASE.build()
         model = wrap(CASE, strategy, use_orig_params=True)
@@ -215,8 +213,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
     return loss.detach()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_deepcopies_train_independently(world_size: int) -> None:
     """Copies before and after the first use, with and without the optimizer."""
     for index, strategy in enumerate(STRATEGIES):

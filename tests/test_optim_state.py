@@ -57,8 +57,7 @@ from tests.harness.states import full_state
 # -- like torch --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3, 4)
 def test_state_dicts_equal_torchs(world_size: int) -> None:
     """Keys, values, order and types; full, on rank 0 only, and sharded. 3 and 4 ranks take strategies by turns."""
     for uop in (False, True):
@@ -197,8 +196,7 @@ def groups_of(named: Iterable[tuple[str, nn.Parameter]], plain: bool) -> list[di
     return [{"params": weights, "lr": 0.1, "momentum": 0.9}, {"params": rest, "lr": 0.01, "weight_decay": 0.2}]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_groups_frozen_stateless_ignored_and_partial(world_size: int) -> None:
     """Existing states are saved, over buckets, groups and parameters that no unit owns."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
@@ -449,8 +447,7 @@ def test_parameters_without_saved_state_are_left_out() -> None:
             set_optimizer_state_dict(model, optimizer, saved)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
+@on_ranks(1, 3)
 def test_ragged_state_moves_no_tensors_between_ranks(world_size: int) -> None:
     """Ranks save their parts as boxes of the full parameter and exchange descriptions only."""
     for uop in (False, True):
@@ -486,8 +483,7 @@ def test_ragged_state_moves_no_tensors_between_ranks(world_size: int) -> None:
 # -- at any time -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks("world_size")
+@on_ranks(1, 3)
 def test_ragged_state_of_parameters_without_dimensions(world_size: int) -> None:
     """Loaded states are plain tensors, also unsharded and on one rank, so the optimizer can step."""
     for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "NO_SHARD")):

@@ -106,8 +106,7 @@ def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
 
 
 @pytest.mark.parametrize("uop", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_direct_messages_equal_native_collectives(world_size: int, uop: bool) -> None:
     group = dist.new_group()  # numbers of direct messages differ between ranks
     model = ours(uop, process_group=group)

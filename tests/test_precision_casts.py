@@ -671,11 +671,10 @@ def test_blocked_sums_equal_sums_of_the_whole(dtype: torch.dtype, ranks: int) ->
     assert_bit_equal({"sum": total, **dict(zip("abc", pieces))}, {"sum": expected, **dict(zip("abc", kept))})
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(2, 3, 4)
 def test_error_bound_of_sums_by_the_backend(world_size: int) -> None:
     """Gloo's reductions in 16 bits stay within the bound in the docstring of `sum_in_rank_order`."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     for name, values in adversaries(world_size).items():
         wide = values.double()
         exact = wide.sum(0)

@@ -129,8 +129,7 @@ def run_stage(pair: Pair, stage: str, case: str) -> None:
     assert pair.net.blocks[0].turn.dtype == (dtype or FP32), case
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 @full_precision_in_eval()
 def test_full_precision_evaluation_between_training_in_any_order(world_size: int) -> None:
     """Parameters, buffers and inputs have the dtype of the mode; gradients in eval mode are float32."""
@@ -235,8 +234,7 @@ def test_full_precision_in_eval_is_chosen_at_wrapping() -> None:
 # -- summoned ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_summoned_parameters_have_full_precision(world_size: int) -> None:
     """Forwards inside use them; writes are kept or dropped as without mixed precision."""
     rank = dist.get_rank()
@@ -274,8 +272,7 @@ def test_summoned_parameters_have_full_precision(world_size: int) -> None:
 # -- gradients in low precision ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_keep_low_precision_grads(world_size: int) -> None:
     """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bfloat16."""
     rank = dist.get_rank()

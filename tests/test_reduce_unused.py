@@ -167,8 +167,7 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
         reference.check(build(make(), strategy, use_orig_params), what, ulps=ulps, ulps_after_step=after)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size", timeout=120)
+@on_ranks(1, 2, 3, timeout=120)
 def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int) -> None:
     """Some or all ranks skip units anywhere, and run them in different orders; with momentum."""
     make = partial(seeded, chain)
@@ -180,8 +179,7 @@ def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int
     check(partial(run_orders, ORDERS[1:]), partial(make, recompute=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size", timeout=120)
+@on_ranks(2, 3, timeout=120)
 def test_experts_and_accumulation_train_as_plain_replicas(world_size: int) -> None:
     """Nested units are routed by the data. Unsharded gradients exist for units that the reducing backward skips."""
     check(route, partial(seeded, experts))
@@ -231,8 +229,7 @@ ACCUMULATED = (2, 4)
 AGREED = "agree on the parameters that are used"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@on_ranks("world_size")
+@on_ranks(1, 2, 4)
 def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: int) -> None:
     """A parameter that no rank used since the last step has no gradient, so AdamW does not change it.
 
@@ -247,7 +244,6 @@ def test_weight_decay_does_not_change_parameters_that_no_rank_uses(world_size: i
         always, never, at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         return Net(forward, always=always, never=never, at_times=at_times, block=Block(7)).double()
 
-    world_size = dist.get_world_size()
     for strategy, options in (
         [(ShardingStrategy.HYBRID_SHARD, {"device_mesh": init_device_mesh("cpu", (2, 2))})]
         if world_size == 4

@@ -241,13 +241,12 @@ def join(links: nn.ModuleList) -> None:
 CHAIN = Case("chain", chain, make_vectors, F.mse_loss, frozenset({Unit}))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3)
 def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
     """Every unit of the chain is gathered at once, whatever the bound on idle gathered units."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     plain = run_plain(CHAIN, make_optimizer, world_size, schedule)
     for strategy, mode in ways(STRATEGIES[:2]):
         model: Any = wrap(CHAIN, ShardingStrategy[strategy], mode)
@@ -397,7 +396,6 @@ def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: s
     """Bit for bit, except where the mean of three bfloat16 gradients may be rounded twice."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
-    world_size = dist.get_world_size()
     plain = [_comparable(step) for step in plain_on_rank_0(case, make_optimizer, schedule)]
     originals = dict(case.build().named_parameters())
     for strategy, mode in ways():
@@ -435,8 +433,7 @@ def _real(value: Any) -> Any:
     return torch.view_as_real(value) if value is not None and value.is_complex() else value
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_ranks("world_size")
+@on_ranks(1, 2)
 def test_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
 
     def overlapping(*, dense: bool) -> Net:

@@ -121,8 +121,7 @@ CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(2, 3, 4)
 def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(world_size: int) -> None:
     """Train in every precision, with and without accumulation; at rest no bytes are held. On 3 and 4 ranks by turns."""
     enable_shared_memory()
@@ -580,8 +579,7 @@ def test_a_fast_rank_waits_for_a_slow_one_before_it_takes_more_memory() -> None:
 
 
 @needs_swaps
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     """Two gathered units, one written gradient, one in reduction; and the accumulators, which users hold."""
     enable_shared_memory()

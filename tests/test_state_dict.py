@@ -117,8 +117,7 @@ def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str)
             assert found.requires_grad is expected.requires_grad is False, (what, key)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@on_ranks("world_size")
+@on_ranks(2, 3)
 def test_every_form_of_state_equals_torch_fsdps(world_size: int) -> None:
     """Names, order, types, chunks and values are equal, also with `rank0_only`."""
     warnings.simplefilter("ignore")
@@ -150,8 +149,7 @@ def test_every_form_of_state_equals_torch_fsdps(world_size: int) -> None:
                 assert_same_entries(*states, what)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(1, 2, 3, 4)
 def test_states_are_exchanged_with_torchs_fsdp_plain_modules_and_ddp(world_size: int) -> None:
     """Full and sharded, across `use_orig_params`, and local."""
     warnings.simplefilter("ignore")

@@ -341,8 +341,7 @@ def _numel_outside_of_the_owners_shards(optimizer: WholeParamOptimizer) -> int:
     return numel
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks("world_size")
+@on_ranks(2, 3, 4)
 def test_a_step_moves_each_element_once_and_steps_each_matrix_once(world_size: int) -> None:
     """A step sends each element outside of the owner's shard three times, and keeps no full parameter."""
     model = wrapped(True)

@@ -34,6 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.harness.template import Request, Template
@@ -359,30 +360,32 @@ def run_fresh(
         pool.close()
 
 
-def on_ranks(world_size: int | str, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test's body on `world_size` kept ranks, as `run_ranks` does, with the test's arguments.
+def on_ranks(*world_sizes: int | str, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on kept ranks, as `run_ranks` does, with the test's arguments.
 
-    A string names the parameter of the test that holds the number of ranks, or as "run.world_size" an attribute of it.
-    The test is a function of its module's top level. Parameters and fixtures are pickled, so `tmp_path` can be used and
-    `monkeypatch` cannot. Marks stay above the decorator:
+    Several numbers of ranks are cases of the parameter `world_size`. A string names the parameter of the test that
+    holds the number, or as "run.world_size" an attribute of it. The test is a function of its module's top level.
+    Parameters and fixtures are pickled, so `tmp_path` can be used and `monkeypatch` cannot. Marks stay above the
+    decorator:
 
         @pytest.mark.parametrize("strategy", STRATEGIES)
-        @on_ranks(2)
-        def test_training_equals_the_plain_model(strategy: ShardingStrategy) -> None: ...
+        @on_ranks(2, 3)
+        def test_training_equals_the_plain_model(strategy: ShardingStrategy, world_size: int) -> None: ...
     """
+    (how,) = world_sizes if len(world_sizes) == 1 else ("world_size",)
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
             __tracebackhide__ = True
             where = body.__module__, body.__qualname__
-            size = world_size
+            size = how
             if isinstance(size, str):
                 name, *attributes = size.split(".")
                 size = functools.reduce(getattr, attributes, kwargs[name])
             run_ranks(size, _run_body, where, args, kwargs, timeout=timeout)
 
-        return test
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if len(world_sizes) > 1 else test
 
     return decorate
 
