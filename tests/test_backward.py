@@ -30,6 +30,7 @@ from tests.harness.passes import (
     WIDTH,
     Mode,
     by_turns,
+    check_parity,
     clear,
     describe,
     environment,
@@ -369,16 +370,12 @@ def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_create_graph_up_to_an_output_is_allowed() -> None:
     """The graph of the gradient does not enter a wrapped module."""
-    reference = Reference(seeded(mlp), _penalty_on_output)
-    for mode in MODES:
-        reference.check(wrapped(seeded(mlp), mode, MlpBlock), describe(mode))
+    check_parity(seeded(mlp), _penalty_on_output, MlpBlock)
 
 
 @on_ranks(2)
 def test_gradient_penalty_without_sharding() -> None:
-    reference = Reference(seeded(mlp), _penalty)
-    for orig in (True, False):
-        reference.check(wrapped(seeded(mlp), (NONE, orig), MlpBlock), f"use_orig_params={orig}", ulps=8)
+    check_parity(seeded(mlp), _penalty, MlpBlock, modes=[(NONE, True), (NONE, False)], ulps=8)
 
 
 # -- structures --------------------------------------------------------------------------------------------------
@@ -489,10 +486,9 @@ def test_unit_inside_two_checkpoints() -> None:
     for inner, outer in itertools.product((True, False), (True, False)):
         build = seeded(twice)
         for number, program in enumerate((one_pass, two_passes, backward_twice), start=inner + outer):
-            reference = Reference(build, program)
-            for mode in by_turns(number)[: 3 if program is one_pass else 2]:
-                model = wrapped(build, mode, MlpBlock, SegmentBlock)
-                reference.check(model, f"reentrant={(inner, outer)}, {program.__name__}, {describe(mode)}")
+            modes = by_turns(number)[: 3 if program is one_pass else 2]
+            case = f"reentrant={(inner, outer)}, {program.__name__}"
+            check_parity(build, program, MlpBlock, SegmentBlock, modes=modes, case=case)
 
 
 def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -539,6 +535,4 @@ def test_child_may_be_used_before_the_parent_is_wrapped() -> None:
 @on_ranks(2)
 def test_child_may_be_called_directly() -> None:
     for program in (_child_before, _child_after):
-        reference = Reference(seeded(mlp), program)
-        for mode in MODES:
-            reference.check(wrapped(seeded(mlp), mode, MlpBlock), f"{program.__name__}, {describe(mode)}")
+        check_parity(seeded(mlp), program, MlpBlock, case=program.__name__)

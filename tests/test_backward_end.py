@@ -26,7 +26,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, gradient_sizes
 from tests.harness.models import LoraBlock, Net, Unit
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import FULL, GRAD_OP, NONE, seeded
+from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, check_parity, seeded
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -280,14 +280,8 @@ def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_backward_through_marked_side_outputs_and_nested_units() -> None:
     """A unit and the units around it are gathered when the gradient of a marked tensor arrives."""
-    for orig in (True, False):
-        policy = ModuleWrapPolicy({Block, Unit})
-        build = seeded(with_aside, True)
-        model = wrap(build(), FULL, orig, wrap_policy=policy)
-        Reference(build, _side_loss).check(model, f"marked, orig={orig}")
-        build = seeded(with_aside, False)
-        model = wrap(build(), FULL, orig, wrap_policy=policy)
-        Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
+    for marked, program in ((True, _side_loss), (False, _taken_by_a_hook)):
+        check_parity(seeded(with_aside, marked), program, Block, Unit, modes=MODES[:2], case=f"marked={marked}")
 
 
 @on_ranks(2)
@@ -368,10 +362,9 @@ def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
 
 @on_ranks(2)
 def test_forward_may_compute_on_another_thread() -> None:
-    for kind, orig in itertools.product(("branch", "branch frozen", "whole", "whole frozen"), (True, False)):
+    for kind in ("branch", "branch frozen", "whole", "whole frozen"):
         build = seeded(lambda kind=kind: nn.Sequential(Block(), threaded(kind), Block(), threaded(kind)))
-        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Unit}))
-        Reference(build, steps_of_vectors).check(model, f"{kind}, orig={orig}")
+        check_parity(build, steps_of_vectors, Unit, modes=MODES[:2], case=kind)
 
 
 @on_ranks(2)

@@ -24,7 +24,19 @@ from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, clear, describe, environment, loss_of, seeded, wrapped
+from tests.harness.passes import (
+    KINDS,
+    MODES,
+    WIDTH,
+    by_turns,
+    check_parity,
+    clear,
+    describe,
+    environment,
+    loss_of,
+    seeded,
+    wrapped,
+)
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients
@@ -132,9 +144,8 @@ def test_retry_after_an_exception_gives_the_plain_models_gradients(debug: str) -
         for number, outer in enumerate(KINDS):
             build = seeded(trapped_model, outer)
             faults = FAULTS if outer == "none" else RECOMPUTED + FAULTS[-3:] + RECOMPUTED
-            reference = Reference(build, _faulty(faults))
-            for mode in by_turns(number)[: 1 if debug == "1" else 3 if outer == "none" else 2]:
-                reference.check(wrapped(build, mode, Unit), f"{outer}, {describe(mode)}")
+            modes = by_turns(number)[: 1 if debug == "1" else 3 if outer == "none" else 2]
+            check_parity(build, _faulty(faults), Unit, modes=modes, case=outer)
 
 
 @on_ranks(2)
@@ -255,9 +266,7 @@ def _handled_program(model: nn.Module, data: Data) -> Iterator[Any]:
 
 @on_ranks(2)
 def test_model_may_handle_an_exception_of_a_unit() -> None:
-    reference = Reference(seeded(catching), _handled_program)
-    for mode in MODES:
-        reference.check(wrapped(seeded(catching), mode, Unit), describe(mode))
+    check_parity(seeded(catching), _handled_program, Unit)
 
 
 @on_ranks(2)

@@ -21,6 +21,7 @@ from tests.harness.passes import (
     NONE,
     WIDTH,
     by_turns,
+    check_parity,
     clear,
     describe,
     environment,
@@ -85,11 +86,9 @@ def test_freezing_and_unfreezing(debug: str) -> None:
     ]
     with environment(FSDP_DEBUG=debug):
         for number, (build, blocks, program, flat_too) in enumerate(cases):
-            reference = Reference(build, program)
             modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
-            for mode in modes[: 3 if debug == "0" else 1]:
-                case = f"{program.prefix!r} starts {program.starts}, {describe(mode)}, debug={debug}"
-                reference.check(wrapped(build, mode, *blocks), case)
+            case = f"{program.prefix!r} starts {program.starts}, debug={debug}"
+            check_parity(build, program, *blocks, modes=modes[: 3 if debug == "0" else 1], case=case)
 
 
 @on_ranks(2)
@@ -183,15 +182,14 @@ def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str
         ways += ["one backward for both", "frozen until the end"]
     build = seeded(lora, checkpointing)
     for number, way in enumerate(ways):
-        reference = Reference(build, _FrozenBetween(way))
-        for mode in MODES if way == "no_grad" else by_turns(number):
-            reference.check(wrapped(build, mode, LoraBlock), f"{way}, {describe(mode)}")
+        modes = MODES if way == "no_grad" else by_turns(number)
+        check_parity(build, _FrozenBetween(way), LoraBlock, modes=modes, case=way)
     blocks = ModuleWrapPolicy({LoraBlock})
     for orig in (True, False):
         model = wrap(build(), FULL, orig, wrap_policy=blocks, reduce_unused=True)
         Reference(build, _FrozenBetween("no_grad")).check(model, f"reduce_unused, use_orig_params={orig}")
-    model = wrapped(build, (FULL, True), LoraBlock)  # a flat parameter has one flag for the whole unit
-    Reference(build, _FrozenBetween("no_grad", every=2)).check(model, "every second parameter")
+    # A flat parameter has one flag for the whole unit.
+    check_parity(build, _FrozenBetween("no_grad", every=2), LoraBlock, modes=[(FULL, True)], case="every second")
 
 
 class _NoGradient(torch.autograd.Function):

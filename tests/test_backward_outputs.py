@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock, Net, Unit
-from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapped
+from tests.harness.passes import MODES, WIDTH, by_turns, check_parity, describe, seeded, wrapped
 from tests.harness.pool import on_ranks
 
 
@@ -93,10 +93,7 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
 def test_containers_of_inputs_and_outputs() -> None:
     """Outputs stay the module's objects; some are changed in place or unused. All containers are in test_nested.py."""
     for number, kind in enumerate(PACKS):
-        build = seeded(packed_model, kind)
-        reference = Reference(build, _packed_program(kind))
-        for mode in by_turns(number):
-            reference.check(wrapped(build, mode, Unit), f"{kind}, {describe(mode)}")
+        check_parity(seeded(packed_model, kind), _packed_program(kind), Unit, modes=by_turns(number), case=kind)
 
 
 IN_PLACE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
@@ -148,10 +145,8 @@ def _two_inputs(model: nn.Module, data: Data) -> Iterator[Any]:
 @on_ranks(2)
 def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
     for number, how in enumerate(IN_PLACE):
-        build = seeded(in_place_model, how)
-        reference = Reference(build, _two_inputs)
-        for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
-            reference.check(wrapped(build, mode, Unit), f"{how}, {describe(mode)}")
+        modes = by_turns(number)[: 2 + (number % 3 == 0)]
+        check_parity(seeded(in_place_model, how), _two_inputs, Unit, modes=modes, case=how)
 
 
 def tied_outside() -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import Program, Reference
 from tests.harness.models import MlpBlock, Net, in_turn
 from tests.harness.sharded import wrap
 
@@ -38,6 +39,20 @@ def describe(mode: Mode) -> str:
 
 def wrapped(build: Callable[[], nn.Module], mode: Mode, *blocks: type[nn.Module]) -> FullyShardedDataParallel:
     return wrap(build(), *mode, wrap_policy=ModuleWrapPolicy(set(blocks)))
+
+
+def check_parity(
+    build: Callable[[], nn.Module],
+    program: Program,
+    *blocks: type[nn.Module],
+    modes: Iterable[Mode] = MODES,
+    case: str = "",
+    **bounds: Any,
+) -> None:
+    """Run the program on a wrapped model in each mode, and compare it with plain replicas."""
+    reference = Reference(build, program)
+    for mode in modes:
+        reference.check(wrapped(build, mode, *blocks), f"{case}, {describe(mode)}", **bounds)
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:
