@@ -8,9 +8,11 @@ ranks the direct exchange sums in rank order too, while the all-reduce of NO_SHA
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +35,6 @@ from tests.harness.passes import (
     check_parity,
     clear,
     describe,
-    environment,
     gathered,
     loss_of,
     mlp,
@@ -182,7 +183,7 @@ def _check_chain(
     reassociated = (used_twice, two_losses) if outer == "reentrant" else ()
     for number, mode in enumerate(modes):
         debug = number == debugged
-        with environment(FSDP_DEBUG="1" if debug else "0"):
+        with mock.patch.dict(os.environ, FSDP_DEBUG="1" if debug else "0"):
             model = wrapped(build, mode, SegmentBlock)
             for reference, program in zip(references, programs):  # one model for all: no state may remain
                 case = f"{program.__name__}, {segment} in {outer}, {describe(mode)}, debug={debug}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -24,19 +25,7 @@ from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import (
-    KINDS,
-    MODES,
-    WIDTH,
-    by_turns,
-    check_parity,
-    clear,
-    describe,
-    environment,
-    loss_of,
-    seeded,
-    wrapped,
-)
+from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, check_parity, clear, describe, loss_of, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients
@@ -140,7 +129,7 @@ def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], It
 def test_retry_after_an_exception_gives_the_plain_models_gradients(debug: str) -> None:
     """In forward, backward and recomputation, before, in and after each unit; graphs from before stay usable."""
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-    with environment(FSDP_DEBUG=debug), gradient_sizes(all_small=debug == "1"):
+    with mock.patch.dict(os.environ, FSDP_DEBUG=debug), gradient_sizes(all_small=debug == "1"):
         for number, outer in enumerate(KINDS):
             build = seeded(trapped_model, outer)
             faults = FAULTS if outer == "none" else RECOMPUTED + FAULTS[-3:] + RECOMPUTED

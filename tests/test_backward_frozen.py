@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +26,6 @@ from tests.harness.passes import (
     check_parity,
     clear,
     describe,
-    environment,
     gathered,
     loss_of,
     mlp,
@@ -84,7 +85,7 @@ def test_freezing_and_unfreezing(debug: str) -> None:
         (seeded(lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
         (seeded(lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
     ]
-    with environment(FSDP_DEBUG=debug):
+    with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
         for number, (build, blocks, program, flat_too) in enumerate(cases):
             modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
             case = f"{program.prefix!r} starts {program.starts}, debug={debug}"
@@ -289,7 +290,7 @@ def test_unused_parameters_get_zeros_and_unused_units_none() -> None:
     reference = Reference(seeded(switched), _switching)
     for mode in MODES:
         debug = str(int(mode in by_turns(1)))
-        with environment(FSDP_DEBUG=debug):
+        with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
             model = wrapped(seeded(switched), mode, Unit, BlockWithUnused)
             reference.check(model, f"{describe(mode)}, debug={debug}")
     with poisoned_memory():

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp import FullyShardedDataParallel
 from tests.harness.lockstep import STEP, Data, Reference
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import MlpBlock
-from tests.harness.passes import (
-    FULL,
-    GRAD_OP,
-    MODES,
-    NONE,
-    WIDTH,
-    clear,
-    describe,
-    environment,
-    loss_of,
-    mlp,
-    seeded,
-    wrapped,
-)
+from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, clear, describe, loss_of, mlp, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import wrap
 
@@ -126,12 +114,6 @@ def test_training_after_inference_mode() -> None:
 # -- parameters that users replace -------------------------------------------------------------------------------
 
 
-def _block(model: nn.Module) -> Any:
-    """Return the unwrapped block in the middle."""
-    block = model.blocks[1]
-    return block.module if isinstance(block, FullyShardedDataParallel) else block
-
-
 @on_ranks(2)
 def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
 
@@ -158,9 +140,9 @@ def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
 
 @on_ranks(2)
 def test_check_for_replaced_parameters_can_be_skipped() -> None:
-    with environment(FSDP_SKIP_WRITEBACK_CHECK="1"):
+    with mock.patch.dict(os.environ, FSDP_SKIP_WRITEBACK_CHECK="1"):
         model = wrapped(seeded(mlp), (FULL, True), MlpBlock)
     plain, x = seeded(mlp)(), torch.randn(3, WIDTH)
-    _block(model).linear.weight = nn.Parameter(torch.zeros(5))
+    model.blocks[1].module.linear.weight = nn.Parameter(torch.zeros(5))
     with torch.no_grad():
         assert torch.equal(model(x), plain(x))
