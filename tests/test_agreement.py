@@ -354,26 +354,15 @@ def test_ranks_may_change_order_together(widths: tuple[int, ...], raises: bool) 
 # -- number of collectives -----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def recorded_store(group: Any) -> Iterator[mock.Mock]:
-    """Record the calls of the group's store from Python."""
-    groups = dist.distributed_c10d._world.pg_map
-    backend, store = groups[group]
-    groups[group] = (backend, mock.Mock(wraps=store))
-    try:
-        yield groups[group][1]
-    finally:
-        groups[group] = (backend, store)
-
-
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @on_ranks(RANKS)
 def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> None:
     """From the third step on; the first step agrees before every collective. Later steps leave the store alone."""
     group = new_group()
     model = build(Chain(UNEQUAL), group, strategy)
-    logs, calls = [], []
-    with recorded_store(group) as store:
+    logs, calls, groups = [], [], dist.distributed_c10d._world.pg_map
+    backend, store = groups[group][0], mock.Mock(wraps=groups[group][1])
+    with mock.patch.dict(groups, {group: (backend, store)}):
         for _ in range(5):
             store.reset_mock()
             with record_collectives() as log:

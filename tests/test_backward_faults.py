@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
-from unittest import mock
+from unittest import TestCase, mock
 
 import pytest
 import torch
@@ -261,18 +261,10 @@ def test_model_may_handle_an_exception_of_a_unit() -> None:
 @on_ranks(2)
 def test_error_in_a_backward_is_shown_once() -> None:
     """The exception has a note of rank and unit (from Python 3.11 on), and no second copy is logged."""
-    logged: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), use_orig_params=True)
     model.module.weight.register_hook(lambda grad: 1 / 0)
-    logging.getLogger("fsdp").addHandler(handler)
-    try:
-        with pytest.raises(ZeroDivisionError) as caught:
-            model(torch.ones(1, WIDTH)).sum().backward()
-    finally:
-        logging.getLogger("fsdp").removeHandler(handler)
-    assert not logged, logged
+    with TestCase().assertNoLogs("fsdp", logging.WARNING), pytest.raises(ZeroDivisionError) as caught:
+        model(torch.ones(1, WIDTH)).sum().backward()
     notes = getattr(caught.value, "__notes__", [])
     assert len(notes) == (sys.version_info >= (3, 11))
     assert all(f"rank {dist.get_rank()}, " in note and "of the root unit" in note for note in notes)

@@ -291,11 +291,8 @@ def test_deepcopies_keep_precision_and_are_freed() -> None:
     assert_bit_equal(full_parameters(copied), before, "the copy stays")
     reference = weakref.ref(copied)
     gc.disable()
-    try:
-        del copied
-        assert reference() is None, "only the garbage collector would free the copy"
-    finally:
-        gc.enable()
+    del copied
+    assert reference() is None, "only the garbage collector would free the copy"
 
 
 # -- hooks on modules, batch norms ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from typing import Any
-from unittest import mock
+from unittest import TestCase, mock
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,6 @@ from tests.harness.sharded import full_gradients
 from tests.harness.switches import batch, build
 
 FORWARD, BACKWARD = ["_pre_forward", "forward", "_post_forward"], ["_pre_backward_hook", "_post_backward_hook"]
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 @on_ranks(1)
@@ -56,24 +47,17 @@ def test_profilers_name_each_unit_and_its_work() -> None:
 def test_the_log_names_the_rank_the_forward_and_the_units() -> None:
     """The log has a line for each gather and reduction, in debug mode only."""
     model = build()
-    lines, logger = Lines(), logging.getLogger("fsdp")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(lines)
-    try:
+    with TestCase().assertLogs("fsdp", logging.INFO) as logged:
         for _ in range(2):
             model(batch(0)).sum().backward()
-        assert not lines.lines
+        assert not logged.records
         with mock.patch.dict("os.environ", FSDP_DEBUG="1"):
             model(batch(0)).sum().backward()
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(before)
-    here = f"rank {dist.get_rank()}, forward 3: "
-    assert all(line.startswith(here) for line in lines.lines), lines.lines
-    first = [line.removeprefix(here) for line in lines.lines[:3]]
+    here, lines = f"rank {dist.get_rank()}, forward 3: ", [record.getMessage() for record in logged.records]
+    assert all(line.startswith(here) for line in lines), lines
+    first = [line.removeprefix(here) for line in lines[:3]]
     assert first == ["gather the root unit", "prefetch unit 'embed'", "prefetch unit 'layers.0'"], first
-    assert sum(line.startswith(f"{here}reduce ") for line in lines.lines) == 5
+    assert sum(line.startswith(f"{here}reduce ") for line in lines) == 5
 
 
 @on_ranks(2)

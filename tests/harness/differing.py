@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -149,9 +150,8 @@ class Outcome:
 
 def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
     """Run each program in a new group; with ``shard_size`` in shard groups of that size and their replica groups."""
-    patience, threads.PATIENCE = threads.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
-    try:
+    with mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.1)):
         for seed in seeds:
             timeout = timedelta(seconds=TIMEOUT)
             group = new_pair(shard_size, TIMEOUT) if shard_size else dist.new_group(timeout=timeout)
@@ -160,8 +160,6 @@ def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Out
             outcomes.append(_Run(program, group).run())
             if not exits:
                 dist.barrier()
-    finally:
-        threads.PATIENCE = patience
     return outcomes
 
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest import mock
 
 from fsdp.checkpoint import files
 from fsdp.checkpoint.files import Disk
 
 
-@contextlib.contextmanager
-def on_disk(disk: Disk) -> Iterator[None]:
-    before, files.disk = files.disk, disk
-    try:
-        yield
-    finally:
-        files.disk = before
+def on_disk(disk: Disk) -> Any:
+    return mock.patch.object(files, "disk", disk)
 
 
 class Killed(BaseException):
