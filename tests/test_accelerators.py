@@ -194,22 +194,17 @@ def test_watcher_thread_allows_captures_before_its_first_query() -> None:
     assert calls[0] == "prepare" and calls.count("prepare") == 1 and calls[-1] == "look 2"
 
 
-class Unfinished(dist.Work):
-    """A collective whose peers do not come."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        assert timeout is not None, "the host waits without a look at the peers"
-        raise RuntimeError("timed out")
-
-    def is_completed(self) -> bool:
-        return False
-
-
 @on_ranks(1)
 def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     """Gloo's collectives for accelerators block the host, up to the timeout of the group."""
+
+    def wait(timeout: timedelta | None = None) -> bool:
+        assert timeout is not None, "the host waits without a look at the peers"
+        raise RuntimeError("timed out")
+
+    unfinished = mock.Mock(spec=dist.Work, wait=wait, is_completed=lambda: False)
     lane = Lane(new_group(), torch.device("meta"))
-    calls = mock.patch.object(dist, "all_reduce", return_value=Unfinished())
+    calls = mock.patch.object(dist, "all_reduce", return_value=unfinished)
     late = mock.patch.object(lane, "slow", side_effect=OutOfStep("rank 1 has ended"))
     named = mock.patch.object(issuing_module, "backend_of", return_value="gloo")
     with named, calls as started, late, pytest.raises(OutOfStep, match="rank 1 has ended"):

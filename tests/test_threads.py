@@ -11,6 +11,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,34 +103,28 @@ class WithoutTimeout(dist.Work):
         return True
 
 
-class CompletingWatch:
-    """A watch of slow ranks that completes the work in flight."""
+def completing_watch(work: WithoutTimeout, error: Exception | None = None) -> mock.Mock:
+    """Return a watch of slow ranks that completes the work in flight, or raises its `error`."""
 
-    timeout, epoch = 30.0, 0
+    def slow() -> None:
+        if watch.error is not None:
+            raise watch.error
+        work.over.set()
 
-    def __init__(self, work: WithoutTimeout, error: Exception | None = None) -> None:
-        self._work, self.error = work, error
-
-    def slow(self) -> None:
-        if self.error is not None:
-            raise self.error
-        self._work.over.set()
-
-    def report_wait(self, seconds: float, label: str) -> None:
-        raise AssertionError("the wait takes long")
-
-    def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
+    def failed(error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         return RuntimeError(f"{label}: {error}. {on_host} {in_memory}")
 
-    def abort(self, words: str) -> None:
-        raise AssertionError("the host waits")
+    watch = mock.Mock(timeout=30.0, epoch=0, error=error, slow=slow, failed=failed)
+    watch.report_wait.side_effect = AssertionError("the wait takes long")
+    watch.abort.side_effect = AssertionError("the host waits")
+    return watch
 
 
 def test_work_without_a_timeout_is_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waiting thread compares the ranks meanwhile, and gets the result of the single wait."""
     monkeypatch.setattr(threads, "PATIENCE", timedelta(seconds=0.01))
     work = WithoutTimeout()
-    watch = CompletingWatch(work, OutOfStep("gone"))
+    watch = completing_watch(work, OutOfStep("gone"))
     blocking = Work([work], watch, "gather", on_host=True)
     for _ in range(2):
         with pytest.raises(OutOfStep, match="gone"):
@@ -139,28 +134,15 @@ def test_work_without_a_timeout_is_waited_for_in_a_thread(monkeypatch: pytest.Mo
     assert work.waits == 1 and blocking.poll()
     failing = WithoutTimeout(RuntimeError("closed"))
     with pytest.raises(RuntimeError, match=r"gather: closed\. True False"):
-        Work([failing], CompletingWatch(failing), "gather", on_host=True).wait()
-
-
-class Late(dist.Work):
-    """Work that completes just after the first wait timed out."""
-
-    waits = 0
-
-    def wait(self, *timeout: Any) -> bool:
-        self.waits += 1
-        if self.waits == 1:
-            raise RuntimeError("Operation timed out!")
-        return True
-
-    def is_completed(self) -> bool:
-        return self.waits > 0
+        Work([failing], completing_watch(failing), "gather", on_host=True).wait()
 
 
 def test_work_that_ends_just_after_a_timeout_has_not_failed() -> None:
-    work = Late()
-    Work([work], CompletingWatch(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
-    assert work.waits == 2
+    work = mock.Mock(spec=dist.Work)
+    work.wait.side_effect = RuntimeError("Operation timed out!"), True
+    work.is_completed.side_effect = lambda: work.wait.called
+    Work([work], completing_watch(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
+    assert work.wait.call_count == 2
 
 
 def stop_all(before: set[threading.Thread]) -> list[str]:

@@ -147,21 +147,13 @@ def test_ranks_that_summon_with_different_arguments_raise() -> None:
     assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
 
 
-class GaveUp(dist.Work):
-    """A collective that gloo has ended, after the timeout of the group."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 4000ms for send operation to complete")
-
-    def is_completed(self) -> bool:
-        return True
-
-
 def test_timeout_that_gloo_notices_first_is_that_of_the_group() -> None:
     """Gloo and the wait count the same seconds, and either may be done first; the error says the same."""
+    words = "[unbound_buffer.cc:129] Timed out waiting 4000ms for send operation to complete"
+    ended = mock.Mock(spec=dist.Work, **{"wait.side_effect": RuntimeError(words), "is_completed.return_value": True})
     watch = mock.Mock(timeout=4.0, epoch=0, failed=lambda error, *_, **__: error)
     with pytest.raises(TimedOut, match="did not come within 4 s, the timeout of the process group"):
-        Work((GaveUp(),), watch, "gather unit 'a'", ends_alone=True).wait()
+        Work((ended,), watch, "gather unit 'a'", ends_alone=True).wait()
 
 
 @pytest.mark.parametrize("way", ["auto", "native", "direct"])
