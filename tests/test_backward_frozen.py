@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -40,25 +41,22 @@ from tests.harness.sharded import wrap
 from tests.harness.versions import RELEASE
 
 
-class _Freezing:
-    """Steps in which `prefix` is frozen and unfrozen in turns; the optimizer does not step frozen parameters."""
-
-    def __init__(self, prefix: str, *, starts: bool = True, need_input: bool = True) -> None:
-        self.prefix, self.starts, self.need_input = prefix, starts, need_input
-
-    def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
-        for step in range(6):
-            if step % 2 == 0:
-                set_requires_grad(model, self.prefix, self.starts == (step % 4 == 0))
-            x = data.tensor(step, 3, WIDTH)
-            if not self.need_input:
-                x = x.detach()
+def _freeze(
+    model: nn.Module, data: Data, *, prefix: str, starts: bool = True, need_input: bool = True
+) -> Iterator[Any]:
+    """Run steps in which `prefix` is frozen and unfrozen in turns; the optimizer does not step frozen parameters."""
+    for step in range(6):
+        if step % 2 == 0:
+            set_requires_grad(model, prefix, starts == (step % 4 == 0))
+        x = data.tensor(step, 3, WIDTH)
+        if not need_input:
+            x = x.detach()
+        loss_of(model, x).backward()
+        yield {"x": x.grad}
+        if step == 4:
             loss_of(model, x).backward()
             yield {"x": x.grad}
-            if step == 4:
-                loss_of(model, x).backward()
-                yield {"x": x.grad}
-            yield STEP
+        yield STEP
 
 
 def lora(checkpointing: str = "none") -> nn.Module:
@@ -75,21 +73,21 @@ def lora(checkpointing: str = "none") -> nn.Module:
 @on_ranks(2)
 def test_freezing_and_unfreezing(debug: str) -> None:
     """Whole units and parts of them, later and from the start; frozen parameters have no gradient."""
-    cases: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...], _Freezing, bool]] = [
-        # model, classes of units, program, whether flat parameters support it
-        (seeded(mlp), (MlpBlock,), _Freezing("blocks.1."), True),
-        (seeded(mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
-        (seeded(mlp), (MlpBlock,), _Freezing("", starts=False), True),
-        (seeded(mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
-        (seeded(mlp), (MlpBlock,), _Freezing("embed.bias"), False),
-        (seeded(lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
-        (seeded(lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
+    cases: list[tuple[Callable[[], nn.Module], type[nn.Module], dict[str, Any], bool]] = [
+        # model, class of units, arguments of the program, whether flat parameters support it
+        (mlp, MlpBlock, {"prefix": "blocks.1."}, True),
+        (mlp, MlpBlock, {"prefix": "blocks.", "need_input": False}, True),
+        (mlp, MlpBlock, {"prefix": "", "starts": False}, True),
+        (mlp, MlpBlock, {"prefix": "blocks.1.linear.weight", "starts": False}, False),
+        (mlp, MlpBlock, {"prefix": "embed.bias"}, False),
+        (lora, LoraBlock, {"prefix": "blocks.1.base.", "starts": False}, True),
+        (lora, LoraBlock, {"prefix": "embed.", "starts": False, "need_input": False}, True),
     ]
     with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
-        for number, (build, blocks, program, flat_too) in enumerate(cases):
-            modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
-            case = f"{program.prefix!r} starts {program.starts}, debug={debug}"
-            check_parity(build, program, *blocks, modes=modes[: 3 if debug == "0" else 1], case=case)
+        for number, (make, unit, arguments, flat_too) in enumerate(cases):
+            modes = (by_turns(number) if flat_too else [mode for mode in MODES if mode[1]])[: 3 if debug == "0" else 1]
+            program, case = partial(_freeze, **arguments), f"{arguments}, debug={debug}"
+            check_parity(seeded(make), program, unit, modes=modes, case=case)
 
 
 @on_ranks(2)
@@ -137,38 +135,32 @@ def test_lora_model_reduces_adapter_gradients_only() -> None:
         assert log.nbytes("reduce_scatter") == 4 * trained, (log.nbytes("reduce_scatter"), trained)
 
 
-class _FrozenBetween:
+def _freeze_between(model: nn.Module, data: Data, *, way: str, every: int = 1) -> Iterator[Any]:
     """Freeze every trained parameter, or every second one, for another forward between a forward and a backward."""
-
-    def __init__(self, way: str, *, every: int = 1) -> None:
-        self.way, self.every = way, every
-
-    def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
-        for step in range(3):
-            trained = [param for param in model.parameters() if param.requires_grad][:: self.every]
-            x, y = data.tensor(step, 3, WIDTH), data.tensor(10 + step, 3, WIDTH)
-            loss = loss_of(model, x)
-            for param in trained:
-                param.requires_grad_(False)
-            if self.way in ("no_grad", "inference_mode"):
-                with torch.no_grad() if self.way == "no_grad" else torch.inference_mode():
-                    output = model(y)
-            elif self.way in ("backward while frozen", "one backward for both"):
-                output = loss_of(model, y)
-                if self.way == "backward while frozen":
-                    output.backward()
-                    yield {"y": y.grad}
-                else:
-                    loss = loss + output
-            if self.way == "frozen until the end":
-                loss.backward()
-                yield {"x": x.grad}
-            for param in trained:
-                param.requires_grad_(True)
-            if self.way != "frozen until the end":
-                loss.backward()
-                yield {"x": x.grad, "y": y.grad}
-            yield STEP
+    for step in range(3):
+        trained = [param for param in model.parameters() if param.requires_grad][::every]
+        x, y = data.tensor(step, 3, WIDTH), data.tensor(10 + step, 3, WIDTH)
+        loss = loss_of(model, x)
+        for param in trained:
+            param.requires_grad_(False)
+        if way in ("no_grad", "inference_mode"):
+            with torch.no_grad() if way == "no_grad" else torch.inference_mode():
+                model(y)
+        elif way == "backward while frozen":
+            loss_of(model, y).backward()
+            yield {"y": y.grad}
+        elif way == "one backward for both":
+            loss = loss + loss_of(model, y)
+        else:
+            assert way == "frozen until the end"
+            loss.backward()
+            yield {"x": x.grad}
+        for param in trained:
+            param.requires_grad_(True)
+        if way != "frozen until the end":
+            loss.backward()
+            yield {"x": x.grad, "y": y.grad}
+        yield STEP
 
 
 @pytest.mark.parametrize("checkpointing", KINDS)
@@ -184,13 +176,15 @@ def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str
     build = seeded(lora, checkpointing)
     for number, way in enumerate(ways):
         modes = MODES if way == "no_grad" else by_turns(number)
-        check_parity(build, _FrozenBetween(way), LoraBlock, modes=modes, case=way)
+        check_parity(build, partial(_freeze_between, way=way), LoraBlock, modes=modes, case=way)
     blocks = ModuleWrapPolicy({LoraBlock})
     for orig in (True, False):
         model = wrap(build(), FULL, orig, wrap_policy=blocks, reduce_unused=True)
-        Reference(build, _FrozenBetween("no_grad")).check(model, f"reduce_unused, use_orig_params={orig}")
+        program = partial(_freeze_between, way="no_grad")
+        Reference(build, program).check(model, f"reduce_unused, use_orig_params={orig}")
     # A flat parameter has one flag for the whole unit.
-    check_parity(build, _FrozenBetween("no_grad", every=2), LoraBlock, modes=[(FULL, True)], case="every second")
+    program = partial(_freeze_between, way="no_grad", every=2)
+    check_parity(build, program, LoraBlock, modes=[(FULL, True)], case="every second parameter")
 
 
 class _NoGradient(torch.autograd.Function):
