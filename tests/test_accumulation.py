@@ -156,11 +156,9 @@ class Ledger:
                 grads[name] = None if grad is None else grad * factor if factor else torch.zeros_like(grad)
 
     frozen: set[str] = field(default_factory=set)
-    zeros: dict[str, Tensor] = field(default_factory=lambda: {n: torch.zeros_like(p) for n, p in _plain_parameters()})
-
-
-def _plain_parameters() -> list[tuple[str, nn.Parameter]]:
-    return list(named_parameters(build()).items())
+    zeros: dict[str, Tensor] = field(
+        default_factory=lambda: {n: torch.zeros_like(p) for n, p in named_parameters(build()).items()}
+    )
 
 
 def assert_visible(model: nn.Module, ledger: Ledger, label: str, ulps: float = 0) -> None:
@@ -518,10 +516,6 @@ def test_passes_accumulate_into_gradients_that_users_changed(world_size: int) ->
                 trainer.run(2, SYNC)
 
 
-def _wide() -> nn.Module:
-    return nn.Sequential(*(MlpBlock(601, 601) for _ in range(3)))
-
-
 @pytest.mark.serial  # it waits a limited time for the release of memory by threads
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 @pytest.mark.parametrize("mode", [(FULL, True), (FULL, False), (GRAD_OP, False), (NONE, True)], ids=passes.describe)
@@ -531,7 +525,7 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
     meter = Meter()
     world_size = dist.get_world_size()
     x = torch.randn(2, 601)
-    model = wrapped(mode, _wide)
+    model = wrapped(mode, lambda: nn.Sequential(*(MlpBlock(601, 601) for _ in range(3))))
     full = sum(4 * b.layout.numel for u in fsdp.shard_info(model) for b in u.buckets)
     shard = full if mode[0] is NONE else full / world_size
 

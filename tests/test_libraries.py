@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +279,6 @@ def lora_llama(base: torch.dtype = torch.float64) -> Any:
     return model
 
 
-def lora_on_bfloat16() -> Any:
-    return lora_llama(torch.bfloat16)
-
-
 def text_inputs(generator: torch.Generator) -> Inputs:
     tokens = torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
@@ -304,7 +301,7 @@ def recompute(model: Any, reentrant: bool) -> None:
 
 
 MODELS = {"Llama": small_llama, "GPT-2": small_gpt2, "T5": small_t5, "Mixtral": small_mixtral, "ViT": small_vit}
-ADAPTED = {"LoRA": lora_llama, "LoRA on bfloat16": lora_on_bfloat16}
+ADAPTED = {"LoRA": lora_llama, "LoRA on bfloat16": partial(lora_llama, torch.bfloat16)}
 
 
 def train_library(name: str) -> None:

@@ -330,10 +330,6 @@ def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
 # -- tensors that outlive a forward --------------------------------------------------------------------------------
 
 
-def hooks_of(tensor: Tensor) -> int:
-    return len(tensor._backward_hooks or ())
-
-
 def max_over_thirty_steps(step: Callable[[int], int]) -> int:
     """Return the largest result of the steps, whose memory must not grow from the tenth on."""
     meter, counted, growth, base = Meter(), [], [], 0
@@ -367,7 +363,7 @@ def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, u
         else:
             model(x)  # the graph is dropped
         model.zero_grad()
-        return hooks_of(x)
+        return len(x._backward_hooks or ())
 
     assert max_over_thirty_steps(step) <= 1
     assert all(passed) and torch.equal(x.grad, y.grad)
@@ -392,7 +388,7 @@ def test_hooks_do_not_accumulate_on_a_returned_parameter(strategy: ShardingStrat
         if number % 2:
             (output.sum() + weight.sum()).backward()
             model.zero_grad()
-        return hooks_of(weight)
+        return len(weight._backward_hooks or ())
 
     assert max_over_thirty_steps(step) == 0
 

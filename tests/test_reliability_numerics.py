@@ -23,7 +23,6 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO, Batch, Case, Gain, Net, Unit, cross_entropy
 from tests.harness.oracle import (
     OPTIMIZERS,
-    MakeOptimizer,
     Schedule,
     Step,
     assert_bit_equal,
@@ -48,11 +47,6 @@ def ways(strategies: Sequence[str] = STRATEGIES) -> list[tuple[str, bool]]:
     """Return each strategy in one mode, by turns: on 2 ranks in the mode that other numbers of ranks leave out."""
     first = dist.get_world_size() == 2
     return [(strategy, MODES[(number + first) % 2]) for number, strategy in enumerate(strategies)]
-
-
-def plain_on_rank_0(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule) -> list[Step]:
-    """Run `run_plain` on rank 0, which alone compares: with `rank0_only` it has the steps of all ranks."""
-    return run_plain(case, make_optimizer, dist.get_world_size(), schedule) if dist.get_rank() == 0 else []
 
 
 def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:
@@ -140,14 +134,10 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
     return Batch((tokens,), tokens.roll(1, dims=1))
 
 
-def tied_inside() -> nn.Module:
-    """Build a nested unit that holds both names, beside a parameter of the root."""
-    return nn.Sequential(tied(), Gain())
-
-
 TIED = {
     prefix: Case("tied", model, make_tokens, cross_entropy, frozenset({Unit}))
-    for prefix, model in {"": tied, "0.": tied_inside}.items()
+    # a nested unit that holds both names, beside a parameter of the root
+    for prefix, model in {"": tied, "0.": lambda: nn.Sequential(tied(), Gain())}.items()
 }
 
 
@@ -205,10 +195,6 @@ def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
 
 def make_vectors(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
-
-
-def scale(*shape: int) -> Unit:
-    return Unit(lambda m, x: x * m.weight, weight=nn.Parameter(torch.full(shape, 0.5)))
 
 
 # -- more units at work at once than there are buffers ---------------------------------------------------------------
@@ -300,9 +286,9 @@ def few_elements() -> Net:
 
     One unit has no element, except for those of the nested block.
     """
-    empty = Unit(
-        lambda m, x: m.inner(torch.cat([x, m.nothing])), nothing=nn.Parameter(torch.empty(0, 5)), inner=scale()
-    )
+    inner = Unit(lambda m, x: x * m.weight, weight=nn.Parameter(torch.tensor(0.5)))
+    nothing = nn.Parameter(torch.empty(0, 5))
+    empty = Unit(lambda m, x: m.inner(torch.cat([x, m.nothing])), nothing=nothing, inner=inner)
     return Net(
         lambda m, x: torch.sin(m.empty(x) * m.scalar + m.none.sum()) * m.one,
         empty=empty,
@@ -362,11 +348,10 @@ def of_dtype(dtype: torch.dtype) -> Net:
 
 
 def odd(name: str, model: Callable[[], nn.Module], *blocks: type[nn.Module]) -> OddCase:
-    return OddCase(name, model, make_vectors, _mean_square, frozenset(blocks))
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output[: len(target)], target)
 
-
-def _mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output[: len(target)], target)
+    return OddCase(name, model, make_vectors, loss, frozenset(blocks))
 
 
 ODD = {
@@ -396,7 +381,9 @@ def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: s
     """Bit for bit, except where the mean of three bfloat16 gradients may be rounded twice."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
-    plain = [_comparable(step) for step in plain_on_rank_0(case, make_optimizer, schedule)]
+    # With `rank0_only`, rank 0 has the steps of all ranks, and compares them.
+    plain = run_plain(case, make_optimizer, world_size, schedule) if dist.get_rank() == 0 else []
+    plain = [_comparable(step) for step in plain]
     originals = dict(case.build().named_parameters())
     for strategy, mode in ways():
         what = f"{name} {strategy} {mode}"

@@ -565,10 +565,6 @@ UNITS, STEPS = 3, 2
 EXCHANGE = "WholeParamOptimizer"
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1)
-
-
 def trace_exchanges(*drop: Sync) -> StreamTracer:
     """Trace steps with owners, without the synchronisations of `drop`."""
     torch.manual_seed(0)
@@ -576,6 +572,7 @@ def trace_exchanges(*drop: Sync) -> StreamTracer:
     with trace_streams(drop=drop, check=False) as tracer:
         model = FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
         tracer.watch(model)
+        sgd = partial(torch.optim.SGD, lr=0.1)
         optimizer = WholeParamOptimizer(model, sgd, select=lambda name, shape: len(shape) == 2, rest=sgd)
         for _ in range(STEPS):
             model(torch.ones(2, WIDTH)).sum().backward()

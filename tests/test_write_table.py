@@ -100,17 +100,9 @@ def _replace(subject: Subject) -> None:
     subject.linear.weight = nn.Parameter(value)
 
 
-def _go_on_with_a_copy(subject: Subject) -> None:
-    subject.model = copy.deepcopy(subject.model)
-
-
 def _copy_the_module(subject: Subject) -> None:
     copied = copy.deepcopy(subject.layer)
     assert_bit_equal(copied.state_dict(), build().layers[0].state_dict())
-
-
-def _load(subject: Subject) -> None:
-    subject.model.load_state_dict({name: value * 0.5 for name, value in build().state_dict().items()})
 
 
 def _apply(subject: Subject) -> None:
@@ -135,9 +127,11 @@ ACTIONS: dict[str, Act] = {
     "grad of another shape": changed(lambda param: setattr(param, "grad", torch.zeros(2, 3, 4))),
     "frozen": changed(lambda param: param.requires_grad_(False)),
     "frozen and thawed": changed(lambda param: param.requires_grad_(False).requires_grad_(True)),
-    "deepcopy": _go_on_with_a_copy,
+    "deepcopy": lambda subject: setattr(subject, "model", copy.deepcopy(subject.model)),
     "deepcopy of a module": _copy_the_module,
-    "load_state_dict": _load,
+    "load_state_dict": lambda subject: subject.model.load_state_dict(
+        {name: value * 0.5 for name, value in build().state_dict().items()}
+    ),
     "apply": _apply,
     "to": lambda subject: subject.model.to(torch.float64),
 }
