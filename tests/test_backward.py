@@ -396,11 +396,6 @@ def level(depth: int) -> Unit:
     return Unit(forward, before=before, after=after, inner=inner, leaf=nn.Parameter(torch.randn(3)))
 
 
-def repeated() -> nn.Module:
-    """Build one unit that is called three times in a row, each with a nested backward."""
-    return Net(lambda m, x: in_turn([m.block] * 3, x, "reentrant"), block=MlpBlock(WIDTH, WIDTH))
-
-
 def straddling() -> Unit:
     """Build a weight used inside and outside of a reentrant segment, whose backward delivers a separate gradient."""
     return Unit(
@@ -447,7 +442,10 @@ def _sequence(*makers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 STRUCTURES: dict[str, tuple[Callable[[], nn.Module], set[type[nn.Module]]]] = {
     "nested three deep": (seeded(level, 3), {Unit}),
-    "one unit reduced three times in a row": (seeded(repeated), {MlpBlock}),
+    "one unit reduced three times in a row": (
+        seeded(lambda: Net(lambda m, x: in_turn([m.block] * 3, x, "reentrant"), block=MlpBlock(WIDTH, WIDTH))),
+        {MlpBlock},
+    ),
     "a weight on both sides of a segment": (_sequence(straddling, straddling), {Unit}),
     "gradient inside the forward of a nested unit": (_sequence(energy, mlp), {Unit, MlpBlock}),
     "sparse gradients": (_sequence(sparse_embedding, sparse_embedding), {Unit}),

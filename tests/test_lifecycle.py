@@ -88,10 +88,6 @@ def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedData
     return wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Unit}))
 
 
-def do_nothing(model: nn.Module) -> None:
-    pass
-
-
 def train(model: nn.Module) -> None:
     optimizer = adamw(model.parameters())
     for _ in range(2):
@@ -99,15 +95,6 @@ def train(model: nn.Module) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model(torch.ones(1, WIDTH)).sum().backward()
-
-
-def only_forward(model: nn.Module) -> None:
-    model(torch.ones(1, WIDTH)).sum()
-
-
-def train_then_forward(model: nn.Module) -> None:
-    train(model)
-    only_forward(model)
 
 
 def evaluate(model: nn.Module) -> None:
@@ -175,11 +162,11 @@ def save_and_load(model: nn.Module) -> None:
     gc.collect()  # torch's checkpoints leave cycles of local classes, without tensors
 
 
-HISTORIES: dict[str, Callable[[nn.Module], None]] = {
-    "never used": do_nothing,
+HISTORIES: dict[str, Callable[[nn.Module], Any]] = {
+    "never used": lambda model: None,
     "trained": train,
-    "one forward": only_forward,
-    "trained, then a forward": train_then_forward,
+    "one forward": lambda model: model(torch.ones(1, WIDTH)).sum(),
+    "trained, then a forward": lambda model: (train(model), model(torch.ones(1, WIDTH)).sum()),
     "evaluated": evaluate,
     "accumulated": accumulate,
     "failed in forward": raise_in_forward,

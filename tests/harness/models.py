@@ -71,13 +71,9 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
-def _vectors(width_in: int, width_out: int) -> Callable[[torch.Generator, int], Batch]:
-    return partial(_make_vectors, width_in, width_out)
-
-
-def _make_vectors(width_in: int, width_out: int, generator: torch.Generator, size: int) -> Batch:
-    x = torch.randn(size, width_in, generator=generator)
-    return Batch((x,), torch.randn(size, width_out, generator=generator))
+def _make_vectors(generator: torch.Generator, size: int) -> Batch:
+    x = torch.randn(size, 7, generator=generator)
+    return Batch((x,), torch.randn(size, 5, generator=generator))
 
 
 def _make_tokens(generator: torch.Generator, size: int) -> Batch:
@@ -384,19 +380,19 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 def _segments(segment: str) -> Case:
     prefixes = tuple(f"blocks.{i}.unused." for i in range(3))
     build = partial(segments, segment)
-    return Case(f"segment-{segment}", build, _vectors(7, 5), squared_error, frozenset({SegmentBlock}), prefixes)
+    return Case(f"segment-{segment}", build, _make_vectors, squared_error, frozenset({SegmentBlock}), prefixes)
 
 
 _UNUSED = ("blocks.0.unused.", "blocks.1.unused.", "never.")
 _CASES = [
-    Case("mlp", mlp, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
+    Case("mlp", mlp, _make_vectors, squared_error, frozenset({MlpBlock})),
     Case("tied-transformer", tied_transformer, _make_tokens, cross_entropy, frozenset({EncoderBlock})),
     Case("encoder-decoder", encoder_decoder, _make_pairs, cross_entropy, frozenset({EncoderBlock, DecoderBlock})),
-    Case("used-twice", used_twice, _vectors(7, 5), squared_error, frozenset({MlpBlock})),
-    Case("unused", unused, _vectors(7, 5), squared_error, frozenset({BlockWithUnused}), _UNUSED),
+    Case("used-twice", used_twice, _make_vectors, squared_error, frozenset({MlpBlock})),
+    Case("unused", unused, _make_vectors, squared_error, frozenset({BlockWithUnused}), _UNUSED),
     Case("conv-batchnorm", conv_net, _make_images, squared_error, frozenset({Unit}), local_statistics=True),
     Case("lstm", lstm, _make_tokens, cross_entropy, frozenset({nn.LSTM})),
-    Case("lora", lora, _vectors(7, 5), squared_error, frozenset({LoraBlock})),
+    Case("lora", lora, _make_vectors, squared_error, frozenset({LoraBlock})),
     *(_segments(segment) for segment in ("none", "reentrant", "non-reentrant")),
 ]
 ZOO: dict[str, Case] = {case.name: case for case in _CASES}
