@@ -37,6 +37,10 @@ class Comparison:
         for model in (self.model, self.plain):
             model(batch(step)).square().mean().backward()
 
+    def train(self, step: int) -> None:
+        self.backward(step)
+        self.step()
+
     def gathers_of_a_step(self, step: int) -> tuple[int, int]:
         """Run a forward, a backward and a step, and return the numbers of gathers of both passes."""
         with gathers() as forward:
@@ -126,8 +130,7 @@ def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> No
     WritingThroughData(comparison.plain.parameters()).step()
     comparison.model.zero_grad()
     comparison.plain.zero_grad()
-    comparison.backward(20)
-    comparison.step()
+    comparison.train(20)
     comparison.model.set_reshard_after_backward(True)
     comparison.backward(21)
     assert not any(unit.is_gathered for unit in units_of(comparison.model))
@@ -145,8 +148,7 @@ def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> No
 @on_ranks(2)
 def test_unshard_and_reshard_by_hand() -> None:
     comparison = Comparison()
-    comparison.backward(0)
-    comparison.step()
+    comparison.train(0)
     for step, asynchronous in enumerate((False, True), 1):
         layer = comparison.model.layers[1]
         with gathers() as early:
@@ -205,8 +207,7 @@ def test_explicit_prefetch_lists_set_the_order_of_gathers() -> None:
     comparison.backward(1)
     comparison.model.zero_grad()
     comparison.plain.zero_grad()
-    comparison.backward(1)
-    comparison.step()
+    comparison.train(1)
     with pytest.raises(TypeError, match="got Linear"):
         comparison.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="can prefetch other units, each once"):
@@ -224,15 +225,13 @@ def test_gradient_sync_can_be_switched_for_single_units() -> None:
     assert len(reduced) == 4 and not any("layers.0" in label for label in reduced), reduced
     assert layer.linear.weight.grad.shape == (6, 6)
     layer.set_requires_gradient_sync(True)
-    comparison.backward(1)
-    comparison.step()
+    comparison.train(1)
     comparison.model.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
         comparison.backward(2)
     assert not recorded.units("reduce")
     comparison.model.set_requires_gradient_sync(True)
-    comparison.backward(3)
-    comparison.step()
+    comparison.train(3)
 
 
 @on_ranks(2)
@@ -259,8 +258,7 @@ def test_the_number_of_pending_reductions_is_configurable() -> None:
     for number in (1, 3):
         comparison.model.set_reduce_scatter_max_input_buffers(number)
         assert comparison.model._fsdp_unit.context.reductions.max_buffers == number
-        comparison.backward(number)
-        comparison.step()
+        comparison.train(number)
     for wrong, kind in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="max_input_buffers must be"):
             comparison.model.set_reduce_scatter_max_input_buffers(wrong)
@@ -291,8 +289,7 @@ def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
                 found.append(several)
                 there = sum(unit.full_nbytes for unit in units[1:] if unit.is_gathered)
                 assert there == (0, nbytes, 240, nbytes + 240)[kept], f"{there} of {kept * nbytes + 4} bytes"
-        comparison.backward(6)
-        comparison.step()
+        comparison.train(6)
         if kept == 3:  # the embedding and one layer: 240 and 168 of 508 bytes; then three layers
             assert found == [["root", "embed", "0", "1", "2", "embed"], *[["1", "2", "embed"]] * 2], found
         if kept == 1:  # a layer alone, as the embedding is larger
