@@ -14,27 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from fsdp.runtime.nested import map_tensors, tensors_in, to_device
 from fsdp.runtime.precision import cast_floating
-
-
-class ModelOutput(collections.OrderedDict[str, Any]):
-    """A dataclass and dictionary at once that refuses unknown fields, as in model libraries."""
-
-    def __init__(self, first: Any = None, second: Any = None) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-        for name, value in (("first", first), ("second", second)):
-            if value is not None:
-                self[name] = value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("not for an output")
-
-    def __reduce__(self) -> Any:
-        return ModelOutput, (self.first, self.second)
+from tests.harness.shapes import Output
 
 
 class NamedList(list[Any]):
@@ -85,7 +65,7 @@ KINDS: dict[str, Any] = {
     "OrderedDict": lambda x: collections.OrderedDict(x=x),
     "defaultdict": lambda x: collections.defaultdict(list, x=x),
     "UserDict": lambda x: collections.UserDict(x=x),
-    "output": lambda x: ModelOutput(first=x),
+    "output": lambda x: Output(loss=x),
     "dataclass": batch,
     "result of torch.max": lambda x: torch.max(x.reshape(1, -1), dim=1),
     "packed sequence": lambda x: pack_sequence([x]),
@@ -107,7 +87,7 @@ def test_rebuilt_containers_keep_type_and_attributes(kind: str) -> None:
     elif kind == "deque":
         assert cast.maxlen == 2
     elif kind == "output":
-        assert cast.first is cast["first"] and cast.second is None
+        assert cast.loss is cast["loss"] and cast.logits is None
     assert cast_floating(cast, torch.bfloat16) is cast  # without a change the caller's own object is returned
     assert to_device(original, torch.device("cpu")) is original
 

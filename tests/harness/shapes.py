@@ -49,6 +49,9 @@ class Output(OrderedDict):  # type: ignore[type-arg]
         super().__setitem__(key, value)
         super().__setattr__(key, value)
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("not for an output")
+
     def __reduce__(self) -> Any:
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
