@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -530,9 +529,7 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
     shard = full if mode[0] is NONE else full / world_size
 
     def held(expected: float, label: str) -> None:
-        deadline = time.monotonic() + 2.0  # gloo's threads hold sent tensors for a little longer
-        while (found := meter.resting() - base) > expected + 0.05 * full and time.monotonic() < deadline:
-            time.sleep(0.01)
+        found = meter.beyond(base, int(expected + 0.05 * full))
         assert abs(found - expected) < 0.05 * full + 65536, f"{label}, {describe(mode)}: {found:,}, not {expected:,}"
 
     def backward(synchronize: bool) -> None:

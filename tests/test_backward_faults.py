@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -280,16 +279,8 @@ def test_faults_leave_no_memory_behind() -> None:
         held = list(model.parameters())
         x = torch.randn(3, width)
 
-        before = 0
-
-        def growth() -> int:
-            # torch's flight recorder keeps about 1 KiB of each of the last 2000 collectives, and gloo's threads hold
-            # sent tensors for a little longer. A unit's buffer has 720 KB.
-            deadline = time.monotonic() + 2.0
-            while (found := meter.resting() - before) > 500_000 and time.monotonic() < deadline:  # noqa: B023
-                time.sleep(0.01)
-            return found
-
+        # torch's flight recorder keeps about 1 KiB of each of the last 2000 collectives. A unit's buffer has 720 KB.
+        allowed, before = 500_000, 0
         for cycle in range(3):  # the first cycle fills caches
             for fault in FAULTS:
                 Trap.set(*fault)
@@ -298,13 +289,14 @@ def test_faults_leave_no_memory_behind() -> None:
                 with torch.no_grad():
                     model(x)
                 if cycle:
-                    assert growth() < 500_000, f"{growth():,} bytes more after {fault}, {describe(mode)}"
+                    more = meter.beyond(before, allowed)
+                    assert more <= allowed, f"{more:,} bytes more after {fault}, {describe(mode)}"
             loss_of(model, x).backward()
             for param in held:
                 param.grad = None
             if cycle == 0:
                 before = meter.at_rest()
-        assert growth() < 500_000, f"{growth():,} bytes more after faults, {describe(mode)}"
+        assert (more := meter.beyond(before, allowed)) <= allowed, f"{more:,} bytes more, {describe(mode)}"
 
 
 @pytest.mark.parametrize("after", [0, 1])

@@ -13,7 +13,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,17 +58,6 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def excess(meter: Meter, base: int, patience: float = 1.0) -> int:
-    """Return the bytes beyond `base`, waiting until they are within the noise.
-
-    A thread of the backend releases the last collective a moment after it ended.
-    """
-    deadline = time.monotonic() + patience
-    while meter.resting() - base > NOISE and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return meter.live() - base
 
 
 # -- deletion ------------------------------------------------------------------------------------------------------
@@ -191,7 +179,7 @@ def memory_after_deletion(history: str, strategies: list[ShardingStrategy], use_
             parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0], *holders)
             references = [weakref.ref(part) for part in parts]
             del model, block, parts, context, holders
-            remaining = excess(meter, base, patience=1.0 if attempt else 0.02)
+            remaining = meter.beyond(base, patience=1.0 if attempt else 0.02)
             if attempt:
                 problems += [f"{strategy}: {type(x()).__name__} lives" for x in references if x() is not None]
                 if remaining > NOISE or held < 4 * NOISE:
@@ -229,7 +217,7 @@ def test_backward_after_the_model_was_deleted(use_orig_params: bool) -> None:
             if any(p.grad is None for p in parameters if p.numel()) or x.grad is None:
                 problems.append("no gradient")
             del loss, parameters, x
-            remaining = excess(meter, base, patience=(0.02, 1.0)[attempt])
+            remaining = meter.beyond(base, patience=(0.02, 1.0)[attempt])
             if attempt == 1 and remaining > NOISE:
                 problems.append(f"{remaining:,} bytes are left")
     assert problems == []
@@ -289,7 +277,7 @@ def test_memory_stays_flat_over_a_hundred_steps(
         for step in range(100):
             one_step(step)
             if step % 10 == 9:
-                growth.append(excess(meter, base))
+                growth.append(meter.beyond(base))
         cycles = gc.collect()
     assert max(growth) < NOISE, growth
     assert cycles == 0, f"{cycles} objects in reference cycles"
@@ -308,7 +296,7 @@ def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
             model = build(STRATEGIES[cycle % 3], cycle % 2 > 0)
             train(model)
             del model
-            live.append(live[-1] + excess(meter, live[-1]))
+            live.append(live[-1] + meter.beyond(live[-1]))
     growth = [nbytes - min(live[1:7]) for nbytes in live[7:]]
     assert max(growth) < NOISE, growth
     assert resources() == before, "file descriptors or threads"
@@ -326,7 +314,7 @@ def max_over_thirty_steps(step: Callable[[int], int]) -> int:
             if number == 9:
                 base = meter.at_rest()
             elif number > 9:
-                growth.append(excess(meter, base))
+                growth.append(meter.beyond(base))
     assert max(growth) < NOISE, growth
     return max(counted)
 

@@ -115,6 +115,13 @@ class Meter:
                 lowest, since = now, time.monotonic()
         return lowest
 
+    def beyond(self, base: int, allowed: int = NOISE, patience: float = 2.0) -> int:
+        """Return the bytes beyond `base`; wait for at most `allowed`, because threads free sent tensors later."""
+        deadline = time.monotonic() + patience
+        while (found := self.resting() - base) > allowed and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return found
+
     @contextmanager
     def delta(self, collect: bool = True) -> Iterator[Delta]:
         """Measure a `with` block. Cycles of earlier code are collected first, cycles of the block are not."""
