@@ -205,7 +205,7 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
     kinds: list[tuple[str, Any]] = [("inner", DistributedDataParallel), ("inner", compiled), ("_orig_mod", nn.Identity)]
     for name, around in [*kinds, ("_orig_mod", wrapped), ("module", wrapped)]:
         none = nn.Parameter(torch.zeros(0, 4))
-        plain = Net(None, **{name: nn.Linear(2, 3)}, head=nn.Linear(3, 2), none=none)
+        plain = Net(**{name: nn.Linear(2, 3)}, head=nn.Linear(3, 2), none=none)
         model = copy.deepcopy(plain)
         if around is not nn.Identity:
             model.add_module(name, around(model.get_submodule(name)))

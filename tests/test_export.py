@@ -238,7 +238,7 @@ def test_disabled_and_merged_adapters_are_not_merged_again() -> None:
 def test_adapters_of_another_kind_are_refused() -> None:
     """Their base weights would be exported without the adapters."""
     # A layer like PEFT's IA3.
-    scaled = Net(None, base_layer=nn.Linear(3, 3), ia3_l=nn.ParameterDict({"default": torch.ones(3, 1)}))
+    scaled = Net(base_layer=nn.Linear(3, 3), ia3_l=nn.ParameterDict({"default": torch.ones(3, 1)}))
     model = wrap(nn.Sequential(scaled), FULL, True)
     with pytest.raises(NotImplementedError, match="0 is a Net, whose adapters are not LoRA"):
         fsdp.export.weights(model, merge=fsdp.export.lora).metadata()

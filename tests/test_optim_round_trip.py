@@ -31,7 +31,7 @@ Make = Callable[[Any], Optimizer]
 
 def plain_model(**more: nn.Module) -> Net:
     """Build parameters of 16 and 32 bits, without padding in a flat parameter on 2 ranks."""
-    return Net(None, half=nn.Linear(3, 5, dtype=torch.bfloat16), full=nn.Linear(5, 2), **more)
+    return Net(half=nn.Linear(3, 5, dtype=torch.bfloat16), full=nn.Linear(5, 2), **more)
 
 
 def build(uop: bool, module: nn.Module | None = None) -> FSDP:

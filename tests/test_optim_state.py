@@ -546,7 +546,7 @@ def with_scalar() -> Net:
     temperature, nothing = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(2)
-        return Net(None, temperature=temperature, nothing=nothing, block=block(5, 3))
+        return Net(temperature=temperature, nothing=nothing, block=block(5, 3))
 
 
 @on_ranks(3)

@@ -92,8 +92,8 @@ def make_wide() -> FullyShardedDataParallel:
     def square() -> nn.Module:
         return nn.Linear(256, 256, bias=False)
 
-    units = nn.Sequential(*(Unit(None, square=square()) for _ in range(6)))
-    net = Net(None, first=square(), units=units, last=square())
+    units = nn.Sequential(*(Unit(square=square()) for _ in range(6)))
+    net = Net(first=square(), units=units, last=square())
     return wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), use_orig_params=True)
 
 

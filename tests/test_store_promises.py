@@ -605,7 +605,7 @@ def optimizers_after_a_step(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def make_model(value: float, extra: str, wrapping: str) -> nn.Module:
     first, last = with_extra(value, value), with_extra(value, extra)
-    module = Net(None, first=first, linear=nn.Linear(2, 2), last=last, table=torch.full((2,), value))
+    module = Net(first=first, linear=nn.Linear(2, 2), last=last, table=torch.full((2,), value))
     nn.init.constant_(module.linear.weight, value)
     if wrapping == "parts":
         module.linear = wrap(module.linear, use_orig_params=True)

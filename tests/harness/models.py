@@ -98,9 +98,9 @@ def _make_images(generator: torch.Generator, size: int) -> Batch:
 class Net(nn.Module):
     """Children by name (modules, parameters, buffers, values) and a function `forward(net, ...)`, for one test."""
 
-    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+    def __init__(self, forward: Callable[..., Any] | None = None, **children: Any) -> None:
         super().__init__()
-        self.run = forward
+        self.run: Any = forward
         for name, child in children.items():
             if isinstance(child, Tensor) and not isinstance(child, nn.Parameter):
                 self.register_buffer(name, child)

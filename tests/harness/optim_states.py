@@ -115,7 +115,7 @@ def dcp_enabled() -> Iterator[None]:
 
 
 def block(a: int, b: int) -> Unit:
-    return Unit(None, linear=nn.Linear(a, b), scale=nn.Parameter(torch.ones(1)))  # fewer elements than ranks
+    return Unit(linear=nn.Linear(a, b), scale=nn.Parameter(torch.ones(1)))  # fewer elements than ranks
 
 
 def build(seed: int = 0) -> Net:
@@ -123,7 +123,6 @@ def build(seed: int = 0) -> Net:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = Net(
-            None,
             tokens=nn.Embedding(7, 5),
             blocks=nn.Sequential(block(5, 3), block(3, 5)),
             conv=nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
@@ -292,7 +291,6 @@ def mixed_plain() -> Net:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
         return Net(
-            None,
             base=nn.Linear(5, 5).requires_grad_(False),
             up=nn.Linear(5, 3),
             down=nn.Linear(3, 5, dtype=torch.float64),
