@@ -22,6 +22,7 @@ from fsdp import FullStateDictConfig, FullyShardedDataParallel, OptimStateKeyTyp
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
 from tests.harness.models import Net
+from tests.harness.optim_states import train as step
 from tests.harness.optim_states import transfer
 from tests.harness.pool import of_all_ranks, on_ranks
 
@@ -39,16 +40,6 @@ def build(uop: bool, module: nn.Module | None = None) -> FSDP:
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         return FSDP(module or plain_model(), use_orig_params=uop)
-
-
-def step(optimizer: Optimizer, count: int = 2) -> Optimizer:
-    for _ in range(count):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.sin(3 * param.detach()) if param.numel() > 0 else None
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
 
 
 class ManyKinds(Optimizer):
