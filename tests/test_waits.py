@@ -51,32 +51,14 @@ class Run:
     def load(self) -> Any:
         return load(self.path, self.model, self.optimizer, process_group=self.group)
 
-    def state_dict(self) -> Any:
-        return self.model.state_dict()
-
-    def clip(self) -> Any:
-        return self.model.clip_grad_norm_(1.0)
-
-    def summon(self) -> Any:
-        return summon(self.model)
-
-    def new_model(self) -> None:
-        train(build(Chain(UNEQUAL), self.group))
-
-    def optim_state_dict(self) -> Any:
-        return FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer)
-
-    def load_state_dict(self) -> Any:
-        return self.model.load_state_dict(Chain(UNEQUAL).state_dict())
-
 
 BESIDE: dict[str, Callable[[Run], Any]] = {"save": Run.save, "async_save": Run.async_save, "load": Run.load}
 OTHERS: dict[str, tuple[Callable[[Run], Any], str]] = {
     "step": (Run.step, "the forward of the root unit"),
-    "state_dict": (Run.state_dict, "state_dict() (FULL_STATE_DICT) of the root unit"),
-    "clip": (Run.clip, "clip_grad_norm_(norm_type=2.0) of the root unit"),
-    "summon": (Run.summon, "summon_full_params() of the root unit"),
-    "new model": (Run.new_model, "the first pass or call of a model"),
+    "state_dict": (lambda run: run.model.state_dict(), "state_dict() (FULL_STATE_DICT) of the root unit"),
+    "clip": (lambda run: run.model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),
+    "summon": (lambda run: summon(run.model), "summon_full_params() of the root unit"),
+    "new model": (lambda run: train(build(Chain(UNEQUAL), run.group)), "the first pass or call of a model"),
 }
 
 
@@ -116,7 +98,7 @@ def test_ranks_in_different_calls_raise_and_can_continue(
         run.step()
         run.save()
         run.load()
-        run.state_dict()
+        run.model.state_dict()
     error = str(caught.value)
     rank = dist.get_rank()
     assert seconds < PATIENT / 2, f"rank {rank}: {error}"
@@ -195,8 +177,14 @@ def test_a_rank_later_than_the_timeout_raises_on_all_ranks_which_can_continue(wa
 # The calls in which a rank waits, and their names in the notice.
 LONG: dict[str, tuple[Callable[[Run], Any], str]] = {
     **OTHERS,
-    "load_state_dict": (Run.load_state_dict, "load_state_dict() of the root unit"),
-    "optim_state_dict": (Run.optim_state_dict, "optim_state_dict() of the root unit"),
+    "load_state_dict": (
+        lambda run: run.model.load_state_dict(Chain(UNEQUAL).state_dict()),
+        "load_state_dict() of the root unit",
+    ),
+    "optim_state_dict": (
+        lambda run: FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer),
+        "optim_state_dict() of the root unit",
+    ),
     "save": (Run.save, "fsdp.checkpoint.save()"),
     "async_save": (Run.async_save, "fsdp.checkpoint.async_save()"),
     "load": (Run.load, "fsdp.checkpoint.load()"),
