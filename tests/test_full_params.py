@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 import warnings
 from typing import Any
 
@@ -518,15 +517,6 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
 COUNT, BIG = 6, 511
 
 
-def _settled(meter: Meter, base: int, bound: int) -> int:
-    """Return the bytes beyond `base` once threads of the backend have released finished buffers."""
-    patience = 200
-    while meter.live() - base > bound and patience:
-        patience -= 1
-        time.sleep(0.005)
-    return meter.live() - base
-
-
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
@@ -542,10 +532,10 @@ def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:
         model.check_is_root()
         gc.collect()
         base = meter.at_rest()
-        peaks = [_settled(meter, base, unit + 4 * NOISE) for _ in fsdp.full_params(model, writeback=True)]
-        peaks.append(_settled(meter, base, 4 * NOISE))
+        peaks = [meter.beyond(base, unit + 4 * NOISE) for _ in fsdp.full_params(model, writeback=True)]
+        peaks.append(meter.beyond(base, 4 * NOISE))
         with summon(model):
-            peaks.append(_settled(meter, base, COUNT * unit + 4 * NOISE))
-        peaks.append(_settled(meter, base, 4 * NOISE))
+            peaks.append(meter.beyond(base, COUNT * unit + 4 * NOISE))
+        peaks.append(meter.beyond(base, 4 * NOISE))
     expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
     assert all(abs(a - b) < 4 * NOISE for a, b in zip(peaks, expected, strict=True)), (peaks, expected)

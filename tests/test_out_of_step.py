@@ -42,6 +42,7 @@ from tests.harness.agreeing import (
     impatient,
     new_group,
     play,
+    raises_soon,
     summon,
     train,
     train_and_raise,
@@ -161,15 +162,14 @@ def test_call_by_one_rank_is_named_on_all_ranks(reduce_unused: bool) -> None:
                     call(model)
             if habit:
                 train(model)
-            started = time.monotonic()
-            with pytest.raises(RuntimeError) as caught:
+            with raises_soon() as caught:
                 if dist.get_rank() == 0:
                     call(model)
                 train(model)
-            found.append((name, "after it" if habit else "first", time.monotonic() - started, str(caught.value)))
-    for name, when, seconds, error in found:
+            found.append((name, "after it" if habit else "first", str(caught.value)))
+    for name, when, error in found:
         case = f"{name}, {when}: {error}"
-        assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, case
+        assert f"rank 0 has called {CALLS[name][1]}" in error, case
         assert " runs the forward of the root unit" in error, case
 
 
@@ -288,18 +288,16 @@ def test_interrupt_in_a_call_reaches_the_waiting_rank(call: str) -> None:
         ),
     }[call]
     interrupted = dist.get_rank() == 1
-    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         if interrupted:
             stack.enter_context(mock.patch.object(case, function, side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError) as caught:
+        with raises_soon(KeyboardInterrupt if interrupted else RuntimeError) as caught:
             make()
-    seconds = time.monotonic() - started
     make()
     train(model)
     if not interrupted:
         error, failure = str(caught.value), f"rank 1 failed in the {call.removeprefix('full ')} of the root unit"
-        assert failure in error and seconds < PATIENT / 2, error
+        assert failure in error, error
 
 
 @pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])

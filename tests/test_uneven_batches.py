@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import save
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.agreeing import PATIENT, impatient, new_group
+from tests.harness.agreeing import impatient, new_group, raises_soon
 from tests.harness.models import Net
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -215,15 +214,14 @@ def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_pa
     group = new_group()
     model = build(process_group=group)
     optimizer = optimizer_of(model)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
+    with raises_soon() as caught:
         for batch in batches(dist.get_rank(), 2 + dist.get_rank()):
             loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         save(tmp_path, model, optimizer, process_group=group)
     error = str(caught.value)
-    assert time.monotonic() - started < PATIENT / 2, error
+
     assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
     assert "fsdp.join(model, loader)" in error, error
     assert not any(tmp_path.iterdir())

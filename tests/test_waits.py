@@ -24,7 +24,18 @@ from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
 from fsdp.comm import threads
 from fsdp.comm.work import TimedOut, Work
-from tests.harness.agreeing import PATIENT, SHORT, UNEQUAL, Chain, build, impatient, new_group, summon, train
+from tests.harness.agreeing import (
+    PATIENT,
+    SHORT,
+    UNEQUAL,
+    Chain,
+    build,
+    impatient,
+    new_group,
+    raises_soon,
+    summon,
+    train,
+)
 from tests.harness.pool import on_ranks, run_ranks
 
 
@@ -88,10 +99,8 @@ def test_ranks_in_different_calls_raise_and_can_continue(
     if before:
         run.save()
         run.step()
-    started = time.monotonic()
-    with pytest.raises(RuntimeError) as caught:
+    with raises_soon() as caught:
         BESIDE[beside](run) if dist.get_rank() == alone else OTHERS[other][0](run)
-    seconds = time.monotonic() - started
     run.optimizer.zero_grad()
     dist.barrier()
     for _ in range(2):
@@ -101,7 +110,6 @@ def test_ranks_in_different_calls_raise_and_can_continue(
         run.model.state_dict()
     error = str(caught.value)
     rank = dist.get_rank()
-    assert seconds < PATIENT / 2, f"rank {rank}: {error}"
     assert f"rank {alone} has called fsdp.checkpoint.{beside}()" in error, f"rank {rank}: {error}"
     assert OTHERS[other][1] in error and "if rank == 0" in error and "fsdp.join" in error, f"rank {rank}: {error}"
 
@@ -114,18 +122,14 @@ def test_ranks_that_summon_with_different_arguments_raise() -> None:
     model = build(Chain(UNEQUAL), group, use_orig_params=True)
     for _ in range(2):
         train(model)
-    started = time.monotonic()
-    with pytest.raises(RuntimeError) as caught, model.summon_full_params(model, with_grads=dist.get_rank() == 0):
+    with raises_soon() as caught, model.summon_full_params(model, with_grads=dist.get_rank() == 0):
         pass
-    seconds = time.monotonic() - started
     dist.barrier()
     model.zero_grad()
     train(model)
     with model.summon_full_params(model, with_grads=True):
         pass
     error = str(caught.value)
-    rank = dist.get_rank()
-    assert seconds < PATIENT / 2, f"rank {rank}: {error}"
     assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
 
 

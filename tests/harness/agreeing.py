@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -222,6 +223,15 @@ def play(
         except RuntimeError as error:
             return Outcome(step, str(error), time.monotonic() - started)
     return Outcome(step, None, 0.0)
+
+
+@contextmanager
+def raises_soon(expected: type[BaseException] = RuntimeError) -> Iterator[pytest.ExceptionInfo[BaseException]]:
+    """Expect an error of the block long before a rank that waits would time out."""
+    started = time.monotonic()
+    with pytest.raises(expected) as caught:
+        yield caught
+    assert time.monotonic() - started < PATIENT / 2, caught.value
 
 
 def first_error(model: Any, use: Step = train) -> str:
