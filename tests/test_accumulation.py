@@ -27,7 +27,7 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import passes
 from tests.harness.lockstep import Data, assert_at_rest
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import BlockWithUnused, Gain, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
 from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, Mode, clear
@@ -516,7 +516,7 @@ def test_passes_accumulate_into_gradients_that_users_changed(world_size: int) ->
 
 
 @pytest.mark.serial  # it waits a limited time for the release of memory by threads
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@needs_meter
 @pytest.mark.parametrize("mode", [(FULL, True), (FULL, False), (GRAD_OP, False), (NONE, True)], ids=passes.describe)
 @on_ranks(2)
 def test_memory_of_accumulated_gradients(mode: Mode) -> None:

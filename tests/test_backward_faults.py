@@ -21,7 +21,7 @@ from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
 from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, check_parity, clear, describe, loss_of, seeded, wrapped
@@ -270,7 +270,7 @@ def test_error_in_a_backward_is_shown_once() -> None:
 
 
 @pytest.mark.serial  # it waits a limited time for threads to free memory
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@needs_meter
 @on_ranks(2)
 def test_faults_leave_no_memory_behind() -> None:
     width, meter = 300, Meter()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.harness.lockstep import STEP, Data, Reference
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import MlpBlock
 from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, clear, describe, loss_of, mlp, seeded, wrapped
 from tests.harness.pool import on_ranks
@@ -51,7 +51,7 @@ def test_autocast_uses_parameters_written_since_the_last_forward() -> None:
             _scale_in_place(list(plain.parameters()), 0.5)
 
 
-@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+@needs_meter
 @on_ranks(2)
 def test_autocast_keeps_no_cast_of_a_resharded_unit() -> None:
     """Autocast would keep a cast of each weight until the block ends."""

@@ -20,7 +20,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
 from tests.harness.lockstep import assert_at_rest
-from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.meter import NOISE, Meter, needs_meter
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -517,7 +517,7 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
 COUNT, BIG = 6, 511
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@needs_meter
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:

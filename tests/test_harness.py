@@ -26,7 +26,7 @@ from fsdp.comm.lane import Lane
 from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER, STORAGES_SWAP
 from tests.harness import pool
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import ZOO
 from tests.harness.oracle import (
     OPTIMIZERS,
@@ -575,7 +575,7 @@ def test_delayed_collectives_detect_tensors_used_in_flight(kind: str, message: s
 MIB = 2**20
 
 
-@pytest.mark.skipif(not meter_available(), reason="needs glibc 2.33")
+@needs_meter
 @pytest.mark.parametrize("nbytes", [MIB, 40 * MIB])  # below and above the size from which malloc always maps
 def test_meter_counts_every_kind_of_allocation_and_release(nbytes: int) -> None:
     meter = Meter()
@@ -604,7 +604,7 @@ def test_meter_counts_every_kind_of_allocation_and_release(nbytes: int) -> None:
         delta.assert_is(70_000, what="full buffer")
 
 
-@pytest.mark.skipif(not meter_available(), reason="needs glibc 2.33")
+@needs_meter
 def test_meter_noise_of_training_steps_is_below_its_bound() -> None:
     case, meter = ZOO["tied-transformer"], Meter()
     model = case.build()

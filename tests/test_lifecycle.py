@@ -34,7 +34,7 @@ from fsdp.runtime import unit as units
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import assert_at_rest
-from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.meter import NOISE, Meter, needs_meter
 from tests.harness.models import ZOO, Net, Unit
 from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import by_turns
@@ -46,8 +46,6 @@ from tests.harness.versions import needs_swaps
 # torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
 # Set before any rank starts, because ranks inherit the environment.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-
-needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fsdp import FullStateDictConfig, StateDictType
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, Peak, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.optim_states import FSDP, adamw, assert_same, ours, train
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -149,7 +149,7 @@ def least_peak(function: Callable[[], Any]) -> int:
     return min(peaks)
 
 
-@pytest.mark.skipif(not meter_available(), reason="needs a byte meter")
+@needs_meter
 @pytest.mark.parametrize("uop", [False, True])
 @on_ranks(2)
 def test_memory_is_the_result_and_two_parts_of_a_unit(uop: bool) -> None:

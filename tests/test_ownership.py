@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, Peak, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
@@ -369,7 +369,7 @@ def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
     assert model[0].weight is model[1].weight
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@needs_meter
 @both_modes
 @pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
 def test_peak_memory_from_the_meta_device_is_shards_and_one_unit(init: Any, use_orig_params: bool) -> None:

@@ -28,7 +28,7 @@ from fsdp.api import as_nbytes
 from fsdp.comm import host_memory, shared_memory
 from fsdp.tools.plan_memory import find_units
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.meter import Meter, Peak, meter_available
+from tests.harness.meter import Meter, Peak, needs_meter
 from tests.harness.models import EncoderBlock, Net, Stacked, Unit, in_turn, tied_transformer
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
@@ -148,7 +148,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[Sh
 ]
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@needs_meter
 @pytest.mark.parametrize("number", range(len(CASES)))
 @on_ranks(2)
 @mock.patch.object(shared_memory, "SUPPORTED", False)  # shared memory needs no receive buffers

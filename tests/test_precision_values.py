@@ -24,7 +24,7 @@ from torch.optim import SGD
 from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.pool import on_ranks
 from tests.harness.precision import (
@@ -337,7 +337,7 @@ def fail(*args: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@needs_meter
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None:

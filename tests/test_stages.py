@@ -48,7 +48,7 @@ from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.runtime import arrivals
 from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, needs_meter
 from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import current_label
@@ -64,7 +64,6 @@ WIDTH, HIDDEN, UNITS = 511, 513, 4
 GATHERED = 2  # units at a time, with one prefetched
 # Activations of one sample, the graph, hooks and tensor headers: below the smallest term of a formula, U / 3.
 NOISE = 384 * 1024
-needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 
 
 # -- observing -----------------------------------------------------------------------------------------------------

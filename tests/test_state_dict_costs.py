@@ -19,7 +19,7 @@ from fsdp.checkpoint import StateDictOptions, get_model_state_dict, set_model_st
 from fsdp.comm import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, Peak, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.models import Net, Unit
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -112,7 +112,7 @@ def _peak(kind: str) -> tuple[int, int]:
     return highest.nbytes - before, held
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter")
+@needs_meter
 @on_ranks(2)
 def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
     """Root parameters are included; with rank0_only, the remaining ranks need the part of one unit that they send."""
@@ -170,7 +170,7 @@ def _peak_of_loading(kind: str) -> int:
     return highest.nbytes - before
 
 
-@pytest.mark.skipif(not meter_available(), reason="no byte meter")
+@needs_meter
 @on_ranks(2)
 def test_loading_needs_no_memory_except_for_received_values() -> None:
     """If each rank has the values, no memory is needed; if rank 0 distributes them, at most this rank's part."""

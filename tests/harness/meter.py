@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +50,9 @@ def _segment() -> Any:
 
 def meter_available(device: str = "cpu") -> bool:
     return _mallinfo2 is not None if device == "cpu" else torch.cuda.is_available()
+
+
+needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 
 
 class Peak(TorchDispatchMode):
