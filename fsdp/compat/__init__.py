@@ -87,7 +87,7 @@ def patch(*, imported: bool = True) -> list[str]:
         return []
     _check_fits("patch", _INSIDE, [], "import the names from fsdp in place of torch.distributed.fsdp")
     ours = {id(original): replacement for original, replacement in (*_same_names(), *map(_detoured, _INSIDE))}
-    owners = dict.fromkeys([*_PLACES, *(_others() if imported else ())])
+    owners = [*_PLACES, *(_others() if imported else ())]
     changes = [
         _Change(owner, name, original, ours[id(original)])
         for owner in owners
@@ -395,11 +395,11 @@ def _same_names() -> Iterator[tuple[Any, Any]]:
                 yield value, getattr(ours, name)
 
 
-def _others() -> Iterator[ModuleType]:
-    """Yield all imported modules except those of torch and of this package."""
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "fsdp"):
-            yield module
+def _others() -> Iterable[ModuleType]:
+    """Return all imported modules except those of torch and of this package, each once."""
+    named = [(name.partition(".")[0], module) for name, module in list(sys.modules.items())]
+    foreign = [each for top, each in named if isinstance(each, ModuleType) and top not in ("torch", "fsdp")]
+    return {id(module): module for module in foreign}.values()
 
 
 class _PatchedChild:
@@ -417,8 +417,8 @@ def _adapt(library: ModuleType) -> None:
     for name, replace in _LIBRARIES[library.__name__].items():
         original = getattr(library, name, None)
         if original is not None:  # else this version does not need the adaptation
-            owners = dict.fromkeys([library, *(other for other in _others() if vars(other).get(name) is original)])
             replacement = replace(original)
+            owners = [module for module in _others() if vars(module).get(name) is original]
             _make([_Change(owner, name, original, replacement) for owner in owners], _patched)
 
 
