@@ -16,7 +16,7 @@ from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState
 
 import fsdp
-from fsdp import MixedPrecision
+from fsdp import MixedPrecision, StateDictType
 from fsdp.api import TrainingState
 from fsdp.flat.names import clean
 from fsdp.wrap import ModuleWrapPolicy
@@ -208,9 +208,11 @@ def test_flat_parameters_and_handles_have_torchs_values(use_orig_params: bool) -
 
 @on_ranks(2)
 def test_registrations_keep_no_module_alive() -> None:
-    """A copy of the model names its own modules, and a pickled description has none."""
+    """A copy of the model names its own modules, and a pickled description has none. State dicts stay of one type."""
     model = wrapped(fsdp, False)
+    model.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     twin = copy.deepcopy(model)
+    assert model.get_state_dict_type(twin) == model.get_state_dict_type(model)
     infos = twin._flat_param._shared_param_infos
     assert infos[0].module is twin.module.head and infos[1].prim_module is twin.module.embed
     assert [info.param_name for info in infos[:2]] == ["weight", "weight"]

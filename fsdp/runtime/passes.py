@@ -195,20 +195,19 @@ class Passes:
         if current is None:
             with self.calling(kind, f"{kind} of {unit.name}", often=True):
                 return self.about_to(kind, unit)
-        first: Event | None = None
-        for member, events in self._events[kind][id(unit)]:
+        several = self._events[kind][id(unit)]
+        for member, events in several:
             lane = member.lane
             if lane.under_way is not current:
                 self._enter(member, current)
             event = events[full_precision]
-            first = first or event
             if self._negotiation is None:
                 (lane.agree_anew if member.detailed else lane.agree)(event)
             elif lane is self._lanes[0]:
                 self._negotiation.agree(event)
             if member.detailed and kind == GATHER:
                 member.compare_handles(unit)
-        return first or self.event(kind, unit)
+        return several[0][1][full_precision] if several else self.event(kind, unit)
 
     def event(self, kind: str, unit: Unit, *, full_precision: bool = False) -> Event:
         """Return the event of a gather or reduction of ``unit``, over the first group."""
