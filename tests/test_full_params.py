@@ -475,6 +475,10 @@ def test_a_flat_parameter_and_its_attributes_are_frozen_together() -> None:
         with summon(model, writeback=False):
             layer.requires_grad_(wanted)
         assert layer._flat_param.requires_grad is wanted
+    layer = build(Mode(FULL_SHARD, True)).layers[0]
+    with summon(layer):  # a frozen parameter in the place of a trained one
+        layer.module.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    assert layer.bias.requires_grad and not layer.weight.requires_grad
 
 
 # -- unit by unit ----------------------------------------------------------------------------------------------------

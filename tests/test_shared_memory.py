@@ -178,8 +178,10 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     """Rank 0 gathers a unit again after a change of the shard, and writes to summoned parameters and to gradients of
     `no_sync` that were reduced."""
     enable_shared_memory()
-    model, rank = make_model(new_group()), dist.get_rank()
+    group, rank = new_group(), dist.get_rank()
+    model = make_model(group)
     step(model)
+    assert channel_of(group).collectives.number == 4 + 3 + 4  # gathers of both passes, and reductions
     before = full_parameters(model)
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
