@@ -11,6 +11,7 @@ import re
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -526,20 +527,23 @@ def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch)
 # -- parameters of no unit -------------------------------------------------------------------------------------------
 
 
-def warnings_of_steps(model: nn.Module) -> list[str]:
-    """Return the warnings of two steps."""
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+def warnings_of_steps(model: nn.Module, params: Sequence[Tensor] = ()) -> list[str]:
+    """Return the warnings of two steps of an optimizer of `params`, by default of those of the model."""
+    optimizer = torch.optim.SGD([param for param in params or model.parameters() if param.requires_grad], lr=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    return [str(warning.message) for warning in caught if "no wrapped module owns" in str(warning.message)]
+    found = [str(warning.message) for warning in caught]
+    return [words for words in found if "no wrapped module owns" in words or "from before they were wrapped" in words]
 
 
 @on_ranks(2)
 def test_an_optimizer_with_parameters_outside_of_units_warns() -> None:
-    """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
+    """A head outside of the wrapped backbone, a layer added after wrapping, or flat parameters in the place of those of
+    the optimizer: a warning at the first step, by name.
+
     There is none if they need no gradient, if the wrapper ignores them, or if DistributedDataParallel reduces them.
     """
 
@@ -563,3 +567,7 @@ def test_an_optimizer_with_parameters_outside_of_units_warns() -> None:
             assert not warnings_of_steps(ignoring)
             reduced = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
             assert not warnings_of_steps(classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))
+            before = list((plain := nn.Linear(4, 2)).parameters())
+            several = warnings_of_steps(wrap(plain, strategy, orig), before)
+            assert len(several) == (not orig), several
+            assert orig or several[0].startswith("SGD holds 2 of 2 parameters from before they were wrapped"), several
