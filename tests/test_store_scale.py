@@ -1,4 +1,7 @@
-"""Checkpoints of many ranks: messages, reads and memory per rank do not grow with the number of ranks."""
+"""Checkpoints of many ranks: messages, opened files and memory per rank do not grow with the number of ranks.
+
+A load reads the manifest, which has a line for each rank that saved.
+"""
 
 from __future__ import annotations
 
