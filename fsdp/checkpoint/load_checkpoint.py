@@ -42,6 +42,7 @@ from fsdp.checkpoint.save_checkpoint import aligned, classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
+    as_list,
     get_model_state_dict,
     optimizers_to_load,
     prepare_model_state_dict,
@@ -191,7 +192,7 @@ Plan = Callable[["Contents"], list[tuple[Optimizer, dict[str, Any]]]]
 def _load(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading
 ) -> Any:
-    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    several = [] if optimizer is None else as_list(optimizer)
     options = StateDictOptions(ragged=True, strict=reading.strict)
 
     def check() -> Needed:
@@ -340,8 +341,8 @@ def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Fou
     return Found(model, optimizers, again, contents.extra(own))
 
 
-class Contents:
-    """A checkpoint that is being read.
+class Contents(ExitStack):
+    """A checkpoint that is being read; the context closes the files.
 
     Attributes:
         table: the index.
@@ -351,6 +352,7 @@ class Contents:
 
     def __init__(self, directory: Path, manifest: Manifest, reading: Reading) -> None:
         """Read the index."""
+        super().__init__()
         self.directory, self.reading, self._records = directory, reading, manifest.files
         path = directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
@@ -361,17 +363,10 @@ class Contents:
         self.states: dict[str, Whole] = {}
         self._open: dict[int, RankFile] = {}
 
-    def __enter__(self) -> Contents:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for file in self._open.values():
-            file.close()
-
     def _file(self, rank: int) -> RankFile:
         if rank not in self._open:
             name = files.rank_name(rank)
-            self._open[rank] = RankFile(self.directory / name, self._records[name])
+            self._open[rank] = self.enter_context(RankFile(self.directory / name, self._records[name]))
         return self._open[rank]
 
     def check_fits(self, needed: Needed) -> None:

@@ -33,7 +33,12 @@ from fsdp.checkpoint.forms import is_distributed, is_saved_elsewhere, parts_of, 
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.rank_file import Piece
-from fsdp.checkpoint.torch_state_dict import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
+from fsdp.checkpoint.torch_state_dict import (
+    StateDictOptions,
+    as_list,
+    get_model_state_dict,
+    optimizer_state_as_it_is,
+)
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.placement.boxes import Box, Part, memory_order
@@ -401,7 +406,7 @@ class Save:
 def _optimizer_state(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    several = as_list(optimizer)
     given = optimizer_state_as_it_is(model, several, options)
     trained = {name for group in given["param_groups"] for name in group["params"]}
     state = {

@@ -263,7 +263,7 @@ def get_optimizer_state_dict(
             optimizers or the dict is flattened, and names of states that are no strings in a flattened dict.
     """
     options = StateDictOptions.of(options)
-    several = _several(optimizers)
+    several = as_list(optimizers)
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
         params = ModelParams(model, _groups_of(several))
         for optimizer in several:
@@ -279,7 +279,7 @@ def optimizer_state_as_it_is(
     model = entered(model, options)
     plain = PlainNames(model).plain
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
-    several = _several(optimizers)
+    several = as_list(optimizers)
     for optimizer in several:
         raw = own_method(optimizer, "state_dict")()
         _check_joinable(raw, len(several), options)
@@ -302,7 +302,7 @@ def set_state_dict(
 ) -> Any:
     """Call :func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; return the result of the latter. If
     one of them raises, the model and the optimizers are unchanged on all ranks."""
-    optimizers = _several(optimizers)
+    optimizers = as_list(optimizers)
     with calling("set_state_dict()", model), Snapshot(optimizers=optimizers):
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return set_model_state_dict(model, model_state_dict, options=options)
@@ -326,7 +326,7 @@ def set_optimizer_state_dict(
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
-    optimizers = _several(optimizers)
+    optimizers = as_list(optimizers)
 
     def load_each() -> None:
         for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
@@ -346,7 +346,7 @@ def optimizers_to_load(
     """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it."""
     options = StateDictOptions.of(options)
     model = entered(model, options)
-    several = _several(optimizers)
+    several = as_list(optimizers)
     params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
@@ -483,5 +483,5 @@ def _groups_of(several: Iterable[Optimizer]) -> list[dict[str, Any]]:
     return [group for optimizer in several for group in optimizer.param_groups]
 
 
-def _several(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
