@@ -22,7 +22,7 @@ from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of
-from tests.harness.small import error_of, values
+from tests.harness.small import batch, error_of, values
 from tests.harness.strategies import NO_SHARD
 from tests.harness.summoned import (
     MODES,
@@ -30,7 +30,6 @@ from tests.harness.summoned import (
     Plain,
     Problem,
     backward,
-    batch,
     build,
     modes,
     modes_of_two_ranks,

@@ -16,7 +16,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -89,7 +88,7 @@ def _model(use_orig_params: bool, **options: Any) -> FullyShardedDataParallel:
 
 
 def _forward(model: nn.Module) -> Tensor:
-    return model(batch(0, dist.get_rank()))
+    return model(batch(0))
 
 
 @pytest.mark.parametrize("trained, kind", [(False, RuntimeError), (True, AssertionError)])

@@ -25,14 +25,13 @@ from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
-from tests.harness.small import WIDTH, error_of, values
+from tests.harness.small import WIDTH, batch, error_of, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD
 from tests.harness.summoned import (
     Mode,
     Plain,
     Problem,
     backward,
-    batch,
     build,
     enter,
     modes,

@@ -82,7 +82,7 @@ def test_private_attributes_equal_torchs(use_orig_params: bool) -> None:
                     assert getattr(ours, name)() == getattr(expected, name)(), name
             elif stage == "used":
                 for model in (ours, expected):
-                    model(batch(0, dist.get_rank())).sum().requires_grad_().backward()
+                    model(batch(0)).sum().requires_grad_().backward()
                 assert len(ours._all_handles) == len(expected._all_handles)
             for model in (ours, expected):
                 model.inside = model.no_sync() if stage == "in no_sync" else warnings.catch_warnings()

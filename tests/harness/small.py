@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel
 from tests.harness.oracle import clean_name
@@ -69,21 +70,22 @@ def torchs(module: nn.Module, strategy: str = "FULL_SHARD", blocks: Iterable[typ
         return fsdp.FullyShardedDataParallel(module, sharding_strategy=kind, device_id=torch.device("cpu"), **options)
 
 
-def batch(step: int, rank: int) -> Tensor:
+def batch(step: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd(module: nn.Module) -> Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, first: int = 0, steps: int = 2, rank: int = -1
+    model: nn.Module, optimizer: Optimizer | None = None, first: int = 0, steps: int = 2, rank: int | None = None
 ) -> None:
     optimizer = optimizer or sgd(model)
     for step in range(first, first + steps):
         optimizer.zero_grad()
-        model(batch(step, dist.get_rank() if rank < 0 else rank)).square().mean().backward()
+        model(batch(step, rank)).square().mean().backward()
         optimizer.step()
 
 

@@ -15,7 +15,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.sharded import full_parameters, wrap
-from tests.harness.small import WIDTH, average, values
+from tests.harness.small import WIDTH, average, batch, values
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 summon = FullyShardedDataParallel.summon_full_params
@@ -62,11 +62,6 @@ def build(mode: Mode, module: nn.Module | None = None, **options: Any) -> Any:
         os.environ["FSDP_COLLECTIVES"] = "direct"
     options = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
     return wrap(net() if module is None else module, mode.strategy, mode.use_orig_params, **options)
-
-
-def batch(step: int, rank: int | None = None) -> Tensor:
-    rank = dist.get_rank() if rank is None else rank
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
