@@ -219,15 +219,15 @@ def test_gradient_dropped_by_autograd_raises() -> None:
         scale, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
         net = Net(forward, linear=nn.Linear(WIDTH, WIDTH), scale=scale, without=without)
         model = wrap(net, NONE, orig, wrap_policy=None)
-        for _ in range(2):
+        for reached in (True, True, False):
             x = torch.randn(3, WIDTH)
             y = model(x, mark)
-            loss = model.module.stored.sum() + (y.sum() if returned else 0)
+            loss = (model.module.stored.sum() if reached else 0) + (y.sum() if returned or not reached else 0)
             model.requires_grad_(False)
             with torch.no_grad():
                 model(x, mark)
             model.requires_grad_(True)
-            if mark:
+            if mark or not reached:
                 loss.backward()
                 clear(model)
             else:

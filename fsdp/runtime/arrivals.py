@@ -137,10 +137,11 @@ def _arrive(unit_ref: Callable[[], Any], key: LeafKey, small: bool, leaf: torch.
     if unit is None:
         return
     arrivals: Arrivals = unit.arrivals
-    remaining = arrivals.expected.get(hooks.current_backward())
+    task = hooks.current_backward()
+    remaining = arrivals.expected.get(task)
     if remaining is None:
         unit.tree.leaf_reached(unit)
-        remaining = arrivals.enter()
+        remaining = arrivals.expected[task]
     grad = leaf.grad
     if grad is not None:  # else a hook on the leaf took it
         bucket, index = key
