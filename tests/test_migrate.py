@@ -198,6 +198,25 @@ model = DDP(Net())
     assert "from fsdp.wrap import ModuleWrapPolicy\n" in script.migrated()
 
 
+def test_arguments_of_the_wrapper_are_kept_translated_or_dropped() -> None:
+    text = """
+import torch; from torch.nn.parallel import DataParallel, DistributedDataParallel as DDP
+model = DDP(net, device_ids=[0], process_group=group, broadcast_buffers=False, find_unused_parameters=unused)
+torch.nn.utils.clip_grad_norm_(some, 1.0)
+"""
+    script = Script(text)
+    assert (
+        script.migrated()
+        == """
+import torch; from fsdp import FullyShardedDataParallel as FSDP; from torch.nn.parallel import DataParallel
+model = FSDP(net, process_group=group, broadcast_buffers=False, reduce_unused=unused, use_orig_params=True, \
+sync_module_states=True)
+torch.nn.utils.clip_grad_norm_(some, 1.0)
+"""
+    )
+    assert "call `model.clip_grad_norm_(max_norm)`" in script.left[-1].advice
+
+
 MATRIX_SCRIPT = """
 import torch
 from fsdp import FullyShardedDataParallel as FSDP

@@ -26,7 +26,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.__main__ import main
 from fsdp.api import as_nbytes
 from fsdp.comm import host_memory, shared_memory
-from fsdp.tools.plan_memory import find_units
+from fsdp.tools.plan_memory import find_units, try_forward
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, needs_meter
 from tests.harness.models import EncoderBlock, Net, Stacked, Unit, in_turn, tied_transformer
@@ -53,6 +53,16 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(self.first(x))
+
+
+class Reversed(Mlp):
+    """Runs the layers in the reverse order of their registration."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
 
 
 class Language(Stacked):
@@ -193,6 +203,14 @@ def test_module_group_is_unsharded_around_the_units_between() -> None:
     units = find_units(grouped(), ModuleWrapPolicy({Layer}), MixedPrecision())
     assert [unit.names for unit in units] == [[""], ["embed", "head"], ["blocks.0"], ["blocks.1"], ["blocks.2"]]
     assert [sorted(unit.around) for unit in units] == [[], [0], [0, 1], [0, 1], [0, 1]]
+
+
+def test_a_batch_gives_the_order_of_units_and_the_activations_of_each() -> None:
+    with torch.device("meta"):
+        model, batch = Reversed(), ((torch.ones(32, 64),), {})
+    units = try_forward(model, find_units(model, LAYERS, MixedPrecision()), batch)
+    found = {", ".join(unit.names): unit.activation_nbytes // (4 * 32) for unit in units}
+    assert list(found.items()) == [("", 64), ("layers.3", 1200), *((f"layers.{i}", 600) for i in (2, 1, 0))]
 
 
 def test_activation_bytes_are_the_tensors_that_autograd_saves() -> None:

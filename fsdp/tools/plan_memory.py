@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from fsdp.api import MixedPrecision, ShardingStrategy, as_mixed_precision
 from fsdp.comm.groups import Groups
@@ -127,9 +127,6 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             begun.append(unit)
             running.append(unit)
-            for value in tree_leaves((args, kwargs)):  # kept by a checkpoint inside the unit, past autograd
-                if isinstance(value, torch.Tensor):
-                    save(value)
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             running.pop()
