@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint.forms import Form, Full, Held
+from fsdp.comm import collectives
 from fsdp.placement import redistribute as redistribute_module
 from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps
 from fsdp.placement.redistribute import Channel, Item, redistribute
@@ -99,13 +100,14 @@ def memory_for(rng: random.Random, placement: Placement, whole: torch.Tensor, ra
 @pytest.mark.parametrize("seed", range(2))
 @on_ranks(3)
 def test_redistribute_moves_any_placement_into_any_placement(seed: int) -> None:
-    """Whole tensors, rows, columns and flat intervals, in any dtype and memory order, by messages and directly."""
+    """Whole tensors, rows, columns and flat intervals, in any dtype and memory order, by messages, directly or both."""
     rng, own = random.Random(seed), random.Random(dist.get_rank())
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()  # ranks send different numbers of messages
     for way in ("native", "direct", "auto"):
         os.environ["FSDP_COLLECTIVES"] = way
-        channel = Channel(group, CPU)
+        with mock.patch.object(collectives, "DIRECT_MIN_NBYTES", 100):
+            channel = Channel(group, CPU)
         pairs = [(one, other) for one in FORMS[:-1] for other in FORMS]
         checks = []
         for source_form, target_form in rng.sample(pairs, 12):
