@@ -539,7 +539,6 @@ class Sharing:
         """Forget the channel in a fork, which takes no part."""
         if self._channel is not None:
             self._channel.usable = False
-        self._channel, self._is_decided = None, False
 
     def posted(self) -> list[int]:
         """Return counts of posts; equal on all ranks where no post is left over."""
