@@ -43,7 +43,7 @@ from tests.harness.oracle import (
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import Died, RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import Collective, delay_collectives, record_collectives
-from tests.harness.versions import needs_swaps
+from tests.harness.versions import needs, needs_swaps
 
 # -- pool --------------------------------------------------------------------------------------------------------
 
@@ -214,6 +214,7 @@ def count_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+@needs(2, 7, "may wait at the end of a group")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
 def test_pool_ends_the_groups_of_earlier_jobs_with_their_threads() -> None:
     before = run_ranks(2, count_threads)

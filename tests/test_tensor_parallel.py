@@ -119,6 +119,7 @@ def test_training_equals_the_tensor_parallel_model() -> None:
         compare(world, by_hand(world, 2), uop, recomputes=recomputes)
 
 
+@needs(2, 9, "may fail to compile operations on DTensors")
 @on_ranks(2)
 def test_compiled_layers_of_tensor_parallelism_train_as_uncompiled_ones() -> None:
     with mock.patch.dict(os.environ, FSDP_FORCE_SHARDED="1"):
