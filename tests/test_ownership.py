@@ -475,3 +475,15 @@ def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
         model(torch.ones(2, WIDTH))
     model = ours(Net(), auto_wrap_policy=policy)
     model.head(torch.ones(2, WIDTH))  # an inner unit called before the root
+
+
+def test_param_init_fn_of_a_parent_leaves_wrapped_modules_as_they_are() -> None:
+    inner: Any = FullyShardedDataParallel(nn.Linear(3, 4), StandIn())
+    before, module = inner._flat_param.detach().clone(), nn.Sequential(inner)
+    module.scale = nn.Parameter(torch.ones(4, device="meta"))
+
+    def initialize(module: Any) -> None:
+        nn.init.ones_(module.to_empty(device="cpu").scale)
+
+    FullyShardedDataParallel(module, StandIn(), param_init_fn=initialize)
+    assert torch.equal(inner._flat_param, before)
