@@ -264,6 +264,20 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
     assert files.read_latest(tmp_path, read, lambda path: (next(found), mock.ANY)) == tmp_path / "new"
 
 
+@on_ranks(2)
+def test_ranks_that_find_different_checkpoints_of_one_name_load_none(tmp_path: Path) -> None:
+    """As on disks of different machines."""
+    model = nn.Linear(2, 2)
+    for name in "ab":
+        save(tmp_path / name, model, extra=name)
+    nn.init.zeros_(model.weight)
+    own, read = tmp_path / "ab"[dist.get_rank()] / "checkpoint_00000001" / files.MANIFEST, files._read_manifest
+    found = mock.patch.object(files, "_read_manifest", lambda path: read(own))
+    with found, pytest.raises(RuntimeError, match=r"manifest\.json is another file on rank 0"):
+        load(tmp_path / "a", model)
+    assert not model.weight.any()
+
+
 # -- other people's checkpoints ----------------------------------------------------------------------------------------
 
 
