@@ -378,10 +378,10 @@ def _read_dtensor(value: DTensor, groups: Groups) -> Source:
     mesh, cut, own = value.device_mesh, cut_dims(value), group_of(groups)
     of_tp, tp = dims_of_tp(value, groups), groups.tp
     rows, group = [dim for dim in cut if dim not in of_tp], own
-    fits = [value.placements[dim] for dim in rows] == [ShardOf(0)]
-    if fits:
+    has_rows = [value.placements[dim] for dim in rows] == [ShardOf(0)]
+    if has_rows:
         group = group_that_has(value, mesh.get_group(rows[0]), groups)
-    if not (fits or (of_tp and not rows)) or (of_tp and group is not own):
+    if not (has_rows or (of_tp and not rows)) or (of_tp and group is not own):
         raise AssertionError(
             f"a DTensor placed as {tuple(value.placements)} on {mesh}; expected rows over one dimension of the mesh, "
             "which with tensor parallelism has the ranks that the parameter is sharded over"

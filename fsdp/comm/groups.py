@@ -192,18 +192,18 @@ def backend_of(group: Any, device: torch.device) -> str:
     try:
         return str(group._get_backend(device).name()).lower()
     except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
-        return "fake" if _met(group)[0] == "fake" else "unknown"  # in torch 2.6 that backend has no name
+        return "fake" if _backend_and_store(group)[0] == "fake" else "unknown"  # in torch 2.6 that backend has no name
 
 
-def _met(group: Any) -> tuple[str | None, Any]:
+def _backend_and_store(group: Any) -> tuple[str | None, Any]:
     """Return the name of the backend and the store with which ``group`` was made; None for an unknown group."""
-    met: tuple[str | None, Any] = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    return met
+    found: tuple[str | None, Any] = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return found
 
 
 def group_store(group: Any) -> Any | None:
     """Return the store of ``group``, with keys of its own; None for a fake or unknown group."""
-    return None if backend_of(group, torch.device("cpu")) == "fake" else _met(group)[1]
+    return None if backend_of(group, torch.device("cpu")) == "fake" else _backend_and_store(group)[1]
 
 
 def group_timeout(group: Any) -> timedelta:
