@@ -19,6 +19,7 @@ import functools
 import importlib
 import os
 import pickle
+import re
 import select
 import shutil
 import signal
@@ -233,7 +234,10 @@ class Pool:
         return [answers[rank] for rank in range(self.world_size)]
 
     def _raise_first(self, answers: Mapping[int, Returned | Failed | Died]) -> None:
-        """Raise for the rank that failed first. A death has precedence, because it makes peers fail."""
+        """Raise for the rank that failed first, with a line on each further failure and the stacks of remaining ranks.
+
+        A death has precedence, because it makes peers fail.
+        """
         __tracebackhide__ = True
         for index, answer in answers.items():
             if isinstance(answer, Died):
@@ -241,9 +245,13 @@ class Pool:
                 raise RankFailure(text, index, "died")
         failures = {index: answer for index, answer in answers.items() if isinstance(answer, Failed)}
         first = min(failures, key=lambda index: failures[index].when)
-        others = sorted(set(failures) - {first})
-        note = f"\n\n(rank {', '.join(map(str, others))} failed later)" if others else ""
-        text = f"rank {first} of {self.world_size} failed:\n{failures[first].text}{note}"
+        text = f"rank {first} of {self.world_size} failed:\n{failures[first].text}"
+        for index in sorted(set(failures) - {first}):
+            failure = failures[index]
+            text += f"\n\nrank {index} failed {failure.when - failures[first].when:.1f} s later: {_in_short(failure)}"
+        stuck = [rank for rank in self.ranks if rank.rank not in answers]
+        for rank, stack in zip(stuck, _stacks(stuck), strict=True):
+            text += f"\n\nrank {rank.rank} was still running:\n{stack}"
         raise RankFailure(text, first, failures[first].kind)
 
     @property
@@ -255,6 +263,13 @@ class Pool:
         for rank in self.ranks:
             rank.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _in_short(failure: Failed) -> str:
+    """Return the error and the lines that led to it: "ValueError: no batch left (test_a.py:3 > test_a.py:7)"."""
+    places = re.findall(r'^ +File ".*?([^/"]+)", line (\d+)', failure.text, re.MULTILINE)
+    errors = re.findall(rf"^(?:\w+\.)*{failure.kind}\b.*", failure.text, re.MULTILINE)
+    return f"{errors[-1] if errors else failure.kind} ({' > '.join(f'{file}:{line}' for file, line in places)})"
 
 
 def _ready(ranks: Sequence[_Rank], timeout: float) -> list[_Rank]:
