@@ -694,6 +694,53 @@ def test_a_segment_is_not_trimmed_during_a_call() -> None:
 
 
 @on_ranks(2)
+def test_memory_that_ranks_of_another_group_never_read_delays_no_call() -> None:
+    """Rank 1 never waits for a gather of one group, as after a divergence that the program survives."""
+    enable_shared_memory()
+    communicator, waits, until = communicator_of(new_group()), list[Channel](), Channel.until
+    model = make_model(new_group())
+    step(model)
+    full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
+    pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("under way", 1))
+    if dist.get_rank() == 0:
+        del full, pending
+
+    def record(self: Channel, holds: Callable[[], bool], seconds: float) -> bool:
+        waits.append(self)
+        return until(self, holds, seconds)
+
+    with mock.patch.object(Channel, "until", record):
+        step(model)
+        model.state_dict()
+        own_segment().allocate(1 << 20, channel_of(model.process_group))
+    assert set(waits) == {channel_of(model.process_group)}
+
+
+@on_ranks(2)
+def test_late_readers_are_waited_for_once() -> None:
+    """They are waited for again after they have read."""
+    enable_shared_memory()
+    group = new_group()
+    communicator, waits = communicator_of(group), list[float]()
+    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 0)).wait()
+    channel = channel_of(group)
+
+    def give_up(holds: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    for turn in range(1, 3):
+        pending = communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("late", turn))
+        with mock.patch.object(channel, "until", give_up):
+            for _ in range(3):
+                channel.wait_for_readers(channel.collectives.number)
+        assert waits == [10.0] * turn
+        dist.barrier()
+        pending.wait()
+        dist.barrier()
+
+
+@on_ranks(2)
 def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None:
     enable_shared_memory()
     group, piece, calls = new_group(), Mapping.piece, list[int]()

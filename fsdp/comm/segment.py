@@ -30,7 +30,6 @@ from fsdp.comm.host_memory import MAP_FIXED, MAP_NORESERVE, map_at
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 HEADER = 1 << 13  # bytes for the posts of a channel
 
-_PATIENCE = 10  # times as long as a rank waits for a collective before it looks around, it waits for memory to be read
 _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
 
 
@@ -66,8 +65,12 @@ class Readers(Protocol):
     def is_read(self, number: int) -> bool:
         """Return whether all have read the posts up to ``number``."""
 
-    def until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until ``holds()``; return False if that takes longer than ``seconds``."""
+    def wait_for_readers(self, number: int) -> None:
+        """Wait for them to read the posts up to ``number``, for a limited time.
+
+        Raises:
+            RuntimeError: some cannot read any more.
+        """
 
 
 class Mapping:
@@ -138,7 +141,7 @@ class Peer:
 class Block:
     """A piece of the segment, reused only after the peers have read the last post in it."""
 
-    __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "reserved", "storage")
+    __slots__ = ("_reader", "lent", "nbytes", "offset", "reserved", "storage")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
@@ -146,27 +149,34 @@ class Block:
         self.lent: Any = None  # a weak reference to the holder
         self.storage: torch.UntypedStorage | None = None  # a storage of the block without another holder
         self._reader: tuple[Readers, int] | None = None
-        self._worth_waiting = False  # for readers
 
     def posted(self, readers: Readers, number: int) -> None:
-        self._reader, self._worth_waiting = (readers, number), True
+        self._reader = readers, number
+
+    @property
+    def readers(self) -> Readers | None:
+        """The processes of which some have yet to read this block."""
+        if self._reader is not None and self._reader[0].is_read(self._reader[1]):
+            self._reader = None
+        return None if self._reader is None else self._reader[0]
 
     @property
     def is_read(self) -> bool:
-        if self._reader is not None and self._reader[0].is_read(self._reader[1]):
-            self._reader = None
-        return self._reader is None
+        return self.readers is None
 
-    def wait(self) -> None:
-        """Wait for the readers, for a limited time and once. A failure is reported where the readers are needed."""
-        if not self.is_read and self._reader is not None and self._worth_waiting and _here.may_wait:
-            self._worth_waiting = False
+    def wait_for(self, readers: Readers | None) -> None:
+        """Wait until ``readers`` have read this block. A failure is reported where the readers are needed."""
+        if readers is not None and self.readers is readers and self._reader is not None and _here.may_wait:
             with contextlib.suppress(RuntimeError):
-                self._reader[0].until(lambda: self.is_read, _PATIENCE * threads.PATIENCE.total_seconds())
+                readers.wait_for_readers(self._reader[1])
 
 
 class Segment:
-    """The memory of this process that its peers read."""
+    """The memory of this process that its peers read.
+
+    Methods that may wait for memory to be read are given the ``readers`` that come to the same point of the program.
+    Other readers, of groups that are out of use for instance, are not waited for.
+    """
 
     def __init__(self) -> None:
         self.capacity = _HEADERS + 2 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")
@@ -198,7 +208,7 @@ class Segment:
         self._headers += 1
         return offset
 
-    def allocate(self, nbytes: int, *, keep: bool = True) -> torch.UntypedStorage:
+    def allocate(self, nbytes: int, readers: Readers | None = None, *, keep: bool = True) -> torch.UntypedStorage:
         """Allocate a storage of at least ``nbytes`` undefined bytes, which lasts until its last holder is gone.
 
         Without ``keep`` the memory then returns to the system at once, if it has no readers.
@@ -206,7 +216,7 @@ class Segment:
         Raises:
             OSError: the system has not enough memory.
         """
-        block = self.take(nbytes)
+        block = self.take(nbytes, readers)
         if keep and block.storage is not None:
             storage, block.storage = block.storage, None
             return storage
@@ -255,18 +265,18 @@ class Segment:
         """Return the lent block at ``address``, if there is one."""
         return self._lent.get(address)
 
-    def take(self, nbytes: int) -> Block:
+    def take(self, nbytes: int, readers: Readers | None = None) -> Block:
         """Take a block of at least ``nbytes``, which the caller has to ``leave``."""
         with self._lock:
             self._when_idle.asked()
-            return self._take(nbytes)
+            return self._take(nbytes, readers)
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int, readers: Readers | None) -> Block:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fitting, block = self._fitting(nbytes)
-        if fitting is not None and block is None:
-            fitting.wait()  # a fast rank waits for slow readers, to need no more memory than they do
-            _, block = self._fitting(nbytes)
+        unread, block = self._fitting(nbytes, readers)
+        if unread is not None and block is None:
+            unread.wait_for(readers)  # a fast rank waits for slow readers, to need no more memory than they do
+            _, block = self._fitting(nbytes, readers)
         if block is not None:
             self._free.remove(block)
         else:
@@ -288,17 +298,20 @@ class Segment:
                     self._free.append(block)
         return block
 
-    def _fitting(self, nbytes: int) -> tuple[Block | None, Block | None]:
-        """Find the first free block that fits, and the first without readers, preferably one with memory."""
-        first = read = None
+    def _fitting(self, nbytes: int, readers: Readers | None) -> tuple[Block | None, Block | None]:
+        """Find the first free block that fits and that ``readers`` have yet to read, and the first without readers,
+        preferably one with memory."""
+        unread = read = None
         for block in self._free:
             if nbytes <= block.nbytes <= 2 * nbytes:
-                first = first or block
-                if (block.reserved or read is None) and block.is_read:
+                still = block.readers
+                if still is None and (block.reserved or read is None):
                     read = block
                     if block.reserved:
                         break
-        return first, read
+                elif unread is None and still is not None and still is readers:
+                    unread = block
+        return unread, read
 
     def leave(self, block: Block) -> None:
         self._free.append(block)
@@ -312,7 +325,7 @@ class Segment:
     # The following methods return at once while a call is active: on a different thread, or on this one, if the garbage
     # collector is the caller.
 
-    def keep(self, nbytes: int, block_nbytes: int) -> None:
+    def keep(self, nbytes: int, block_nbytes: int, readers: Readers | None = None) -> None:
         """Keep at most ``nbytes`` of free memory, in blocks of up to ``block_nbytes``."""
         total = largest = 0
         for block in self._free:
@@ -323,20 +336,20 @@ class Segment:
             return
         try:
             for block in [block for block in self._free if block.reserved and block.nbytes > block_nbytes]:
-                block.wait()
+                block.wait_for(readers)
                 if block.is_read:
                     self._give_back(block)
             self._shrink_to(nbytes)
         finally:
             self._lock.release()
 
-    def trim(self, *, patient: bool = False) -> None:
-        """Return free memory without readers to the system. ``patient``: wait for the readers first."""
+    def trim(self, readers: Readers | None = None) -> None:
+        """Return free memory without readers to the system; wait for ``readers`` first."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            for block in tuple(self._free) if patient else ():
-                block.wait()
+            for block in tuple(self._free):
+                block.wait_for(readers)
             self._shrink_to(0)
             while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
                 block = self._blocks.pop()

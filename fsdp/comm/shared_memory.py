@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fsdp.comm import threads
 from fsdp.comm.board import Board, machine
 from fsdp.comm.calls import UNEVEN
 from fsdp.comm.groups import group_ranks, group_timeout
@@ -61,6 +62,7 @@ _SPINS = 100  # looks before a wait sleeps
 _SHORTEST, _LONGEST = 0.00003, 0.004  # seconds between two looks: at first, and in a wait that takes long
 _PART = 0.02  # of the wait so far: the pause between two looks grows with the wait
 _LOOK_AROUND = 0.1  # seconds between two looks for processes that have ended
+_FOR_READERS = 10  # times threads.PATIENCE: how long a rank waits for peers to read its memory
 
 
 class Condition(HostWork):
@@ -255,6 +257,7 @@ class Channel:
         self.collectives = Posts(self, self.rank, self._mappings, headers)
         self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers])
         self._elsewhere = 0  # the number of passes in which all ranks communicated by torch.distributed
+        self._overdue = 0  # the last post that readers have not read in time
 
     # -- collectives of all ranks --------------------------------------------------------------------------------------
 
@@ -352,7 +355,7 @@ class Channel:
 
     def _copy_out(self, source: torch.Tensor) -> Block:
         """Copy ``source`` into the segment."""
-        block = self.segment.take(source.nbytes)
+        block = self.segment.take(source.nbytes, self)
         self.segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
         return block
 
@@ -367,6 +370,18 @@ class Channel:
     def is_read(self, number: int) -> bool:
         """Return whether all ranks have read the collectives of this rank up to ``number``."""
         return self.collectives.is_read(number)
+
+    def wait_for_readers(self, number: int) -> None:
+        """Wait for all ranks to read up to ``number``, for a limited time, and not while they are overdue.
+
+        Raises:
+            RuntimeError: the process of a rank has ended.
+            OutOfStep: the ranks are out of sync.
+        """
+        if self.is_read(self._overdue):
+            seconds = _FOR_READERS * threads.PATIENCE.total_seconds()
+            if not self.until(lambda: self.is_read(number), seconds):
+                self._overdue = number
 
     def advance(self) -> None:
         """Finish the collectives that all ranks have posted, in order."""

@@ -13,7 +13,6 @@ import torch
 from fsdp import environment
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
-from fsdp.comm.segment import Segment
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
@@ -131,7 +130,7 @@ class MemoryPool:
         ranks of the group trim at the same point."""
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
-            segment.trim(patient=shared_memory.known_channel(self._group) is not None)
+            segment.trim(shared_memory.known_channel(self._group))
 
     def rest(self) -> None:
         """Trim at the end of a pass. Memory for the next pass may stay for a while."""
@@ -159,38 +158,39 @@ class SharedPool(MemoryPool):
         self._channel: shared_memory.Channel | None = None  # once the group's ranks have agreed on one
 
     @property
-    def _segment(self) -> Segment | None:
-        """The shared memory of the ranks, if there is some."""
+    def _readers(self) -> shared_memory.Channel | None:
+        """The ranks, if they share memory."""
         channel = self._channel
         if channel is None:
             channel = self._channel = shared_memory.known_channel(self._group)
-        return channel.segment if channel is not None and channel.usable else None
+        return channel if channel is not None and channel.usable else None
 
     def allocate(self, buffer: PooledTensor) -> None:
-        segment = self._segment
-        if segment is None or buffer.nbytes == 0:
+        readers = self._readers
+        if readers is None or buffer.nbytes == 0:
             super().allocate(buffer)
         else:
-            buffer.attach(segment.allocate(buffer.nbytes))
+            buffer.attach(readers.segment.allocate(buffer.nbytes, readers))
 
     def rest(self) -> None:
-        if self._segment is None:
+        if self._readers is None:
             self.trim()
 
     def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
-        if buffer.nbytes and (segment := self._segment) is not None:
+        if buffer.nbytes and (readers := self._readers) is not None:
             if (block := buffer.detach()) is not None:
-                segment.free(block)
+                readers.segment.free(block)
             # twice as much, for the pool of the tree's reductions
-            segment.keep(max(2 * self.kept_nbytes, _ALWAYS_KEPT), max(self.kept_block_nbytes, _ALWAYS_KEPT))
+            nbytes, block_nbytes = max(2 * self.kept_nbytes, _ALWAYS_KEPT), max(self.kept_block_nbytes, _ALWAYS_KEPT)
+            readers.segment.keep(nbytes, block_nbytes, readers)
         else:
             super().free(buffer, last_use)
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        segment = self._segment
-        if segment is None or numel == 0:
+        readers = self._readers
+        if readers is None or numel == 0:
             return super().empty(numel, dtype=dtype, device=device)
-        storage = segment.allocate(numel * dtype.itemsize, keep=False)
+        storage = readers.segment.allocate(numel * dtype.itemsize, readers, keep=False)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[call-overload]
 
 
