@@ -29,11 +29,12 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import shared_memory, threads
 from fsdp.comm.board import Board
+from fsdp.comm.channel import _SLOTS, Channel
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.lane import Lane
 from fsdp.comm.segment import HEADER, Mapping, Segment
-from fsdp.comm.shared_memory import Channel, Sharing
+from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.streams import streams_for
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.comm.work import OutOfStep
@@ -472,7 +473,7 @@ def test_small_units_keep_their_memory_during_a_step() -> None:
 def test_an_unread_post_is_not_overwritten() -> None:
     enable_shared_memory()
     posts = Sharing.of(group := new_group()).connect().collectives  # type: ignore[union-attr]
-    posts.number += shared_memory._SLOTS  # as if this rank had made that many posts
+    posts.number += _SLOTS  # as if this rank had made that many posts
     late = pytest.raises(RuntimeError, match="gather: other ranks are too far behind")
     with mock.patch.object(channel_of(group), "timeout", 0.05), late:
         posts.next("gather")

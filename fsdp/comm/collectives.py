@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from fsdp.comm.channel import PARTS, Channel
 from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.issuing import Event as Event
 from fsdp.comm.issuing import current_label as current_label
 from fsdp.comm.lane import Lane
 from fsdp.comm.native import Gather as Gather
 from fsdp.comm.native import Transfer as Transfer
-from fsdp.comm.shared_memory import PARTS, Channel
 from fsdp.comm.streams import Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import OutOfStep as OutOfStep

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import native, threads
+from fsdp.comm.channel import Channel
 from fsdp.comm.groups import backend_of, control_device, group_timeout
 from fsdp.comm.native import Carrier, Transfer
-from fsdp.comm.shared_memory import Channel, Sharing
+from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Watch, Work
 

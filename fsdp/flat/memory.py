@@ -12,6 +12,7 @@ import torch
 
 from fsdp import environment
 from fsdp.comm import host_memory, shared_memory
+from fsdp.comm.channel import Channel
 from fsdp.comm.collectives import may_share
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.versions import STORAGES_SWAP
@@ -155,10 +156,10 @@ class SharedPool(MemoryPool):
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
-        self._channel: shared_memory.Channel | None = None  # once the group's ranks have agreed on one
+        self._channel: Channel | None = None  # once the group's ranks have agreed on one
 
     @property
-    def _readers(self) -> shared_memory.Channel | None:
+    def _readers(self) -> Channel | None:
         """The ranks, if they share memory."""
         channel = self._channel
         if channel is None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import shared_memory, threads
+from fsdp.comm import channel, threads
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.sharded import wrap
@@ -43,7 +43,7 @@ def impatient(function: F) -> F:
     def run(*args: Any, **kwargs: Any) -> Any:
         patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.1))
         # Memory whose readers diverged is abandoned after this wait.
-        with patience, mock.patch.object(shared_memory, "_FOR_READERS", 1):
+        with patience, mock.patch.object(channel, "_FOR_READERS", 1):
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
