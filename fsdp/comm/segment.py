@@ -175,7 +175,7 @@ class Segment:
     """The memory of this process that its peers read.
 
     Methods that may wait for memory to be read are given the ``readers`` that come to the same point of the program.
-    Other readers, of groups that are out of use for instance, are not waited for.
+    Readers of a different group, which may be out of use, are not waited for.
     """
 
     def __init__(self) -> None:
