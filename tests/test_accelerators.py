@@ -107,8 +107,11 @@ def event(over: bool) -> Any:
     return mock.Mock(query=lambda: over)
 
 
-def diverge_on_the_device() -> tuple[str, bool]:
-    """Return the rank's error and whether it aborted the group: rank 1 skips a unit, and rank 0's device waits."""
+def diverge_on_the_device() -> tuple[str, bool, bool]:
+    """Return the rank's error, and whether it logged a reason and aborted the group.
+
+    Rank 1 skips a unit, and rank 0's device waits.
+    """
     group = new_group()
     model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3), group) for _ in range(3))), group)
     for _ in range(2):
@@ -118,23 +121,24 @@ def diverge_on_the_device() -> tuple[str, bool]:
     watcher = Watcher()
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
+    said = mock.Mock()
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
         watcher.follow(event(over=True), Work((), lane, "earlier collective", on_host=False))
         watcher.follow(event(over=False), Work((), lane, f"gather {units[0].name}", on_host=False))
-        with mock.patch.object(lane.carrier, "abort", ended.set):
+        with mock.patch.object(lane.carrier, "abort", ended.set), mock.patch.object(work_module.logger, "error", said):
             ended.wait(30)
         combine(torch.ones(1), group, HostStreams(), "the next collective")
     except OutOfStep as error:
-        return str(error), ended.is_set()
-    return "no error", False
+        return str(error), said.called, ended.is_set()
+    return "no error", False, False
 
 
 def test_divergence_ends_the_wait_of_the_device() -> None:
     """On NCCL the host has no work to wait for: ranks would hang until the watchdog killed them."""
-    (error, aborted), (error_of_odd, aborted_by_odd) = run_ranks(2, diverge_on_the_device)
+    (error, *ended), (error_of_odd, *ended_by_odd) = run_ranks(2, diverge_on_the_device)
     assert error.startswith("gather unit '0': the ranks are out of step, and the group was ended")
-    assert (aborted, aborted_by_odd) == (True, False)
+    assert (ended, ended_by_odd) == ([True, True], [False, False])
     for words in (error, error_of_odd):
         assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
 
@@ -400,11 +404,17 @@ def test_side_group_of_gloo_connects_at_the_first_message() -> None:
         values = torch.zeros(2)
         side._allgather_base(values, torch.ones(1) + rank).wait()
         assert values.tolist() == [1, 2] and create.call_args == mock.call(interface="lo", lazy_init=True)
+    loopback = mock.Mock(side_effect=lambda lazy_init: kind.create_device(interface="lo", lazy_init=lazy_init))
+    with mock.patch.dict(os.environ), mock.patch.object(kind, "create_default_device", loopback):
+        del os.environ["GLOO_SOCKET_IFNAME"]  # most jobs do not set it
+        side = groups_module.make_control_group(dist.group.WORLD, CPU, 2)
+    side._allgather_base(values, torch.ones(1) + 2 * rank).wait()
+    assert values.tolist() == [1, 3]
     with (
         mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nonsense"),
         pytest.raises(RuntimeError, match=r"nonsense.*GLOO_SOCKET_IFNAME"),
     ):
-        groups_module.make_control_group(dist.group.WORLD, CPU, 2)
+        groups_module.make_control_group(dist.group.WORLD, CPU, 3)
 
 
 def test_save_uses_the_streams_of_the_models_device() -> None:

@@ -15,6 +15,7 @@ from fsdp.comm.diagnosis import END_WORDS
 from fsdp.comm.history import Pass
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane import ORDER_REMEDY, Lane
+from fsdp.comm.native import Transfer
 from fsdp.comm.work import OutOfStep
 from tests.harness.agreeing import impatient, new_group, raises_soon
 from tests.harness.pool import on_ranks
@@ -151,6 +152,24 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], pos
         tree.step([2, 0, 1])
     assert tree.run([0, 1, 2]) == [6.0] * 3
     assert lane.carrier.number == replacements and (lane.carrier.group is users_group) is (replacements == 0)
+
+
+@on_ranks(2)
+@impatient
+def test_messages_in_flight_at_an_equal_failure_of_all_ranks_arrive() -> None:
+    """Else gloo closes the connections: a message would arrive whose memory is gone."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    tree, current_pass = Tree(lane), Pass("forward")
+    tree.step([0, 1, 2])
+    lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
+    received = torch.empty(1 << 20)
+    transfers = [Transfer(True, 1 - rank, torch.ones(1 << 20), 1), Transfer(False, 1 - rank, received, 1)]
+    messages = lane.transfer(transfers, Event("exchange"), received.device).host_works
+    lane.fail(current_pass)
+    tree.recover()
+    assert all(message.is_completed() for message in messages) and received.min() == 1
+    tree.step([0, 1, 2])
+    assert lane.carrier.number == 0
 
 
 @on_ranks(2)

@@ -172,12 +172,12 @@ def test_private_functions_of_torch_accept_our_modules() -> None:
             expected = [["inner.weight", "inner.bias"], ["head.weight", "head.bias"]]
             assert list(names.values()) == ([[n] for both in expected for n in both] if use_orig_params else expected)
             assert use_orig_params or all(isinstance(param, FlatParameter) for param in names)
-            with pytest.raises(ZeroDivisionError):  # as tools do after a failure
-                handle = model.module.head.register_forward_hook(lambda *_: 1 // 0)
-                model(x)
-            handle.remove()
-            runtime._post_backward_final_callback(model, model)
             model(x).sum().backward()
+            alone = torchs.FullyShardedDataParallel(nn.Linear(5, 7), use_orig_params=use_orig_params)
+            alone(x)
+            assert not alone._handle.needs_unshard(), "a backward may follow"
+            runtime._post_backward_final_callback(alone, alone)
+            assert alone._handle.needs_unshard()
         original = torchs.fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         torchs.register_fsdp_forward_method(original, "double")
         assert "double" in vars(original), "torch has done what it does"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint.forms import Form, Full, Held
@@ -187,6 +188,18 @@ def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> 
     asked_for = mock.patch.object(Form, "of", return_value=form) if form else contextlib.nullcontext()
     with FullyShardedDataParallel.state_dict_type(model, kind), asked_for:
         return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+
+
+def test_a_message_buffer_is_freed_before_a_larger_one_is_allocated() -> None:
+    channel, allocate = Channel(None, CPU), torch.empty
+    smaller = StorageWeakRef(channel._buffer("sent", 100).untyped_storage())
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        assert smaller.expired()
+        return allocate(*args, **options)
+
+    with mock.patch.object(torch, "empty", empty):
+        assert channel._buffer("sent", 1000).numel() == 1000
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -581,6 +581,23 @@ def test_a_fast_rank_waits_for_a_slow_one_before_it_takes_more_memory() -> None:
         pending.wait()
 
 
+@on_ranks(2)
+def test_the_next_collective_finishes_those_that_all_ranks_have_posted() -> None:
+    """Without a wait: a rank that computes for long has read what its peers wait to reuse."""
+    enable_shared_memory()
+    group = new_group()
+    communicator, out = communicator_of(group), torch.empty(2)
+    communicator.gather([Gather(torch.empty(2), torch.ones(1))], Event("first", 0)).wait()
+    read = channel_of(group).collectives.number + 1
+    first = communicator.reduce(out, torch.ones(4), Event("reduce", 1))
+    dist.barrier()
+    larger = communicator.reduce(torch.empty(1 << 13), torch.ones(1 << 14), Event("reduce", 2))  # in other memory
+    dist.barrier()
+    assert channel_of(group).is_read(read) and out.tolist() == [1.0, 1.0]
+    first.wait()
+    larger.wait()
+
+
 @needs_swaps
 @on_ranks(2, 3)
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
@@ -825,6 +842,18 @@ def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers(
     communicator = communicator_of(group)
     communicator.gather([Gather(full, torch.full((2,), float(rank)))], Event("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
+
+
+@on_ranks(2)
+@impatient
+def test_a_rank_that_waits_for_the_decision_looks_at_its_peers() -> None:
+    """A peer may end, or be in a different call, between the meeting before and the decision."""
+    enable_shared_memory()
+    group, look = new_group(), mock.Mock(side_effect=OutOfStep("rank 1 has ended"))
+    if dist.get_rank() == 0:
+        with pytest.raises(OutOfStep, match="rank 1 has ended"):
+            Sharing.of(group).connect(look)
+    dist.barrier()
 
 
 # -- when it is used -----------------------------------------------------------------------------------------------
