@@ -24,6 +24,7 @@ from torch.nn.utils import parametrizations
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from fsdp.api import TrainingState
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import describe
@@ -231,6 +232,39 @@ def test_an_assigned_parameter_gets_the_gradients() -> None:
         plain.layers[0].linear.weight.data.mul_(0.5)
         assert_alike(model, plain, strategy.name)
         assert linear.weight is assigned
+
+
+class Assigning(nn.Module):
+    """A module that assigns the weight of an inner unit, while the unit may be gathered already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.factor != 1.0:
+            linear: Any = getattr(self.second, "module", self.second)
+            linear.weight = nn.Parameter(linear.weight.detach() * self.factor)
+        return self.second(x)
+
+
+@on_ranks(2)
+def test_a_parameter_assigned_inside_of_a_forward_takes_effect_at_once() -> None:
+    for strategy, ahead in itertools.product((FULL, GRAD_OP, NONE), (False, True)):
+        torch.manual_seed(0)
+        plain = Assigning()
+        options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), "forward_prefetch": ahead}
+        model = wrap(copy.deepcopy(plain), strategy, True, **options)
+        for number, factor in enumerate((1.0, 1.0, 0.5, 1.0)):
+            losses = []
+            for each in (plain, model):
+                inner: Any = getattr(each, "module", each)
+                inner.factor = factor
+                losses.append(step(each, number))
+            assert torch.equal(*losses), (strategy, ahead, number)
+        assert_bit_equal(model.state_dict(), plain.state_dict(), f"{strategy} {ahead}")
 
 
 @on_ranks(2)

@@ -107,11 +107,12 @@ class ParamGuard:
                 f"forward or backward, {remedy}"
             )
 
-    def show_leaves(self) -> None:
-        """Register the leaves of the full buffer, after taking over parameters that were assigned since ``enter``."""
-        if self._checks and not (self._registration.shows_leaves or self._registration.base_is_intact):
-            self.take_over()
-        self._registration.push_leaves()
+    def take_assigned(self) -> bool:
+        """Take over parameters that were assigned since ``enter``, before leaves are registered over them. Return
+        whether there were any."""
+        if not self._checks or self._registration.shows_leaves or self._registration.base_is_intact:
+            return False
+        return self.take_over()
 
     # -- from forward to backward --------------------------------------------------------------------------------------
 
@@ -185,15 +186,17 @@ class ParamGuard:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def take_over(self) -> None:
-        """Copy values that users have assigned, as parameters or as data, to the memory of the bucket's values.
+    def take_over(self) -> bool:
+        """Copy values that users have assigned, as parameters or as data, to the memory of the bucket's values. Return
+        whether parameters were assigned.
 
         Raises: as ``enter``.
         """
         base, summoned = self._registration.base, self._registration.summoned
         layer = summoned or base
+        assigned = list(self._registration.replaced())
         with torch.no_grad():
-            for index, new in list(self._registration.replaced()):
+            for index, new in assigned:
                 memory = None if layer.memory is None else layer.memory[index]
                 self._check_fits(index, new, layer.tensors[index] if memory is None else memory)
                 self._views.adopt(index, new, self._write(index, new))
@@ -201,6 +204,7 @@ class ParamGuard:
                 memory, tensor = self._memory_of(index), layer.tensors[index]
                 self._check_fits(index, tensor, memory, cast=summoned is not None)
                 point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])
+        return bool(assigned)
 
     def _memory_of(self, index: int) -> torch.Tensor:
         """Return the memory of parameter ``index``: of the summoned one, else of this rank's part in the shard."""

@@ -285,7 +285,7 @@ class ForwardCall:
         expected = unit.arrivals.enter()
         if unit.policy.unshard_in_backward or unit.is_gathered:  # recomputations inside use the leaves
             unsharder.unshard(unit, refill=False)
-        for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``show_leaves``
+        for bucket, (guard, before) in enumerate(zip(unit.guards, self.marks)):  # after ``unshard``
             guard.check_unchanged(before, bucket, expected)
         unsharder.prefetch(unit, begins=True)
 

@@ -172,9 +172,16 @@ class Unsharder:
     def unshard(self, unit: Unit, *, refill: bool) -> None:
         """Register the full parameters on the modules; when this returns, the current stream may read them.
 
-        With ``refill``, a copy that an earlier forward left is gathered again, because the shards may have changed
-        since. Where a backward of ``no_sync`` kept it, the versions of the shards decide.
+        With ``refill`` a forward begins. A copy that an earlier forward left is gathered again, because the shards may
+        have changed since; so is any copy if parameters were assigned inside of this forward. Where a backward of
+        ``no_sync`` kept it, the versions of the shards decide. A backward needs the values from before an assignment.
         """
+        assigned = False
+        for guard in unit.guards if refill else ():
+            assigned = guard.take_assigned() or assigned
+        if assigned:
+            unit.forget_slices()
+            self.gathers_follow_compute()
         if unit.gathers:
             found = self._found(unit)
             if found is None or found.why not in _COMPUTING:
@@ -183,8 +190,8 @@ class Unsharder:
             if found is None:
                 self.make_room(unit)
                 self.gather(unit)
-            elif refill and found.generation != self.generation:
-                if unit.values() != found.values:
+            elif assigned or (refill and found.generation != self.generation):
+                if assigned or unit.values() != found.values:
                     torch.clear_autocast_cache()  # the casts are of old values
                     self.gather(unit)
                 else:
@@ -193,8 +200,10 @@ class Unsharder:
                     found.generation = self.generation
             for handle in unit.handles:
                 handle.wait()
-        for guard in unit.guards:
-            guard.show_leaves()
+        if not refill:
+            for guard in unit.guards:
+                guard.take_assigned()
+        unit.show_leaves()
         self.becomes(unit, Residence.IN_USE)
 
     def unshard_by_hand(self, unit: Unit) -> Callable[[], None]:
