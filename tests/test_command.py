@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,13 @@ def test_a_missing_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
         main([])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "fsdp: the following arguments are required: {plan,migrate,convert,run}\n"
+
+
+def test_the_package_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp", "convert", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "fsdp" / "__main__.py"), run_name="__main__")
+    assert ended.value.code == 0 and "safetensors" in capsys.readouterr().out
 
 
 def test_run_starts_the_script_under_fsdp_compat(monkeypatch: pytest.MonkeyPatch) -> None:

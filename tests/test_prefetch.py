@@ -325,6 +325,24 @@ def test_units_kept_between_passes_do_not_count_for_the_limit() -> None:
 
 
 @on_ranks(2)
+def test_prefetched_units_that_do_not_run_are_resharded_at_the_end_of_the_forward() -> None:
+    module = chain()
+    model = wrap(module, FULL_SHARD, wrap_policy=ModuleWrapPolicy({Part}), forward_prefetch_distance=3)
+    tracer = Tracer(model)
+    for step in range(2):
+        tracer.run(model, step)
+    units = module.units
+    module.units = units[:2]
+    with torch.no_grad(), record_collectives() as log:
+        model(batch(2))
+    gathered = [str(record.label) for record in log.records if str(record.label).startswith("gather unit")]
+    assert len(gathered) > 2, "nothing was prefetched"
+    assert_at_rest(model, "a forward of two units")
+    module.units = units
+    assert tracer.run(model, 3)[0].count("reduce 4") == 1
+
+
+@on_ranks(2)
 def test_prefetch_distances_of_single_units() -> None:
     module = chain()
     policy = CustomPolicy(lambda m: {"forward_prefetch_distance": 3} if m is module.units[1] else isinstance(m, Part))

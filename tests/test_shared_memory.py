@@ -628,6 +628,19 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
 
 @needs_swaps
 @on_ranks(2)
+def test_a_call_between_steps_releases_spare_memory_at_once() -> None:
+    enable_shared_memory()
+    _, model, whole = make_wide_units(3)
+    with mock.patch.object(threads, "IDLE", 60.0):
+        model(torch.ones(2, 300)).sum().backward()
+        model.zero_grad()
+        assert held_nbytes() > whole, "nothing is kept for the next step"
+        model.state_dict()
+        assert held_nbytes() < HEADERS
+
+
+@needs_swaps
+@on_ranks(2)
 def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> None:
     """Steps that follow each other hardly allocate or release."""
     enable_shared_memory()
