@@ -424,6 +424,29 @@ def test_writes_to_summoned_flat_parameters_take_effect() -> None:
 
 
 @on_ranks(2)
+def test_parameters_that_state_dict_hooks_freeze_stay_frozen() -> None:
+    for mode, loads in itertools.product(MODES, (False, True)):
+        _, model = pair(mode)
+        state = model.state_dict()
+        layer = layer_of(model, 0)
+
+        def freeze(module: Any, *_: Any, layer: Any = layer) -> None:
+            layer.linear.requires_grad_(False)
+
+        if loads:
+            layer.register_load_state_dict_pre_hook(freeze)
+            model.load_state_dict(state)
+        else:
+            layer.register_state_dict_pre_hook(freeze)
+            model.state_dict()
+        found = [param.requires_grad for param in layer.parameters()]
+        assert not any(found), (mode, loads, found)
+        assert all(param.requires_grad for param in layer_of(model, 1).parameters())
+        loss_of(model).backward()
+        assert all(param.grad is None for param in layer.parameters())
+
+
+@on_ranks(2)
 def test_a_state_dict_hooks_writes_to_copies_do_not_reach_the_model() -> None:
     _, model = pair((FULL, True))
     before = model.state_dict()

@@ -129,6 +129,7 @@ class UnitLoading(UnitTensors):
         self._sources: dict[Key, Source] = {}
         self._held = self.held
         self._targets: dict[Key, Target] = {}
+        self._flags: dict[int, list[bool | None]] = {}  # by bucket, where modules freeze or unfreeze as they load
         for key, held in self._held.items():
             device, requires_grad = unit.handles[key[0]].device, self.requires_grad(key)
             self._targets[key] = Target(held.part, device, requires_grad, partial(self._receive, key))
@@ -149,7 +150,13 @@ class UnitLoading(UnitTensors):
         Yields:
             errors of such values. With ``assign`` they must have the dtype of the parameter.
         """
-        for key, current in self.registered().items():
+        registered = self.registered()
+        for bucket in range(0 if self._flat else len(self.unit.views)):
+            keys = [key for key in registered if key[0] == bucket]
+            flags = [None if tensor is None else tensor.requires_grad for tensor in map(registered.get, keys)]
+            if any(flag not in (None, self.requires_grad(key)) for key, flag in zip(keys, flags)):
+                self._flags[bucket] = flags
+        for key, current in registered.items():
             if current is None or current is self._targets[key]:
                 continue
             own, dtype = self._held[key].part.dtype, current.dtype
@@ -172,6 +179,8 @@ class UnitLoading(UnitTensors):
     def write(self) -> None:
         """Copy this rank's parts into the shards; values in rows travel in one collective."""
         unit, channels = self.unit, Channels()
+        for bucket, flags in self._flags.items():
+            unit.views[bucket].take_flags(flags)
         if any(source.placement is not None for source in self._sources.values()):
             unit.announce()
         arriving = [(self._held[key], source) for key, source in self._sources.items()]
