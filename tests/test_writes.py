@@ -223,6 +223,24 @@ def test_replaced_parameters_that_do_not_fit_are_refused_at_every_entry() -> Non
 
 
 @on_ranks(2)
+def test_a_forward_computes_with_what_was_written_since_the_last_pass() -> None:
+    """The forward follows a write at once: nothing else, such as a state dict, comes between."""
+    writes: list[Callable[[nn.Parameter], Any]] = [
+        lambda param: param.detach().mul_(0.5),
+        lambda param: setattr(param, "data", param.data * 0.5),
+        lambda param: param.requires_grad_(False),
+    ]
+    for mode in MODES:
+        plain, model = pair(mode)
+        for number, write in enumerate(writes):
+            for net in (plain, model):
+                for param in layer_of(net, 1).parameters():
+                    write(param)
+            assert torch.equal(step(model, number), step(plain, number)), (number, describe(mode))
+        assert_bit_equal(model.state_dict(), plain.state_dict(), describe(mode))
+
+
+@on_ranks(2)
 def test_an_assigned_parameter_gets_the_gradients() -> None:
     """With `use_orig_params=True` an optimizer may hold it already."""
     for strategy in (FULL, NONE):
