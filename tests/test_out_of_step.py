@@ -22,7 +22,7 @@ import fsdp.placement.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType, checkpoint
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fsdp.comm import consensus, native
-from fsdp.comm.calls import TREES, Calls
+from fsdp.comm.calls import BESIDE, TREES, Calls
 from fsdp.comm.lane import Lane
 from tests.harness.agreeing import (
     EQUAL,
@@ -415,6 +415,23 @@ def test_counts_of_destroyed_groups_are_not_compared() -> None:
     if rank == 0:
         later.began([1], "is about to begin the first pass or call of a model")
         assert later.difference() is None
+    dist.barrier()
+
+
+@on_ranks(2)
+@impatient
+def test_an_interrupted_first_use_is_not_held_against_ranks_that_did_not_come() -> None:
+    """Rank 0 is ahead only until it is interrupted; later rank 1 is ahead in another call."""
+    group, rank = new_group(), dist.get_rank()
+    lane, saves = Lane.of(group, torch.device("cpu")), Calls(group, BESIDE)
+    if rank == 0:
+        interrupt = mock.patch.object(lane.arrivals, "slow", side_effect=KeyboardInterrupt)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            lane.begin("the first pass or call of a model")
+    saves.began([1 + rank], "has called fsdp.checkpoint.save()")
+    saves.post()
+    dist.barrier()
+    assert saves.difference() is None
     dist.barrier()
 
 

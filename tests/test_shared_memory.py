@@ -772,6 +772,22 @@ def test_late_readers_are_waited_for_once() -> None:
 
 
 @on_ranks(2)
+def test_memory_is_returned_at_the_end_of_a_call_though_a_rank_reads_late() -> None:
+    enable_shared_memory()
+    group = new_group()
+    communicator = communicator_of(group)
+    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 0)).wait()
+    before = held_nbytes_at_rest()
+    full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
+    pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("gather", 1))
+    time.sleep(0.3 * dist.get_rank())
+    pending.wait()
+    del full, pending
+    own_segment().trim(channel_of(group))
+    assert held_nbytes() == before
+
+
+@on_ranks(2)
 def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None:
     enable_shared_memory()
     group, piece, calls = new_group(), Mapping.piece, list[int]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -447,6 +448,14 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
+BETWEEN_PASSES: dict[str, Callable[[Any], Any]] = {
+    "a choice of reshard_after_forward": lambda model: model.set_reshard_after_forward(False),
+    "set_requires_gradient_sync()": lambda model: model.set_requires_gradient_sync(False),
+    "set_all_reduce_hook()": lambda model: model.set_all_reduce_hook(None),
+    "a list of modules to prefetch": lambda model: model.set_modules_to_forward_prefetch([model.layers[0]]),
+}
+
+
 @on_ranks(2)
 def test_switches_validate_arguments_and_call_order() -> None:
     model = build()
@@ -459,7 +468,8 @@ def test_switches_validate_arguments_and_call_order() -> None:
     for name in ("set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"):
         with pytest.raises(RuntimeError, match=rf"{name}\(\) should only be called on the root instance"):
             getattr(model.layers[0], name)(1 if "buffers" in name else True)
-    model.layers[0].module.register_forward_hook(lambda *_: model.set_reshard_after_forward(False))
-    words = "a choice of reshard_after_forward in the middle of the forward of the root"
-    with pytest.raises(RuntimeError, match=words):
-        model(batch(0))
+    for call, switch in BETWEEN_PASSES.items():
+        handle = model.layers[0].module.register_forward_hook(lambda *_: switch(model))  # noqa: B023
+        with pytest.raises(RuntimeError, match=re.escape(f"{call} in the middle of the forward of the root")):
+            model(batch(0))
+        handle.remove()

@@ -7,6 +7,8 @@ The jobs are small; tests with processes cover the details.
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -173,6 +175,27 @@ def test_stopped_threads_are_restarted() -> None:
             }  # earlier tests in this process may have started a second thread
             assert stop_all(before) == []
     assert len(set(states)) == 4
+
+
+def test_a_fork_can_use_threads_whatever_its_parent_was_doing() -> None:
+    """A lock that a thread of the parent holds is never released in the child."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with threads._Worker._lock:
+            held.set()
+            over.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(0 if threads.in_thread(lambda: 5).result(10) == 5 else 1)
+    over.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_waiting_thread_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

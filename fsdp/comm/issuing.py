@@ -178,8 +178,6 @@ class Issuer(Watch):
             if handle is not None and not asynchronous:
                 handle.wait()
                 handle = None
-        except OutOfStep:
-            raise
         except RuntimeError as error:
             if not in_memory and (closed := self._note_closed(error)):
                 raise RuntimeError(f"{event.label}: {error}{closed}") from error
