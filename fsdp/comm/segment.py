@@ -303,14 +303,15 @@ class Segment:
         preferably one with memory."""
         unread = read = None
         for block in self._free:
-            if nbytes <= block.nbytes <= 2 * nbytes:
-                still = block.readers
-                if still is None and (block.reserved or read is None):
-                    read = block
-                    if block.reserved:
-                        break
-                elif unread is None and still is not None and still is readers:
+            if not nbytes <= block.nbytes <= 2 * nbytes:
+                continue
+            if not block.is_read:
+                if unread is None and block.readers is readers:
                     unread = block
+            elif block.reserved or read is None:
+                read = block
+                if block.reserved:
+                    break
         return unread, read
 
     def leave(self, block: Block) -> None:
