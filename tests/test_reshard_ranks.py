@@ -276,6 +276,10 @@ def test_reshard_after_forward_validates_the_number_of_ranks() -> None:
             wrapped(**wrong)
     with pytest.raises(TypeError, match="a number is for the wrapper"):
         model.set_reshard_after_forward(1)
+    with pytest.raises(
+        NotImplementedError, match=r"set_reduce_scatter_unused_params\(True\) with reshard_after_forward"
+    ):
+        wrapped(reshard_after_forward=2).set_reduce_scatter_unused_params(True)
     group = dist.new_group(list(ALL))
     with pytest.raises(ValueError, match="and another number on other ranks"):
         nearby_group(group, 2 if dist.get_rank() else 4)

@@ -37,7 +37,7 @@ from fsdp.comm.segment import HEADER, Mapping, Segment
 from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.streams import streams_for
 from fsdp.comm.versions import STORAGES_SWAP
-from fsdp.comm.work import OutOfStep
+from fsdp.comm.work import OutOfStep, TimedOut
 from fsdp.flat import flat_param
 from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in
@@ -778,13 +778,14 @@ def test_memory_is_returned_at_the_end_of_a_call_though_a_rank_reads_late() -> N
     communicator = communicator_of(group)
     communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 0)).wait()
     before = held_nbytes_at_rest()
-    full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
-    pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("gather", 1))
-    time.sleep(0.3 * dist.get_rank())
-    pending.wait()
-    del full, pending
-    own_segment().trim(channel_of(group))
-    assert held_nbytes() == before
+    for give_back in (own_segment().trim, functools.partial(own_segment().keep, 0, 0)):
+        full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
+        pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("gather", 1))
+        time.sleep(0.3 * dist.get_rank())
+        pending.wait()
+        del full, pending
+        give_back(channel_of(group))
+        assert held_nbytes() == before
 
 
 @on_ranks(2)
@@ -879,10 +880,15 @@ def test_a_rank_that_waits_for_the_decision_looks_at_its_peers() -> None:
     """A peer may end, or be in a different call, between the meeting before and the decision."""
     enable_shared_memory()
     group, look = new_group(), mock.Mock(side_effect=OutOfStep("rank 1 has ended"))
+    sharing, soon = Sharing.of(group), timedelta(seconds=0.2)
     if dist.get_rank() == 0:
         with pytest.raises(OutOfStep, match="rank 1 has ended"):
-            Sharing.of(group).connect(look)
+            sharing.connect(look)
+        with mock.patch.object(shared_memory, "group_timeout", lambda _: soon), pytest.raises(TimedOut):
+            sharing.connect()
     dist.barrier()
+    time.sleep(0.5 * dist.get_rank())
+    assert sharing.connect() is not None
 
 
 # -- when it is used -----------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ class Communicator:
         if self._direct_min < _NEVER and full.nbytes >= self._direct_min:
             return self._direct_reduce(lane, out, full, event, after)
         if not self._on_host and lane.carrier.backend(full.device) == "gloo":
-            return self._reduce_whole(lane, out, full, event, op, after)
+            return self._reduce_whole(lane, out, full, event, after)
         sent, received = (full, out) if full.dtype in _NATIVE_DTYPES else (_wire(full), _wire(out))
         work = lane.collective(REDUCE_SCATTER, event, received, sent, asynchronous=self._on_host, op=op)
         return work if after == 1 and self._on_host else self._divided(work, out, after)
@@ -171,14 +171,12 @@ class Communicator:
         work = lane.collective("all_reduce", event, sent, asynchronous=self._on_host, op=op)
         return work if after == 1 and self._on_host else self._divided(work, values, after)
 
-    def _reduce_whole(
-        self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, op: Any, divisor: float
-    ) -> Work:
+    def _reduce_whole(self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, divisor: float) -> Work:
         """Reduce by an all-reduce of the whole vector, as gloo's reduce-scatter does on accelerators.
 
         The handle of that reduce-scatter cannot be waited for in steps.
         """
-        work = lane.collective("all_reduce", event, full, asynchronous=False, op=op)
+        work = lane.collective("all_reduce", event, full, asynchronous=False)
         out.copy_(full.view(self.groups.shard_size, -1)[self.groups.shard_rank])
         return self._divided(work, out, divisor)
 

@@ -68,7 +68,7 @@ class Carrier:
         self.replacement: Any = None
         self._making: futures.Future[Any] | None = None
         self._control: Any = None
-        self._backends: dict[tuple[str, bool], str] = {}
+        self._backends: dict[str, str] = {}  # by type of device
 
     @property
     def group(self) -> Any:
@@ -95,12 +95,11 @@ class Carrier:
             self._control = make_control_group(group, device, self.number)
         return self._control
 
-    def backend(self, device: torch.device, *, control: bool = False) -> str:
+    def backend(self, device: torch.device) -> str:
         """Return the name of the backend that serves ``device``."""
-        key = device.type, control
-        found = self._backends.get(key)
+        found = self._backends.get(device.type)
         if found is None:
-            found = self._backends[key] = backend_of(self.serving(device, control=control), device)
+            found = self._backends[device.type] = backend_of(self.group, device)
         return found
 
     def replace(self, name: str) -> futures.Future[Any]:
