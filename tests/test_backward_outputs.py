@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fsdp import ShardingStrategy
 from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock, Net, Unit
 from tests.harness.passes import MODES, WIDTH, by_turns, check_parity, describe, seeded, wrapped
 from tests.harness.pool import on_ranks
+from tests.harness.sharded import wrap
 
 
 class Holder:
@@ -191,3 +193,22 @@ def test_forward_may_return_parameters() -> None:
         with torch.no_grad():
             model.second(torch.randn(3, WIDTH))
         assert_at_rest(model, describe(mode))
+
+
+@on_ranks(2)
+def test_returned_parameters_stay_readable_until_the_next_forward_or_reshard() -> None:
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        module: Any = Net(lambda m, x: (m.linear(x), m.linear.weight if m.returns else None), linear=nn.Linear(5, 5))
+        module.returns = True
+        weight = module.linear.weight.detach().clone()
+        model = wrap(module, ShardingStrategy.FULL_SHARD)
+        with torch.no_grad():
+            _, returned = model(torch.ones(1, 5))
+            assert torch.equal(returned, weight)
+            module.returns = False
+            if by_hand:
+                model.reshard()
+            else:
+                model(torch.ones(1, 5))
+        assert_at_rest(model, f"by hand: {by_hand}")

@@ -266,6 +266,16 @@ def test_the_number_of_pending_reductions_is_configurable() -> None:
 
 
 @on_ranks(2)
+def test_switches_of_the_root_may_differ_from_those_of_a_tree_that_it_takes_in() -> None:
+    inner = build()
+    inner.set_reduce_scatter_max_input_buffers(1)
+    inner.set_is_last_backward(False)
+    outer = FullyShardedDataParallel(nn.Sequential(inner), use_orig_params=True)
+    outer(batch(0)).sum().backward()
+    assert outer._fsdp_unit.context.reductions.max_buffers == 2
+
+
+@on_ranks(2)
 def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
     """Gathers and bytes follow the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
     nbytes = 4 * (6 * 6 + 6)  # bytes of each layer; the embedding has 4 * 60 and runs first

@@ -250,6 +250,10 @@ def test_an_assigned_parameter_gets_the_gradients() -> None:
         plain.layers[0].linear.weight.data.mul_(0.5)
         assert_alike(model, plain, strategy.name)
         assert linear.weight is assigned
+        other = nn.Linear(5, 7)
+        other.weight = assigned
+        with pytest.raises(ValueError, match=r"shared with 'linear\.weight' of .*, which already owns it"):
+            wrap(other, strategy, True)
 
 
 class Assigning(nn.Module):

@@ -85,7 +85,7 @@ class UnitPolicy:
             backward; None where there is no list, and the recorded order counts.
     """
 
-    tree: TreePolicy = field(default_factory=TreePolicy)
+    tree: TreePolicy
     reshard_after_forward: bool | None = None
     reshard_ranks: int = 0
     reshard_after_backward: bool = True
