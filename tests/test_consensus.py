@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from fsdp.comm import consensus, threads
 from fsdp.comm.consensus import CPU, TrainingRanks, failures_in
+from fsdp.comm.groups import group_store
 from fsdp.comm.lane import Lane
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
@@ -81,6 +83,8 @@ def test_first_runs_on_rank_0_and_returns_or_raises_on_all() -> None:
         assert ran_on == ([0] if rank == 0 else [])
         with pytest.raises(ValueError, match="not on 0"):
             ranks.first("ask", failing_on({0}, ValueError))
+        with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError):  # its own error, with the traceback
+            ranks.first("ask", lambda: 1 // 0)
         assert ranks.first("ask again", action) == 7
 
 
@@ -150,6 +154,21 @@ def test_side_group_communicates_over_a_tree() -> None:
         patch.undo()
         with ranks.call("go on"):
             assert ranks.first("b", lambda: 5) == 5
+
+
+@on_ranks(2)
+def test_a_long_wait_in_a_round_is_reported() -> None:
+    rank, group, said = dist.get_rank(), dist.new_group(), list[str]()
+    ranks, store = consensus.Ranks(group), dist.PrefixStore("told", group_store(group))
+
+    def warn(text: str, *values: Any) -> None:
+        said.append(text % values)
+        store.set("", "")
+
+    soon = mock.patch.object(threads, "NOTICE", timedelta(seconds=0.1))
+    with soon, mock.patch.object(threads.logger, "warning", warn), ranks.call("save()"):
+        ranks.together("write", lambda: store.wait([""]) if rank == 1 else None)
+    assert rank == 1 or said == ["rank 0 has waited 0 s in save() (write) for other ranks, which are in it as well"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 10, 75, 4096])

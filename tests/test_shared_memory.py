@@ -852,6 +852,27 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
 
 
 @on_ranks(2)
+def test_proposals_of_a_transport_before_a_failure_do_not_count_after_it() -> None:
+    """Rank 1 is interrupted before it counts the proposal of all ranks, and starts anew before rank 0."""
+    enable_shared_memory()
+    group, rank = new_group(), dist.get_rank()
+    channel = Sharing.of(group).connect()
+    assert channel is not None
+    channel.propose_elsewhere().wait()
+    dist.barrier()
+    if rank == 0:
+        assert channel.goes_elsewhere()
+    for turn in (1, 0):
+        if rank == turn:
+            channel.renew()
+            proposal = channel.propose_elsewhere()
+            assert rank == 0 or not proposal.is_completed()
+        dist.barrier()
+    proposal.wait(timedelta(seconds=10))
+    assert channel.goes_elsewhere()
+
+
+@on_ranks(2)
 def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers() -> None:
     enable_shared_memory()
     group, rank, tell = new_group(10), dist.get_rank(), Board.exchange
