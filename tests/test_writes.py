@@ -246,8 +246,11 @@ def test_an_assigned_parameter_gets_the_gradients() -> None:
     for strategy in (FULL, NONE):
         plain, model = pair((strategy, True))
         linear = layer_of(model, 0).linear
+        former = linear.weight
         linear.weight = assigned = nn.Parameter(linear.weight.detach() * 0.5)
         plain.layers[0].linear.weight.data.mul_(0.5)
+        model.state_dict()
+        former.detach().zero_()  # it is the user's, with memory of its own
         assert_alike(model, plain, strategy.name)
         assert linear.weight is assigned
         other = nn.Linear(5, 7)
