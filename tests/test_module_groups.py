@@ -203,6 +203,10 @@ def test_groups_are_gathered_once_per_pass() -> None:
         assert gathered(model) == set()
 
 
+def note(during: list[set[str]], model: Any, *_: Any) -> None:
+    during.append(gathered(model))
+
+
 @on_ranks(2)
 def test_groups_that_run_partly_or_twice() -> None:
     def forward(m: Any, x: Tensor, plan: str) -> Tensor:
@@ -231,6 +235,13 @@ def test_groups_that_run_partly_or_twice() -> None:
                     assert grad is None or (name.split(".")[0] in ("first", "second") and not grad.any()), (plan, name)
                 else:
                     assert torch.equal(grad, expected), (plan, name)
+        during: list[set[str]] = []
+        hook = model.module.third.register_forward_hook(partial(note, during, model))
+        model(x, "first second third")
+        model(x, "first third second")
+        hook.remove()
+        kept = {"", "first, second"}
+        assert during == [kept if keeps is KEPT else {""}, kept], "resharded when all modules of the group have run"
         loss = model(x, "first third").sum()
         assert gathered(model) == ({"", "first, second"} if keeps is KEPT else {""})
         del loss

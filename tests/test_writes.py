@@ -373,6 +373,8 @@ def test_deepcopy_of_a_module_needs_its_wrapper_or_summoned_parameters() -> None
     for mode in MODES:
         plain, model = pair(mode)
         step(plain), step(model)
+        for param in model.parameters():
+            param.no_decay = True  # type: ignore[attr-defined]
         if mode == (NONE, True):  # its parameters are full
             copied = copy.deepcopy(model.module.head)
             assert torch.equal(copied.weight, plain.head.weight)
@@ -395,7 +397,9 @@ def test_deepcopy_of_a_module_needs_its_wrapper_or_summoned_parameters() -> None
         assert torch.equal(again.linear.weight, copied.linear.weight)
         with torch.no_grad():  # the copy has separate memory
             copied.linear.weight.zero_()
-        assert_alike(copy.deepcopy(model), plain, describe(mode))
+        twin = copy.deepcopy(model)
+        assert not mode[1] or all(hasattr(param, "no_decay") for param in twin.parameters())
+        assert_alike(twin, plain, describe(mode))
 
 
 @on_ranks(2)
@@ -469,6 +473,19 @@ def test_parameters_that_state_dict_hooks_freeze_stay_frozen() -> None:
         assert all(param.requires_grad for param in layer_of(model, 1).parameters())
         loss_of(model).backward()
         assert all(param.grad is None for param in layer.parameters())
+
+
+@on_ranks(2)
+def test_writes_through_data_of_state_dict_hooks_reach_the_model() -> None:
+    """As in a plain model, although such a write leaves no trace."""
+    for mode in MODES:
+        plain, model = pair(mode)
+        for net in (plain, model):
+            layer = layer_of(net, 0)
+            handle = layer.register_state_dict_pre_hook(lambda module, *_: module.linear.weight.data.mul_(0.5))
+            net.state_dict()
+            handle.remove()
+        assert_alike(model, plain, describe(mode))
 
 
 @on_ranks(2)
