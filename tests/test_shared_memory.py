@@ -460,7 +460,7 @@ def test_small_units_keep_their_memory_during_a_step() -> None:
     units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
     found = []
-    with mock.patch.object(threads, "IDLE", 60.0), mock.patch.object(Mapping, "give_back") as given:
+    with mock.patch.object(threads, "IDLE", 5.0), mock.patch.object(Mapping, "give_back") as given:
         for _ in range(4):
             given.reset_mock()
             model(torch.ones(2, 3)).sum().backward()
@@ -631,7 +631,7 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
 def test_a_call_between_steps_releases_spare_memory_at_once() -> None:
     enable_shared_memory()
     _, model, whole = make_wide_units(3)
-    with mock.patch.object(threads, "IDLE", 60.0):
+    with mock.patch.object(threads, "IDLE", 5.0):
         model(torch.ones(2, 300)).sum().backward()
         model.zero_grad()
         assert held_nbytes() > whole, "nothing is kept for the next step"
