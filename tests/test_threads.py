@@ -177,6 +177,16 @@ def test_stopped_threads_are_restarted() -> None:
     assert len(set(states)) == 4
 
 
+def test_a_wait_that_is_over_is_not_reported() -> None:
+    reports: list[Any] = []
+    with mock.patch.object(threads, "in_thread", reports.append), threads.reported_if_long(0, "in save()"):
+        pass
+    later = mock.patch.object(threads, "NOTICE", timedelta(0))
+    with later, mock.patch.object(threads.logger, "warning") as warning:
+        reports[0]()
+    warning.assert_not_called()
+
+
 def test_a_fork_can_use_threads_whatever_its_parent_was_doing() -> None:
     """A lock that a thread of the parent holds is never released in the child."""
     held, over = threading.Event(), threading.Event()

@@ -190,10 +190,9 @@ class Work:
         self._finish = finish
         return self
 
-    def divided(self, tensor: torch.Tensor, divisor: float) -> Work:
-        """Have ``wait()`` divide ``tensor``, the result, by ``divisor``. Returns this work."""
+    def divided(self, tensor: torch.Tensor, divisor: float) -> None:
+        """Have ``wait()`` divide ``tensor``, the result, by ``divisor``."""
         self._quotient = tensor, divisor
-        return self
 
     def extend(self) -> None:
         """Include the operations that the current stream was given since."""
