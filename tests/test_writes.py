@@ -476,16 +476,22 @@ def test_parameters_that_state_dict_hooks_freeze_stay_frozen() -> None:
 
 
 @on_ranks(2)
-def test_writes_through_data_of_state_dict_hooks_reach_the_model() -> None:
-    """As in a plain model, although such a write leaves no trace."""
+def test_writes_of_state_dict_hooks_reach_the_model() -> None:
+    """As in a plain model, although a write through `.data` leaves no trace."""
+    writes: list[Callable[[nn.Linear], Any]] = [
+        lambda linear: linear.weight.data.mul_(0.5),
+        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach() * 0.5)),
+        lambda linear: setattr(linear.weight, "data", linear.weight.data * 0.5),
+    ]
     for mode in MODES:
         plain, model = pair(mode)
-        for net in (plain, model):
-            layer = layer_of(net, 0)
-            handle = layer.register_state_dict_pre_hook(lambda module, *_: module.linear.weight.data.mul_(0.5))
-            net.state_dict()
-            handle.remove()
-        assert_alike(model, plain, describe(mode))
+        for write in writes:
+            for net in (plain, model):
+                layer = layer_of(net, 0)
+                handle = layer.register_state_dict_pre_hook(lambda module, *_, write=write: write(module.linear))
+                net.state_dict()
+                handle.remove()
+            assert_alike(model, plain, describe(mode))
 
 
 @on_ranks(2)
