@@ -285,6 +285,9 @@ def test_buckets_are_gathered_together() -> None:
             with record_collectives() as log:
                 communicator.gather(parts, Event("gather", 7)).wait()
             assert len(log.records) == count
+            for part in parts_of(dtypes):
+                communicator.gather([part], Event("gather", 7)).wait()
+                check([part])
         check(parts)
     lane = Lane.of(group)
     with mock.patch.object(native, "coalesces", lambda *_: True):  # gloo supports it, without a gain

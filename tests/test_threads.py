@@ -10,6 +10,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,16 @@ def test_stopped_threads_are_restarted() -> None:
             }  # earlier tests in this process may have started a second thread
             assert stop_all(before) == []
     assert len(set(states)) == 4
+
+
+def test_an_idle_thread_is_reused() -> None:
+    """The memory of each new thread is never returned."""
+    threads.in_thread(lambda: None).result(30)
+    until = time.monotonic() + 30
+    while not threads._Worker.idle and time.monotonic() < until:
+        time.sleep(0.001)
+    before = threading.enumerate()
+    assert threads.in_thread(threading.current_thread).result(30) in before
 
 
 def test_a_wait_that_is_over_is_not_reported() -> None:
