@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -152,6 +153,15 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], pos
         tree.step([2, 0, 1])
     assert tree.run([0, 1, 2]) == [6.0] * 3
     assert lane.carrier.number == replacements and (lane.carrier.group is users_group) is (replacements == 0)
+
+
+@on_ranks(1)
+@impatient
+def test_ranks_that_connect_anew_look_at_their_peers() -> None:
+    lane, look = lane_of_new_group(), mock.Mock(side_effect=[None, OutOfStep("rank 1 has ended")])
+    connects = mock.patch.object(lane.carrier, "replace", return_value=Future())
+    with connects, pytest.raises(OutOfStep, match="rank 1 has ended"):
+        lane.replace_carrier(look)
 
 
 @on_ranks(2)

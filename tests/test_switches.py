@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -478,6 +479,9 @@ def test_switches_validate_arguments_and_call_order() -> None:
     for name in ("set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"):
         with pytest.raises(RuntimeError, match=rf"{name}\(\) should only be called on the root instance"):
             getattr(model.layers[0], name)(1 if "buffers" in name else True)
+    away = mock.patch.object(model._fsdp_unit, "device", torch.device("meta"))
+    with away, pytest.raises(NotImplementedError, match="run on a stream of their own"):
+        model._set_unshard_async_op(True)
     for call, switch in BETWEEN_PASSES.items():
         handle = model.layers[0].module.register_forward_hook(lambda *_: switch(model))  # noqa: B023
         with pytest.raises(RuntimeError, match=re.escape(f"{call} in the middle of the forward of the root")):
