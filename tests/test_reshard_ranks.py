@@ -34,16 +34,17 @@ UNITS = 5
 
 
 class Winding(Net):
-    """Calls one layer twice if `twice` is set, and recomputes segments if `reentrant` is set."""
+    """Calls one layer twice if `twice` is set, recomputes segments if `reentrant` is set, and returns a detached output
+    if `detached` is set."""
 
     reentrant: bool | None = None
-    twice = False
+    twice = detached = False
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.embed(x)
         for layer in (*self.layers, self.layers[0]) if self.twice else self.layers:
             y = layer(y) if self.reentrant is None else checkpoint(layer, y, use_reentrant=self.reentrant)
-        return self.head(y)
+        return self.head(y.detach()).detach() if self.detached else self.head(y)
 
 
 def wrapped(**options: Any) -> Any:
@@ -204,6 +205,10 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
         near(per_rank(0, rank))
         assert near.module.layers[1]._fsdp_unit.has_slices is False
         near.module.layers[1].set_unshard_in_backward(True)
+        near.module.detached = True  # so that no backward can follow
+        near(per_rank(0, rank))
+        assert not pair.parts()
+        near.module.detached = False
         pair.models = [copy.deepcopy(model) for model in pair.models]
         pair.near = pair.models[1]
         pair.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in pair.models]
