@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fsdp.checkpoint.optim_agree as optim_agree
 import fsdp.placement.redistribute as redistribute
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType, checkpoint
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType, checkpoint, full_grad
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fsdp.comm import consensus, native
 from fsdp.comm.calls import BESIDE, TREES, Calls
@@ -102,6 +102,13 @@ def state_dict_by(rank_0: bool) -> Callable[[Any], Any]:
     return call
 
 
+def load_from_rank_0(model: Any) -> None:
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    ):
+        model.load_state_dict(Chain(UNEQUAL).state_dict())
+
+
 def optim_state_dict(model: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()
@@ -137,6 +144,8 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "set_model": (set_model, "set_model_state_dict() of the root unit"),
     "summon": (summon, "summon_full_params() of the root unit"),
     "load": (lambda model: model.load_state_dict(Chain(UNEQUAL).state_dict()), "load_state_dict() of the root unit"),
+    "load from rank 0": (load_from_rank_0, "load_state_dict() of the root unit"),
+    "full_grad": (lambda model: full_grad(next(model.parameters())), "full_grad() of the root unit"),
     "clip": (lambda model: model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),
     "reduce_gradients": (lambda model: model.reduce_gradients(), "reduce_gradients() of the root unit"),
 }
