@@ -266,7 +266,7 @@ def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mo
                 else:
                     handle = unit._unshard(async_op=True)
                     assert handle is not None and handle.wait() is None and handle.wait() is None
-                    assert not unit._fsdp_unit.is_gathering
+                assert not unit._fsdp_unit.is_gathering
             assert len(log.units("gather")) == gathers * (buckets[units[0]] + buckets[units[1]])
             loss = model(batch(step)).square().mean()
             assert len(log.units("gather")) == gathers * sum(buckets.values()), "gathered again"

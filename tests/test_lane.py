@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp.comm.calls import BESIDE, Calls
 from fsdp.comm.diagnosis import END_WORDS
 from fsdp.comm.history import Pass
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
@@ -116,6 +117,22 @@ def test_process_that_ended_is_named_in_a_long_wait() -> None:
         with ended, pytest.raises(RuntimeError, match=f"the process of rank 1 has ended, and {words}"):
             lane.slow()
         Tree(lane).run([0, 1])
+
+
+@on_ranks(2)
+def test_a_failed_pass_is_not_held_against_a_rank_that_did_not_begin_it() -> None:
+    """Rank 0 is ahead only until the pass fails; later rank 1 is ahead in another call."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    tree, saves = Tree(lane), Calls(lane.group, BESIDE)
+    if rank == 0:
+        current_pass = Pass("forward", tree)
+        lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
+        lane.fail(current_pass)
+    saves.began([1 + rank], "has called fsdp.checkpoint.save()")
+    saves.post()
+    dist.barrier()
+    assert saves.difference() is None
+    dist.barrier()
 
 
 class BadBatchError(Exception):

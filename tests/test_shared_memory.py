@@ -864,6 +864,7 @@ def test_proposals_of_a_transport_before_a_failure_do_not_count_after_it() -> No
     for turn in (1, 0):
         if rank == turn:
             channel.renew()
+            assert Sharing.of(group).posted() == [1 << 32] * 3
             proposal = channel.propose_elsewhere()
             assert rank == 0 or not proposal.is_completed()
         dist.barrier()

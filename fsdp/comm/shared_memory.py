@@ -40,8 +40,7 @@ class Sharing:
         self.why_not = ""
         self._group, self._board = weakref.ref(group), Board(group, "memory")
         self._channel: Channel | None = None
-        self._is_decided = False
-        self._connecting: futures.Future[Channel | None] | None = None
+        self._decision: futures.Future[Channel | None] | None = None
         self._on_one_host: bool | None = None  # once the ranks have compared their machines
 
     @staticmethod
@@ -65,20 +64,18 @@ class Sharing:
         Raises:
             RuntimeError: a peer is late, or is in a different call.
         """
-        if not self._is_decided:
-            if self._connecting is None:
-                self._connecting = in_thread(lambda: self._connect(slow))  # not interrupted: the peers continue
-            try:
-                self._channel = self._connecting.result()
-            except RuntimeError:
-                self._connecting = None
-                raise
-            self._connecting, self._is_decided = None, True
+        if self._decision is None:
+            self._decision = in_thread(lambda: self._connect(slow))  # not interrupted: the peers continue
+        try:
+            self._channel = self._decision.result()
+        except RuntimeError:
+            self._decision = None
+            raise
         return self.channel
 
     def resume(self, slow: Callable[[], object]) -> Channel | None:
         """Return the channel, after the end of a :meth:`connect` that was interrupted: the peers may have decided."""
-        return self.channel if self._connecting is None else self.connect(slow)
+        return self.channel if self._decision is None else self.connect(slow)
 
     def _connect(self, slow: Callable[[], object]) -> Channel | None:
         group: Any = self._group()
