@@ -70,16 +70,19 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
 
 
 def test_nccl_averages_over_shards_and_replicas() -> None:
+    """Unless reductions have to be sums."""
     group: Any = mock.Mock(spec=["rank", "size"], **{"rank.return_value": 0, "size.return_value": 2})
     communicator = Communicator(Groups(group, 0, 2, group, 0, 2), HostStreams())
     started = {name: mock.Mock(return_value=None) for name in ("all_reduce", REDUCE_SCATTER)}
     nccl = mock.patch.object(native_module.Carrier, "backend", return_value="nccl")
     full, shard = torch.empty(4, device=AWAY), torch.empty(2, device=AWAY)
     with nccl, mock.patch.multiple(dist, **started):
-        communicator.reduce(shard, full, Event("reduce", 1))
-        communicator.average(shard, Event("average", 2))
+        for sums_only in (False, True):
+            communicator.divide_by(None, sums_only=sums_only)
+            communicator.reduce(shard, full, Event("reduce", 1))
+            communicator.average(shard, Event("average", 2))
     for name, calls in started.items():
-        assert [call.kwargs["op"] for call in calls.call_args_list] == [dist.ReduceOp.AVG], name
+        assert [call.kwargs["op"] for call in calls.call_args_list] == [dist.ReduceOp.AVG, dist.ReduceOp.SUM], name
 
 
 @on_ranks(2)

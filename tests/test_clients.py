@@ -358,6 +358,7 @@ def verl_metadata(model: nn.Module) -> list[Any]:
         assert flat.data_ptr() == flat._local_shard.data_ptr() and flat.shape == flat._local_shard.shape
         assert flat._local_shard is not flat.data and not flat._local_shard.requires_grad
         assert handle.process_group is model.process_group or dist.get_world_size() == 1
+        assert handle.device == model.compute_device
         facts = handle._offload_params, handle.uses_sharded_strategy, handle.needs_unshard()
         kinds = handle._sharding_strategy.name, handle._training_state.name, handle._use_orig_params
         dtypes = handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype

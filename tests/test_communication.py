@@ -297,6 +297,22 @@ def test_buckets_are_gathered_together() -> None:
         assert lane.issued == count + 1, "one collective"
 
 
+@on_ranks(2)
+def test_complex_gradients_become_means() -> None:
+    """Over shards and over replicas, by backends that know no complex numbers."""
+    rank, values = dist.get_rank(), torch.arange(4.0)
+    for way in ("native", "direct", "shared"):
+        os.environ["FSDP_COLLECTIVES"] = way
+        group = new_group()
+        communicator = Communicator(Groups(group, rank, 2, group, rank, 2), streams_for(torch.device("cpu")))
+        out = torch.empty(2, dtype=torch.complex64)
+        communicator.reduce(out, torch.complex(values + rank, -values), Event("reduce", 1)).wait()
+        means = torch.complex(values + 0.5, -values)
+        assert torch.equal(out, means[2 * rank : 2 * rank + 2]), way
+        communicator.average(out, Event("average", 2)).wait()
+        assert torch.equal(out, (means[:2] + means[2:]) / 2), way
+
+
 @needs_swaps
 @on_ranks(2)
 def test_gather_of_several_buckets_may_be_retried_after_running_out_of_memory() -> None:

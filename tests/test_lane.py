@@ -255,6 +255,13 @@ def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
                 assert (values.item(), replaced.call_count) == (2.0, 1 if replaced_before else called)
 
 
+@on_ranks(1)
+def test_error_of_a_collective_that_does_not_start_reaches_the_caller() -> None:
+    fails = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no memory"))
+    with fails, pytest.raises(RuntimeError, match="no memory"):
+        lane_of_new_group().collective("all_reduce", Event("reduce"), torch.ones(1), asynchronous=True)
+
+
 @on_ranks(3)
 @impatient
 def test_votes_return_the_largest_value_of_equal_questions() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.comm.streams import HostStreams
 from fsdp.runtime.unit import units_of
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
@@ -418,6 +419,10 @@ def test_an_all_reduce_hook_receives_the_reduced_gradients() -> None:
         model.set_all_reduce_hook(lambda part: part.mul_(3), recurse=True)
         model(per_rank(0, rank)).square().mean().backward()
         close(full_gradients(model), {k: 3 * v for k, v in summed(range(1), 4).items()}, 6)
+        if strategy is HYBRID:
+            as_on_accelerators = mock.patch.object(HostStreams, "asynchronous_work", False)
+            with as_on_accelerators, pytest.raises(ValueError, match="is sharded and replicated"):
+                model.set_all_reduce_hook(lambda part: None, stream=object(), recurse=True)
         model.set_all_reduce_hook(None, recurse=True)
         model.zero_grad()
         model(per_rank(0, rank)).square().mean().backward()
