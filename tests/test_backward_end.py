@@ -5,6 +5,7 @@ Bit-equal to plain replicas, as in `test_backward`.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fsdp
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, gradient_sizes
+from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, assert_at_rest, gradient_sizes
 from tests.harness.models import LoraBlock, Net, Unit
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, check_parity, seeded
+from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, check_parity, describe, seeded
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -524,6 +525,36 @@ def test_unit_may_be_entered_other_than_by_the_last_output(all_small: bool) -> N
         with gradient_sizes(all_small):
             model = wrap(build(), strategy, True, wrap_policy=kinds)
             Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
+
+
+class Without(torch.autograd.Function):
+    """Passes the first argument on, and has no gradient for the second one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@on_ranks(2)
+def test_gradients_of_a_unit_are_reduced_if_one_of_them_never_comes() -> None:
+    def build() -> nn.Module:
+        scale = nn.Parameter(torch.ones(3))
+        return Unit(lambda m, x: Without.apply(m.linear(x), m.scale), linear=nn.Linear(3, 3), scale=scale)
+
+    for mode in MODES:
+        torch.manual_seed(0)
+        plain: Any = build()
+        model = wrap(copy.deepcopy(plain), *mode)
+        for net in (plain, model):
+            net(torch.ones(2, 3)).square().sum().backward()
+        gradients = full_gradients(model)
+        for name, param in plain.linear.named_parameters(prefix="linear"):
+            assert torch.equal(gradients[name], param.grad), (name, describe(mode))
+        assert_at_rest(model, describe(mode))
 
 
 @on_ranks(2)

@@ -241,6 +241,18 @@ def test_a_forward_computes_with_what_was_written_since_the_last_pass() -> None:
 
 
 @on_ranks(2)
+def test_an_optimizer_steps_from_what_was_written_after_the_backward() -> None:
+    for mode in ((FULL, True), (GRAD_OP, True), (NONE, True), (NONE, False)):
+        plain, model = pair(mode)
+        for net in (plain, model):
+            loss_of(net).backward()
+            linear = layer_of(net, 0).linear
+            linear.weight.data = linear.weight.data * 0.5
+            torch.optim.SGD(net.parameters(), lr=0.5).step()
+        assert_bit_equal(model.state_dict(), plain.state_dict(), describe(mode))
+
+
+@on_ranks(2)
 def test_an_assigned_parameter_gets_the_gradients() -> None:
     """With `use_orig_params=True` an optimizer may hold it already."""
     for strategy in (FULL, NONE):
