@@ -237,6 +237,7 @@ def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
     assert error_of(model.generate, batch(0)).startswith("Problem")
     handle.remove()
     assert torch.equal(model.generate(batch(0)), plain.module.generate(batch(0)))
+    assert copy.deepcopy(model).generate.__name__ == "generate"
     words = error_of(fsdp.register_forward_method, model, "nothing")
     assert words == "ValueError: Net has no method 'nothing'"
     unwrapped = net()

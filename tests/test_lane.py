@@ -172,6 +172,38 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], pos
     assert lane.carrier.number == replacements and (lane.carrier.group is users_group) is (replacements == 0)
 
 
+@on_ranks(2)
+@impatient
+def test_a_rank_that_failed_one_pass_before_its_peers_fails_theirs_as_well() -> None:
+    """Rank 1 fails at the end of an evaluation, which the peer notices in the next; then both go on with one batch."""
+    lane, rank, passed = lane_of_new_group(), dist.get_rank(), list[int]()
+    tree = Tree(lane)
+    for batch in range(5):
+        with contextlib.suppress(BadBatchError, OutOfStep):
+            tree.recover()
+            if rank == 1 and batch == 2:
+                with mock.patch.object(lane, "end", side_effect=BadBatchError):
+                    tree.run([0, 1, 2])
+            tree.run([0, 1, 2])
+            passed.append(batch)
+    assert passed == ([0, 1, 4] if rank == 1 else [0, 1, 2, 4])
+
+
+@on_ranks(2)
+@impatient
+def test_votes_of_a_deleted_tree_are_forgotten() -> None:
+    """Rank 0 alone has begun another evaluation, which the ranks have to agree on."""
+    lane = lane_of_new_group()
+    lane.sharing.connect()
+    tree: Any = Tree(lane)
+    for _ in range(2):
+        tree.run([0, 1, 2])
+    if dist.get_rank() == 0:
+        lane.enter(Pass("forward", tree), 1, neighbours=(), remedy=ORDER_REMEDY)
+    del tree
+    assert Tree(lane).run([2, 1, 0]) == [3.0] * 3
+
+
 @on_ranks(1)
 @impatient
 def test_ranks_that_connect_anew_look_at_their_peers() -> None:
