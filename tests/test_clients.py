@@ -353,6 +353,7 @@ def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
 def verl_metadata(model: nn.Module) -> list[Any]:
     """Return the attributes that verl reads before it moves the shards."""
     found = []
+    assert len(set(model._all_handles)) == len(model._all_handles)
     for handle in model._all_handles:
         flat = handle.flat_param
         assert flat.data_ptr() == flat._local_shard.data_ptr() and flat.shape == flat._local_shard.shape
