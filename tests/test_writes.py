@@ -253,6 +253,19 @@ def test_an_optimizer_steps_from_what_was_written_after_the_backward() -> None:
 
 
 @on_ranks(2)
+def test_a_unit_that_was_unsharded_ahead_computes_with_a_state_that_was_loaded_since() -> None:
+    for mode in MODES:
+        plain, model = pair(mode)
+        state = {name: value * 0.5 for name, value in plain.state_dict().items()}
+        model(batch())
+        for unit in (model, *model.layers):
+            unit.unshard()
+        for net in (plain, model):
+            net.load_state_dict(state)
+        assert torch.equal(model(batch()), plain(batch())), describe(mode)
+
+
+@on_ranks(2)
 def test_an_assigned_parameter_gets_the_gradients() -> None:
     """With `use_orig_params=True` an optimizer may hold it already."""
     for strategy in (FULL, NONE):
