@@ -183,6 +183,10 @@ def test_watcher_is_paused_during_graph_capture() -> None:
     assert queried.wait(30)
     watcher.pause()
     assert not watcher._in_flight
+    with mock.patch.object(work_module, "watcher") as used:
+        Work((), mock.Mock(epoch=0), "gather").on(mock.Mock(asynchronous_work=False, is_capturing=lambda: True))
+    used.pause.assert_called_once_with()
+    used.follow.assert_not_called()
 
 
 def test_watcher_thread_ends_with_the_process_and_begins_again() -> None:

@@ -108,6 +108,21 @@ def test_deviation_raises_on_every_rank_and_the_lane_recovers() -> None:
         dist.barrier()
 
 
+@on_ranks(2)
+@impatient
+def test_rank_alone_with_an_unexpected_pass_sends_no_data() -> None:
+    """Gloo ends the process where messages of different sizes meet."""
+    lane, odd = lane_of_new_group(), dist.get_rank() == 1
+    tree = Tree(lane)
+    for _ in range(3):
+        tree.step([0, 1, 2])
+    issued = lane.issued
+    with raises_soon(OutOfStep):
+        tree.run([0, 1, 2], 3 if odd else 1)
+    assert lane.issued == issued + (0 if odd else 1)
+    dist.barrier()
+
+
 @on_ranks(1)
 def test_process_that_ended_is_named_in_a_long_wait() -> None:
     """A wait on an accelerator learns of a dead peer only so: no connection of the host is closed."""
@@ -120,19 +135,25 @@ def test_process_that_ended_is_named_in_a_long_wait() -> None:
 
 
 @on_ranks(2)
+@impatient
 def test_a_failed_pass_is_not_held_against_a_rank_that_did_not_begin_it() -> None:
-    """Rank 0 is ahead only until the pass fails; later rank 1 is ahead in another call."""
+    """Rank 0 is ahead only until the pass, or the meeting after it, fails; later rank 1 is ahead in another call."""
     lane, rank = lane_of_new_group(), dist.get_rank()
     tree, saves = Tree(lane), Calls(lane.group, BESIDE)
     if rank == 0:
         current_pass = Pass("forward", tree)
         lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
         lane.fail(current_pass)
-    saves.began([1 + rank], "has called fsdp.checkpoint.save()")
-    saves.post()
-    dist.barrier()
-    assert saves.difference() is None
-    dist.barrier()
+    for turn in (0, 2):
+        if rank == 0 and turn:
+            interrupt = mock.patch.object(lane, "slow", side_effect=KeyboardInterrupt)
+            with interrupt, pytest.raises(KeyboardInterrupt):
+                tree.recover()
+        saves.began([1 + turn + rank], "has called fsdp.checkpoint.save()")
+        saves.post()
+        dist.barrier()
+        assert saves.difference() is None
+        dist.barrier()
 
 
 class BadBatchError(Exception):
