@@ -210,6 +210,51 @@ def test_a_rank_that_failed_one_pass_before_its_peers_fails_theirs_as_well() -> 
     assert passed == ([0, 1, 4] if rank == 1 else [0, 1, 2, 4])
 
 
+@pytest.mark.parametrize("before", ["end", "leave", "fail"])
+@on_ranks(2)
+@impatient
+def test_a_rank_that_failed_before_its_first_collective_goes_on_with_its_peers(before: str) -> None:
+    """The failure counts for the evaluation that the peer has begun, however the one before it ended."""
+    lane, rank, passed = lane_of_new_group(), dist.get_rank(), list[int]()
+    tree = Tree(lane)
+    for _ in range(2):
+        tree.run([0, 1, 2])
+    ends: dict[str, Any] = {
+        "end": contextlib.nullcontext(),
+        "leave": mock.patch.object(lane, "end", lambda *_, **__: lane.leave()),
+        "fail": mock.patch.object(lane, "end", side_effect=BadBatchError),
+    }
+    with ends[before], contextlib.suppress(BadBatchError):
+        tree.run([0, 1, 2])
+    for batch in range(3):
+        with contextlib.suppress(BadBatchError, OutOfStep):
+            tree.recover()
+            if rank == 1 and batch == 0:
+                lane.fail(Pass("forward", tree))
+                raise BadBatchError
+            tree.run([0, 1, 2])
+            passed.append(batch)
+    assert passed == [1, 2]
+
+
+@on_ranks(2)
+@impatient
+def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:
+    lane, current_pass = lane_of_new_group(), Pass("forward")
+    tree = Tree(lane)
+    tree.step([0, 1, 2])
+    lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
+    if dist.get_rank() == 0:
+        received = torch.empty(1)
+        work = lane.transfer([Transfer(False, 1, received, 1)], Event("exchange"), received.device)
+    lane.fail(current_pass)
+    tree.recover()
+    tree.step([0, 1, 2])
+    assert lane.carrier.number == 1 and not lane._held
+    if dist.get_rank() == 0:
+        work.wait()
+
+
 @on_ranks(2)
 @impatient
 def test_votes_of_a_deleted_tree_are_forgotten() -> None:

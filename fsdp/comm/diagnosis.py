@@ -127,4 +127,4 @@ def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]
     number, count, words = failure
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
-    return f"rank {other} failed in the {words} (collective {count}), and rank {rank} {own.where}"
+    return f"rank {other} failed in the {words} (collective {max(count, 0)}), and rank {rank} {own.where}"

@@ -62,7 +62,7 @@ _REPLIES = timedelta(seconds=1)  # how long to wait for the reports of the peers
 
 
 class Failure(NamedTuple):
-    """The pass that failed on this rank: its number, the position reached, and words."""
+    """The pass that failed on this rank: its number, the position reached (-1 if it had not begun), and words."""
 
     number: int
     position: int
@@ -393,7 +393,7 @@ class Lane(Issuer):
             if self.under_way is not None:
                 self.failure = Failure(history.passes, history.position, what.words)
             else:
-                self.failure = Failure(history.passes + 1, 0, what.words)
+                self.failure = Failure(history.passes + 1, -1, what.words)
                 history.rounds += not what.is_backward
         self.under_way = None
         self.end_pass()
