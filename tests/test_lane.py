@@ -277,6 +277,9 @@ def test_ranks_that_connect_anew_look_at_their_peers() -> None:
     connects = mock.patch.object(lane.carrier, "replace", return_value=Future())
     with connects, pytest.raises(OutOfStep, match="rank 1 has ended"):
         lane.replace_carrier(look)
+    with connects as replace, pytest.raises(RuntimeError, match=r"cannot connect anew .*: no route to rank 1"):
+        replace.return_value.set_exception(RuntimeError("no route to rank 1"))
+        lane.replace_carrier(look)
 
 
 @on_ranks(2)
@@ -327,6 +330,12 @@ def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
         lane.agree(event)
         pending = lane.collective("all_reduce", event, torch.ones(1), asynchronous=True)
     del tree
+    lane.begin("a model")
+    saves = Calls(lane.group, BESIDE)
+    saves.began([1 + dist.get_rank()], "has called fsdp.checkpoint.save()")
+    saves.post()
+    dist.barrier()
+    assert saves.difference() is None, "passes of a deleted tree are counted"
     other = Tree(lane)
     other.step([2, 1, 0])
     if dist.get_rank() == 0:
