@@ -253,7 +253,7 @@ def test_an_optimizer_steps_from_what_was_written_after_the_backward() -> None:
 
 
 @on_ranks(2)
-def test_a_unit_that_was_unsharded_ahead_computes_with_a_state_that_was_loaded_since() -> None:
+def test_a_unit_that_is_unsharded_ahead_computes_with_what_was_written_or_loaded() -> None:
     for mode in MODES:
         plain, model = pair(mode)
         state = {name: value * 0.5 for name, value in plain.state_dict().items()}
@@ -263,6 +263,11 @@ def test_a_unit_that_was_unsharded_ahead_computes_with_a_state_that_was_loaded_s
         for net in (plain, model):
             net.load_state_dict(state)
         assert torch.equal(model(batch()), plain(batch())), describe(mode)
+        for net in (plain, model):
+            for param in net.layers[0].parameters():
+                param.data = param.data * 0.5
+        model.layers[0].unshard()
+        assert torch.equal(model(batch()), plain(batch())), f"written before, {describe(mode)}"
 
 
 @on_ranks(2)
