@@ -110,6 +110,38 @@ def test_deviation_raises_on_every_rank_and_the_lane_recovers() -> None:
 
 @on_ranks(2)
 @impatient
+def test_a_backward_ends_only_after_all_ranks_have_run_the_same() -> None:
+    """A wrong sum must not reach the step of the optimizer, on any rank."""
+    lane = lane_of_new_group()
+    tree, end = Tree(lane), lane.end
+    for _ in range(2):
+        tree.step([0, 1, 2])
+
+    def end_differently(*args: Any, **options: Any) -> None:
+        lane._history.so_far += dist.get_rank()
+        end(*args, **options)
+
+    tree.run([0, 1, 2])
+    with mock.patch.object(lane, "end", end_differently), raises_soon(OutOfStep):
+        tree.run([2, 1, 0], 2, backward=True, wait=True)
+
+
+@on_ranks(2)
+@impatient
+def test_rank_that_announces_a_pass_alone_waits_until_the_timeout() -> None:
+    lane = lane_of_new_group()
+    tree = Tree(lane)
+    for _ in range(2):
+        tree.step([0, 1, 2])
+    late = pytest.raises(RuntimeError, match=r"rank 0 waited .* s in the forward for rank 1")
+    if dist.get_rank() == 0:
+        with mock.patch.object(lane, "timeout", 0.3), late:
+            tree.run([0, 1, 2], 3)
+    dist.barrier()
+
+
+@on_ranks(2)
+@impatient
 def test_rank_alone_with_an_unexpected_pass_sends_no_data() -> None:
     """Gloo ends the process where messages of different sizes meet."""
     lane, odd = lane_of_new_group(), dist.get_rank() == 1
