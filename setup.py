@@ -9,11 +9,8 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "(.*)"$', (HERE / "fsdp" / "__init__.py").read_text(), re.MULTILINE)
 assert VERSION is not None, "fsdp/__init__.py has no __version__"
 
-FOR_USERS = {
-    "examples": ["numpy"],
-}
 FOR_DEVELOPERS = {
-    "test": ["pytest>=8", "numpy"],
+    "test": ["pytest>=8"],
     "dev": ["ruff==0.17.5", "mypy==2.4.1"],
     # tests of these libraries are skipped without them
     "libraries": ["transformers>=4.40", "peft>=0.10", "pytorch-optimizer>=3.0"],
@@ -24,7 +21,6 @@ FOR_DEVELOPERS = {
         "lightning>=2.4",
         "bitsandbytes>=0.50",
         "trl>=1.0",
-        "numpy",
     ],
 }
 
@@ -41,8 +37,8 @@ setup(
     packages=find_packages(include=["fsdp", "fsdp.*"]),
     package_data={"fsdp": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.6", "tqdm>=4.60"],
-    extras_require=FOR_USERS | FOR_DEVELOPERS,
+    install_requires=["torch>=2.6", "numpy>=1.24", "tqdm>=4.60"],
+    extras_require=FOR_DEVELOPERS,
     entry_points={"console_scripts": ["fsdp = fsdp.__main__:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -33,11 +33,11 @@ _find_python() {
 ensure_env() {
   local kind=$1 extras torch=$_torch venv="$_root/.venv" stamp wanted base
   case "$kind" in
-    demo) extras="examples" ;;
-    test) extras="test,examples,dev" ;;
-    libraries) extras="test,examples,dev,libraries" ;;
+    demo) extras="" ;;
+    test) extras="test,dev" ;;
+    libraries) extras="test,dev,libraries" ;;
     clients) extras="clients" venv="$_root/.venv-clients" ;;
-    torch-*) extras="test,examples" torch="torch==${kind#torch-}" venv="$_root/.venv-$kind" ;;
+    torch-*) extras="test" torch="torch==${kind#torch-}" venv="$_root/.venv-$kind" ;;
     *) echo "error: ensure_env takes demo, test, libraries, clients or torch-VERSION, got '$kind'" >&2; return 1 ;;
   esac
   python="$venv/bin/python"
@@ -56,7 +56,7 @@ ensure_env() {
   # The build runs in there (--no-build-isolation): an isolated one would download setuptools again at every change.
   local pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
   "${pip[@]}" "setuptools>=77" </dev/null
-  "${pip[@]}" --no-build-isolation "$torch" -e "$_root[$extras]" </dev/null
+  "${pip[@]}" --no-build-isolation "$torch" -e "$_root${extras:+[$extras]}" </dev/null
   if [ "$kind" = clients ]; then
     # Composer asks for an older torch, and for torchvision: clients.py does without these, and without Composer.
     { "${pip[@]}" coolname tabulate py-cpuinfo requests torch_optimizer "importlib-metadata<9" "pillow<12" </dev/null &&

@@ -1,0 +1,91 @@
+"""The package as `pip install .` leaves it: next to the distributions that `setup.py` declares, and theirs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Hides every other distribution of the environment, then runs a file.
+RUN = """
+import runpy, sys
+
+class Undeclared:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+hidden = set(sys.argv[2].split(","))
+sys.meta_path.insert(0, Undeclared())
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def declared() -> list[str]:
+    """Return the requirements in `setup.py`."""
+    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "install_requires":
+            return list(ast.literal_eval(node.value))
+    raise AssertionError("setup.py has no install_requires")
+
+
+def installed_with(requirements: list[str]) -> set[str]:
+    """Return the distributions that these requirements bring, by normalized name."""
+    found: set[str] = set()
+    open_ends = list(requirements)
+    while open_ends:
+        requirement = Requirement(open_ends.pop())
+        name = normalized(requirement.name)
+        if name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        open_ends.extend(metadata.requires(name) or [])
+    return found
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def run_with_declared_packages(script: Path) -> subprocess.CompletedProcess[str]:
+    """Run `script` as the only rank, in a process that finds no other distributions than those declared."""
+    kept = installed_with(declared()) | {"fsdp"}
+    modules = metadata.packages_distributions()
+    hidden = {module for module, owners in modules.items() if not kept.intersection(map(normalized, owners))}
+    assert {"pytest", "mypy"} <= hidden and not {"torch", "fsdp"} & hidden
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, "-c", RUN, str(script), ",".join(hidden)],
+        cwd=script.parent,
+        env={**os.environ, **rank, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_module_imports_with_declared_packages_alone(tmp_path: Path) -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "fsdp").rglob("*.py"))
+        if path.stem != "__main__"
+    ]
+    script = tmp_path / "imports.py"
+    script.write_text("\n".join(f"import {name.removesuffix('.__init__')}" for name in ["fsdp", *modules]))
+    done = run_with_declared_packages(script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_first_script_of_the_readme_runs_with_declared_packages_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
+    done = run_with_declared_packages(script)
+    assert done.returncode == 0, done.stderr
