@@ -8,6 +8,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -170,6 +172,47 @@ def test_pool_timeout_shows_the_stack_of_each_stuck_rank() -> None:
     text = str(caught.value)
     assert text.startswith("timeout: rank 1 of 2 still running after 0.5 s\n\nrank 1:\n")
     assert "in wait_forever_on_rank_one" in text
+
+
+def work_next_to_others() -> None:
+    """Run for half a second of processor time on a processor that this process shares with four others."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        end = time.thread_time() + 0.5
+        while time.thread_time() < end:
+            pass
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not count waits for processors")
+def test_pool_timeout_leaves_out_waits_for_a_busy_processor() -> None:
+    """The rank needs 2.5 s, in which the four other processes run for 2."""
+    run_fresh(1, work_next_to_others, timeout=1.5)
+
+
+def products_of_moved_operands() -> list[str]:
+    """Return the products that differ if operands begin at another multiple of the element's size.
+
+    SSE4.2 kernels stand for a processor on which this shows with these shapes, in float32.
+    """
+    differing = []
+    for dtype, offset in itertools.product((torch.float32, torch.float64), range(1, 16)):
+        torch.manual_seed(0)
+        x, weight = torch.randn(1, 7, dtype=dtype), torch.randn(9, 7, dtype=dtype)
+        memory = torch.empty(offset + weight.numel(), dtype=dtype)
+        moved = memory[offset:].view_as(weight).copy_(weight)
+        if not torch.equal(x @ moved.t(), x @ weight.t()):
+            differing.append(f"{dtype}, moved by {offset}")
+    return differing
+
+
+def test_products_in_ranks_do_not_depend_on_the_alignment_of_operands() -> None:
+    """Leaves lie anywhere in a full buffer, and tests compare them bit by bit with parameters of plain models."""
+    assert run_fresh(1, products_of_moved_operands, env={"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}) == [[]]
 
 
 def test_fresh_pool_reports_a_dead_rank_as_a_result() -> None:

@@ -212,11 +212,18 @@ class Pool:
         """Return one answer per rank: `Returned`, or with `may_die` also `Died`."""
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout
+        starved = [_seconds_without_processor(rank) for rank in self.ranks]
         answers: dict[int, Returned | Failed | Died] = {}
         failed = False
         while len(answers) < self.world_size:
             waiting = [rank for rank in self.ranks if rank.rank not in answers]
-            for rank in _ready(waiting, deadline - time.monotonic()):
+            ready = _ready(waiting, deadline - time.monotonic())
+            if not ready and not failed:
+                # Time in which other work had the processors does not count.
+                now = [_seconds_without_processor(rank) for rank in self.ranks]
+                deadline += max(after - before for after, before in zip(now, starved, strict=True))
+                starved = now
+            for rank in ready:
                 answers[rank.rank] = answer = _receive(rank)
                 if not failed and (isinstance(answer, Failed) or (isinstance(answer, Died) and not may_die)):
                     failed = True
@@ -285,6 +292,15 @@ def _ready(ranks: Sequence[_Rank], timeout: float) -> list[_Rank]:
     return list(found.values())
 
 
+def _seconds_without_processor(rank: _Rank) -> float:
+    """Return how long the main thread of `rank` was ready to run while all processors were busy; 0 without Linux."""
+    try:
+        with open(f"/proc/{rank.process.pid}/schedstat") as file:  # nanoseconds of running and of waiting, a count
+            return int(file.read().split()[1]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+
+
 def _receive(rank: _Rank) -> Returned | Failed | Died:
     try:
         if rank.connection.poll(0):
@@ -331,7 +347,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
     `fn` is a module-level function of an importable module. Arguments and results are pickled, so results hold plain
     values and detached CPU tensors. The default process group exists (gloo), seeds are 0, torch runs one thread, and
-    warnings are treated as in the test session. Raises `RankFailure`.
+    warnings are treated as in the test session. Raises `RankFailure`, also after `timeout` seconds, in which time that
+    a rank was ready to run while other work had the processors does not count.
     """
     __tracebackhide__ = True
     job = _job(fn, args, kwargs)

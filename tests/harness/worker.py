@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.flat import layout
 from fsdp.runtime import arrivals
 from tests.harness.pool import STACK_SIGNAL, TIDY_UP, Failed, Returned
 
@@ -44,6 +45,9 @@ def main() -> None:
     # Only a loss of power shows unsynced data; tests of that simulate a disk.
     os.fsync = os.fstat  # type: ignore[assignment]
     arrivals.SMALL = 64  # bytes: small models have gradients of both kinds
+    if os.environ.get("LEAVES_AT_ODD_OFFSETS") == "1":
+        placed = layout._placed
+        layout._placed = lambda spec, offset: placed(spec, offset | 1)
     seed_the_cpu_only()
     dist.set_debug_level_from_env()  # the template's value is cached by torch
     connection = Connection(pipe)
