@@ -173,11 +173,6 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             ``SHARD_GRAD_OP``. None: the strategy decides, and exempts the root. A divisor of the shard group's size,
             such as the ranks of a machine: units stay sharded over so many consecutive ranks, and the backward gathers
             among these. Each rank keeps 1/number of the full parameters until then. 1 is False, all ranks are True.
-        keep_gathered_nbytes: bytes of full parameters, in the compute dtype and without the root's, that stay gathered
-            from forward to backward, and inside ``no_sync`` from backward to forward: units that ran last in the
-            previous pass. 0 is ``FULL_SHARD``, all is ``SHARD_GRAD_OP``. Equal for all instances under one root.
-        coalesce_nbytes: merge neighbouring units of ``auto_wrap_policy`` into units of at most so many bytes, as
-            :meth:`group` does: children of one module with equal arguments and without nested units.
         flat_param_key: with ``use_orig_params=False``, one flat parameter per label. ``flat_param_key(name, param)``
             gets the parameter's name in the unit, and returns a hashable label, the same on every rank. Weights and
             biases may so have different options: ``lambda name, param: param.dim() > 1``; see :func:`param_groups`.
@@ -215,9 +210,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         forward_prefetch_distance: int = 1,
         backward_prefetch_distance: int = 1,
         reshard_after_forward: bool | int | None = None,
-        keep_gathered_nbytes: int = 0,
         broadcast_buffers: bool = False,
-        coalesce_nbytes: int = 0,
         flat_param_key: FlatParamKey | None = None,
     ) -> None:
         super().__init__()
@@ -243,9 +236,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             forward_prefetch_distance=forward_prefetch_distance,
             backward_prefetch_distance=backward_prefetch_distance,
             reshard_after_forward=reshard_after_forward,
-            keep_gathered_nbytes=keep_gathered_nbytes,
             broadcast_buffers=broadcast_buffers,
-            coalesce_nbytes=coalesce_nbytes,
             flat_param_key=flat_param_key,
         )
         warn_without_forward(module)
@@ -260,7 +251,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         self._ignored_modules = set(ignored.modules)
         check_not_wrapped(module, ignored)
-        wraps_inside = auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes
+        wraps_inside = auto_wrap_policy is not None or has_groups(module)
         if param_init_fn is None and (wraps_inside or meta_modules(module, ignored)):  # before the tree is changed
             check_initialisers(module, ignored, unit_name)
             owned_params(module, ignored, unit_name, options.groups)

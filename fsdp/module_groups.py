@@ -1,15 +1,14 @@
-"""Several modules in one unit: groups that users declare, and neighbours whose units would be tiny."""
+"""Several modules in one unit: groups that users declare."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from torch import nn
 
-from fsdp.api import as_count
 from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
 
 ModuleGroups = list[tuple[ModuleGroup, dict[str, Any]]]  # with the arguments of their wrappers
@@ -109,49 +108,6 @@ def inner_first(groups: ModuleGroups) -> ModuleGroups:
             f"FullyShardedDataParallel.group(): each of these groups has a module inside of a module of the next, and "
             f"the last of the first: {around}. A group may lie inside of another one's modules, if not around any too"
         ) from None
-
-
-def coalesced(
-    root_module: nn.Module, targets: dict[nn.Module, dict[str, Any]], ignored_params: Collection[nn.Parameter]
-) -> ModuleGroups:
-    """Return groups of neighbours among ``targets``, with their arguments, as ``coalesce_nbytes`` asks for.
-
-    Neighbours are consecutive children of one module with equal arguments. They contain no units and together have at
-    most ``coalesce_nbytes`` bytes. Modules between them neither are nor contain units. ``coalesce_nbytes`` is removed
-    from the arguments.
-    """
-    limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
-    if not any(limits.values()):
-        return []
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in own_modules(root_module):
-        paths.setdefault(module, []).append(clean(path))
-    runs: list[list[nn.Module]] = []
-    taken: set[nn.Module] = set()
-    for parent in paths:
-        run, room = list[nn.Module](), 0
-        for child in parent.children():
-            below = set(child.modules())
-            nbytes = sum(param.nbytes for param in child.parameters() if param not in ignored_params)
-            if child in targets and child not in taken and nbytes and below.isdisjoint(targets.keys() - {child}):
-                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]
-                if not (fits and _same_arguments(targets[child], targets[run[0]])):
-                    run, room = [], limits[child]
-                    runs.append(run)
-                run.append(child)
-                taken.add(child)
-                room -= nbytes
-            elif any(module in targets or _GROUP in module.__dict__ for module in below):
-                run, room = [], 0
-    several = [run for run in runs if len(run) > 1]
-    return [(ModuleGroup({path: m for m in run for path in paths[m]}), targets[run[0]]) for run in several]
-
-
-def _same_arguments(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Compare arguments; ``ignored_states`` by identity, because ``==`` of tensors is no bool."""
-    return one.keys() == other.keys() and all(
-        one[name] is other[name] or (name != "ignored_states" and bool(one[name] == other[name])) for name in one
-    )
 
 
 def _kinds(modules: Iterable[nn.Module]) -> str:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import members_of
 from fsdp.flat.ownership import ONE_UNIT_ONLY
-from fsdp.module_groups import ModuleGroups, coalesced, forget, groups_in, inner_first
+from fsdp.module_groups import ModuleGroups, forget, groups_in, inner_first
 from fsdp.runtime.hooks import around_forward
 
 __all__ = [
@@ -283,7 +283,7 @@ def choose_units(
     Each has the arguments ``root_kwargs`` as changed by the policy, and for a policy object ``auto_wrap_policy=None``
     besides. A policy that matches no module is warned of, since the whole model is then one unit. Modules of the
     classes that ``mixed_precision`` excludes become units in full precision, with a warning, and get hooks that cast
-    inputs and outputs. ``coalesce_nbytes`` among the arguments merges neighbours (see ``coalesced``) and is removed.
+    inputs and outputs.
 
     Args:
         policy: a policy of either kind; None chooses declared groups alone.
@@ -297,8 +297,6 @@ def choose_units(
         ValueError: ``policy`` is no policy, or a group cannot be one unit. The model is unchanged.
         TypeError: ``policy`` has further required arguments.
     """
-    if policy is None and root_kwargs.get("coalesce_nbytes"):
-        raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
     groups = groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
     if policy is None:
@@ -328,13 +326,10 @@ def choose_units(
         if (module in targets or module in sensitive) and module not in grouped
     }
     targets.pop(root_module, None)
-    groups = inner_first(groups + coalesced(root_module, targets, ignored_params))
-    grouped = {member: group for group, _ in groups for member in members_of(group).values()}
-    targets = {module: arguments for module, arguments in targets.items() if module not in grouped}
+    groups = inner_first(groups)
     _check_ties(root_module, {**dict(zip(targets, targets)), **grouped}, ignored_modules, ignored_params)
     for module in sensitive:
         _CastAround(module)
-    root_kwargs = {name: value for name, value in root_kwargs.items() if name != "coalesce_nbytes"}
     return targets, [(group, {**root_kwargs, **arguments}) for group, arguments in groups]
 
 

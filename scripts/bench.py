@@ -12,7 +12,6 @@ Contenders:
 * ``bound``: the plain model and the work that sharding cannot avoid, see :class:`Bound`;
 * ``ddp``, ``fsdp1`` and ``fsdp2``: torch's;
 * ``native``, ``direct``, ``shared`` and ``auto``: this package with that value of ``FSDP_COLLECTIVES``;
-* ``coalesced``: ``auto`` with ``coalesce_nbytes`` of 128 KiB;
 * ``owners`` and ``everywhere``, for ``muon``: :class:`fsdp.optim.WholeParamOptimizer`, and one Muon per unit that steps
   on every rank, where values and gradients are gathered;
 * ``stream`` and ``state-dict``, for ``export``: :func:`fsdp.export.weights` in bfloat16, and a full state dict that is
@@ -75,7 +74,7 @@ import fsdp.wrap
 from fsdp.comm.lane import Lane
 from fsdp.comm.versions import ALL_GATHER
 
-OURS = ("native", "direct", "shared", "auto", "coalesced")
+OURS = ("native", "direct", "shared", "auto")
 OF_MUON, OF_EXPORT = ("owners", "everywhere"), ("stream", "state-dict")
 CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS, *OF_MUON, *OF_EXPORT)
 NAMES = {  # of contenders, in the picture
@@ -85,7 +84,6 @@ NAMES = {  # of contenders, in the picture
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
     "auto": "here",
-    "coalesced": "here, coalesced",
 }
 
 
@@ -255,8 +253,6 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
     options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
     if on_meta:
         options["param_init_fn"] = give_values
-    if contender == "coalesced":
-        options["coalesce_nbytes"] = 1 << 17
     return engine.FullyShardedDataParallel(model, auto_wrap_policy=engine.wrap.ModuleWrapPolicy(units), **options)
 
 
@@ -440,7 +436,7 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
     if contender in (*OF_MUON, *OF_EXPORT):
         os.environ["FSDP_COLLECTIVES"] = "native"  # so that all bytes are counted
     if contender in OURS:
-        os.environ["FSDP_COLLECTIVES"] = "auto" if contender == "coalesced" else contender
+        os.environ["FSDP_COLLECTIVES"] = contender
     warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)

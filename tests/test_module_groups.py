@@ -312,7 +312,7 @@ def test_groups_with_checkpointing_casts_and_freezing() -> None:
 
 
 def inside(grouped: bool) -> nn.Module:
-    """Build a group inside another group, beside neighbors that coalesce and a unit wrapped by hand."""
+    """Build a group inside another group, next to a unit wrapped by hand."""
     torch.manual_seed(5)
     front = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
     back = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -324,19 +324,17 @@ def inside(grouped: bool) -> nn.Module:
 
 
 @on_ranks(2)
-def test_groups_inside_groups_coalesced_neighbors_and_units_by_hand() -> None:
+def test_groups_inside_groups_and_units_by_hand() -> None:
     batch = torch.ones(2, 3)
     plain, linears = inside(False), ModuleWrapPolicy({nn.Linear})
     plain(batch).sum().backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
     inner, each = "front.1, head", ["front.0", "front.2", "back.0", "back.1", "back.3"]
-    coalesced = ["back.0, back.1, back.3", "front.0", "front.2"]
     by_hand: Any = inside(True)
     by_hand.back[1] = FSDP(by_hand.back[1], use_orig_params=True)
     for model, options, units in (
         (inside(True), {}, [inner]),
         (inside(True), {"auto_wrap_policy": linears}, [inner, *each]),
-        (inside(True), {"auto_wrap_policy": linears, "coalesce_nbytes": 1000}, [inner, *coalesced]),
         (by_hand, {}, [inner, "back.1"]),
     ):
         wrapped = FSDP(model, use_orig_params=True, **options)

@@ -277,41 +277,6 @@ def test_switches_of_the_root_may_differ_from_those_of_a_tree_that_it_takes_in()
     assert outer._fsdp_unit.context.reductions.max_buffers == 2
 
 
-@on_ranks(2)
-def test_keep_gathered_nbytes_keeps_units_within_the_budget() -> None:
-    """Gathers and bytes follow the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
-    nbytes = 4 * (6 * 6 + 6)  # bytes of each layer; the embedding has 4 * 60 and runs first
-    for kept in (0, 1, 2, 3):
-        comparison = Comparison(keep_gathered_nbytes=kept * nbytes + 4)
-        for step in range(3):
-            with gathers() as forward:
-                loss = comparison.model(batch(step)).square().mean()
-            units = units_of(comparison.model)
-            there = sum(unit.full_nbytes for unit in units if unit.is_gathered) - units[0].full_nbytes
-            with gathers() as backward:
-                loss.backward()
-            stay = kept if step else 0  # the first forward has no recorded order to choose from
-            assert (len(forward), len(backward), there) == (5, 4 - stay, stay * nbytes)
-            comparison.plain(batch(step)).square().mean().backward()
-            comparison.step()
-        found = []
-        with comparison.model.no_sync():  # units kept from backward to forward are the first ones of the forward
-            for step in (3, 4, 5):
-                with gathers() as several:
-                    comparison.backward(step)
-                found.append(several)
-                there = sum(unit.full_nbytes for unit in units[1:] if unit.is_gathered)
-                assert there == (0, nbytes, 240, nbytes + 240)[kept], f"{there} of {kept * nbytes + 4} bytes"
-        comparison.train(6)
-        if kept == 3:  # the embedding and one layer: 240 and 168 of 508 bytes; then three layers
-            assert found == [["root", "embed", "0", "1", "2", "embed"], *[["1", "2", "embed"]] * 2], found
-        if kept == 1:  # a layer alone, as the embedding is larger
-            assert found[0] == ["root", "embed", "0", "1", "2", "1", "0", "embed"], found
-            assert found[1] == ["embed", "1", "2", "1", "0", "embed"], found
-    with pytest.raises(ValueError, match="keep_gathered_nbytes must be a number of bytes, 0 or more"):
-        build(keep_gathered_nbytes=-1)
-
-
 def summed(steps: range, divisor: float) -> dict[str, Tensor]:
     """Return the gradients of a plain model over the batches of all ranks, rank by rank and step by step."""
     torch.manual_seed(4)

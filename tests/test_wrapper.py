@@ -89,6 +89,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cpu_offload": True}, TypeError, "cpu_offload"),
     ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
     ({"auto_wrap_polcy": None}, TypeError, "unexpected .* argument 'auto_wrap_polcy'. Did you mean 'auto_wrap_policy'"),
+    ({"coalesce_nbytes": 4}, TypeError, r"coalesce_nbytes= was removed: FullyShardedDataParallel.group\("),
     ({"zzz": None}, TypeError, "unexpected keyword argument 'zzz'$"),
 ]
 

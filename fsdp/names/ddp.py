@@ -26,6 +26,10 @@ ARGUMENTS = {  # of DDP's constructor, that FullyShardedDataParallel does not ha
     "forward_sync_buffers": "broadcast_buffers=True sends rank 0's when a forward begins",
     "skip_all_reduce_unused_params": "with reduce_unused=True what no rank used is not reduced",
 }
+_REMOVED = {  # arguments of earlier versions
+    "coalesce_nbytes": "FullyShardedDataParallel.group([...]) or a size policy makes one unit of several modules",
+    "keep_gathered_nbytes": "set_reshard_after_forward(False) keeps single units gathered, best those that run last",
+}
 JOIN_REMEDY = (
     "Write `for batch in fsdp.join(model, loader):`. A context around the loop, as DDP's, cannot step the optimizer "
     "for the shards of a rank whose loop is over"
@@ -53,6 +57,8 @@ def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
                     f"{name}= is an argument of DistributedDataParallel, and not of FullyShardedDataParallel: leave it "
                     f"out; {ARGUMENTS[name]}"
                 )
+            if name in _REMOVED:
+                raise TypeError(f"{name}= was removed: {_REMOVED[name]}")
             near = difflib.get_close_matches(name, names, n=1)
             raise TypeError(
                 f"FullyShardedDataParallel.__init__() got an unexpected keyword argument {name!r}"

@@ -25,7 +25,7 @@ from fsdp.runtime.accumulated import reduce_accumulated
 from fsdp.runtime.build import Membership, join
 from fsdp.runtime.unit import Unit, units_of
 
-_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states", "coalesce_nbytes"}
+_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states"}
 _PREFETCH_LISTS = "_fsdp_prefetch_lists"  # key in the wrapper's __dict__, where deepcopy finds the lists
 
 

@@ -17,7 +17,6 @@ from fsdp.api import (
     MixedPrecision,
     ShardingStrategy,
     as_backward_prefetch,
-    as_count,
     as_cpu_offload,
     as_flag,
     as_flat_param_key,
@@ -81,7 +80,6 @@ class WrapOptions:
             "forward_prefetch": as_flag(arguments["forward_prefetch"], "forward_prefetch"),
             "limit_all_gathers": as_flag(arguments["limit_all_gathers"], "limit_all_gathers"),
             "broadcast_buffers": as_flag(arguments["broadcast_buffers"], "broadcast_buffers"),
-            "keep_gathered_nbytes": as_count(arguments["keep_gathered_nbytes"], "keep_gathered_nbytes", "bytes"),
         }
         policy = UnitPolicy.of(validated)
         check_groups(strategy, validated["process_group"], validated["device_mesh"], auto_wrap_policy)

@@ -38,11 +38,6 @@ class ExecutionOrder(Generic[T]):
                 self._cursor = position + 1
                 return
 
-    @property
-    def recorded(self) -> list[T]:
-        """The units of the last pass of this kind, in order."""
-        return self._recorded
-
     def upcoming(self, count: int) -> list[T]:
         """Return up to ``count`` recorded units that follow."""
         return self._recorded[self._cursor : self._cursor + count]

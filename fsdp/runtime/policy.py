@@ -30,7 +30,6 @@ class TreePolicy:
         reduce_unused: a rank may skip a unit that peers run. Units are then not prefetched, because the next unit may
             differ from the one of the last pass.
         broadcast_buffers: forwards begin with the buffers of rank 0.
-        keep_gathered_nbytes: bytes of full buffers, without the root's, that stay gathered between passes.
         use_full_prec_in_eval: units compute in full precision while their module is in eval mode.
         is_last_backward: backwards wait for their reductions. The root's counts.
         reduce_buffers: number of full gradients that may wait for their reduction. The root's counts.
@@ -40,7 +39,6 @@ class TreePolicy:
     limit_all_gathers: bool = True
     reduce_unused: bool = False
     broadcast_buffers: bool = False
-    keep_gathered_nbytes: int = 0
     use_full_prec_in_eval: bool = field(default_factory=lambda: environment.USE_FULL_PREC_IN_EVAL.value)
     is_last_backward: bool = field(default=True, compare=False)
     reduce_buffers: int = field(default=2, compare=False)
@@ -168,6 +166,5 @@ class UnitPolicy:
         if self.backward_prefetch:
             prefetch = f"{when}, {self.backward_prefetch} ahead" if self.backward_prefetch > 1 else when
         limited = "" if self.tree.limit_all_gathers else ", not limited"
-        kept = f", {self.tree.keep_gathered_nbytes} bytes kept" if self.tree.keep_gathered_nbytes else ""
         broadcast = ", buffers broadcast" if self.tree.broadcast_buffers else ""
-        return f"{prefetch}{limited}{kept}{broadcast}"
+        return f"{prefetch}{limited}{broadcast}"

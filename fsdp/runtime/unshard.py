@@ -81,7 +81,6 @@ class Unsharder:
         self._gathered: dict[Unit, Gathered] = {}
         self._kept: dict[Unit, Gathered] = {}
         self._returned: set[Unit] = set()  # the last forward returned a parameter of these, which stays readable
-        self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
         self._with_slices = [unit for unit in units if unit.position.nearby is not None]
         self._meetings = 0  # number of meetings of the ranks when the order was begun
@@ -132,18 +131,6 @@ class Unsharder:
         if self._meetings != self.passes.meetings:
             self.order, self._meetings = ExecutionOrder(), self.passes.meetings
         self.order.start(unit, backward=backward)
-        self._within_budget = self._choose_within_budget()
-
-    def _choose_within_budget(self) -> set[Unit]:
-        """Return the units that fit into ``keep_gathered_nbytes``: the last ones of the recorded order, because the
-        next pass begins with them. The first pass has no record, and keeps none."""
-        chosen: set[Unit] = set()
-        room = self._root.policy.tree.keep_gathered_nbytes
-        for unit in reversed(self.order.recorded if room else []):
-            if unit not in chosen and not self.stays(unit) and unit.full_nbytes <= room:
-                chosen.add(unit)
-                room -= unit.full_nbytes
-        return chosen
 
     def stays(self, unit: Unit) -> bool:
         """Whether the strategy keeps ``unit`` gathered from forward to backward."""
@@ -294,7 +281,7 @@ class Unsharder:
 
     def leave_forward(self, unit: Unit) -> None:
         """Reshard ``unit``, which has run, or keep it for the backward."""
-        if self.expects_backward and (unit in self._within_budget or self.stays(unit)):
+        if self.expects_backward and self.stays(unit):
             self.keep(unit)
         else:
             self.reshard(unit, backward_follows=self.expects_backward)
@@ -309,7 +296,7 @@ class Unsharder:
 
     def end_backward(self, unit: Unit) -> None:
         """Reshard ``unit``, unless it is kept for the next forward: by the policy, or, while gradients accumulate
-        unsharded, by the strategy or the budget. That forward gathers it again only if a shard was written."""
+        unsharded, by the strategy. That forward gathers it again only if a shard was written."""
         found = self._found(unit)
         if found is None:
             if not unit.groups.sharded:  # the full buffers are the shards
@@ -319,8 +306,7 @@ class Unsharder:
             unit.forget_slices()
         kept = not unit.policy.reshard_after_backward
         if not unit.gradients.synchronize:
-            budget = unit is self._root and unit.policy.tree.keep_gathered_nbytes > 0
-            kept = kept or budget or unit in self._within_budget or unit.policy.reshard_after_forward is False
+            kept = kept or unit.policy.reshard_after_forward is False
         if kept:
             found.values = unit.values()
             self.keep(unit)

@@ -166,13 +166,11 @@ for uop in (False, True):
         "prefetchPOST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
         "fwdprefetch3": {"forward_prefetch": True, "forward_prefetch_distance": 3},
         "nolimit": {"limit_all_gathers": False, "forward_prefetch": True},
-        "keepbytes": {"keep_gathered_nbytes": 100_000, "passes": (False, True)},
         "reshardint": {"reshard_after_forward": 1},
         "zerograd": {"set_to_none": False},
         "offload.zerograd": {**OFFLOAD, "set_to_none": False, "passes": (False, True)},
         "broadcastbuffers": {"broadcast_buffers": True},
         "sgd": {"sgd": True},
-        "coalesced": {"coalesce_nbytes": 1 << 16},
     }.items():
         add(f"{name}.uop{int(uop)}", use_orig_params=uop, **options)
     for name, fixed in {**LATE_STREAMS, "both": {1: 40.0, 2: 25.0}}.items():
