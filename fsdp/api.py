@@ -138,7 +138,9 @@ class CPUOffload:
         offload_params: keep the shards there; the optimizer then steps on the CPU.
         offload_gradients: keep the reduced gradients there; None means as ``offload_params``. Torch's optimizers need
             a parameter and its gradient on one device, and so None.
-        pin_memory: use page-locked memory, which is copied without blocking the host.
+        pin_memory: use page-locked memory, which is copied without blocking the host. The allocator of torch rounds the
+            size of each shard up to a power of two, and keeps the memory for later requests. In torch 2.13
+            ``PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1`` limits the rounding to sizes up to 1 MB.
     """
 
     offload_params: bool = False

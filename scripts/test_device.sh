@@ -5,7 +5,7 @@
 #   test_device.sh                      everything
 #   test_device.sh situations fail      the cases of one file whose names contain one of the words
 #
-# LAG_SEED=5 draws other delays, LAG_LOCKED=1 page-locks host memory as on CUDA, LAG_ALONE=1 leaves out gloo for CPU tensors.
+# LAG_SEED=5 draws other delays, LAG_ALONE=1 leaves out gloo for CPU tensors.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

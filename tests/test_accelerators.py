@@ -36,7 +36,7 @@ from fsdp.comm import host_memory, threads
 from fsdp.comm.collectives import Communicator, Event, combine
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.groups import Groups
-from fsdp.comm.host_memory import HostBuffers, locked_pages, place
+from fsdp.comm.host_memory import HostBuffers, place
 from fsdp.comm.lane import Lane
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
@@ -357,47 +357,6 @@ def test_unit_without_parameters_computes_on_the_device_of_nested_units() -> Non
 # -- memory of the host ------------------------------------------------------------------------------------------------
 
 
-def test_pages_are_locked_while_a_tensor_holds_them() -> None:
-    """Torch's allocator of page-locked memory rounds up to a power of two, and never frees."""
-    locked: dict[int, int] = {}
-    memory = locked_pages(1 << 20 | 1, locked.__setitem__, locked.__delitem__)
-    assert memory.numel() == (1 << 20) + 1 and list(locked) == [memory.data_ptr()]
-    assert sum(locked.values()) == (1 << 20) + 1
-    param = nn.Parameter(memory[:16].view(torch.float32))
-    del memory
-    assert len(locked) == 1
-    del param
-    assert not locked
-    with pytest.raises(MemoryError, match="on purpose"):
-        locked_pages(10, mock.Mock(side_effect=MemoryError("on purpose")), locked.__delitem__)
-
-
-def test_pages_stay_locked_while_the_device_copies_them() -> None:
-    """Torch's allocator does not own these pages, so the package keeps them until queued copies are over."""
-    locked: dict[int, int] = {}
-    over, queried = threading.Event(), threading.Event()
-
-    def query() -> bool:
-        queried.set()
-        return over.is_set()
-
-    uses = [mock.Mock(query=lambda: True), mock.Mock(query=query)]
-    with mock.patch.object(host_memory, "_dropped", host_memory._Dropped()), mock.patch.object(threads, "IDLE", 0.05):
-        memory = locked_pages(1 << 20, locked.__setitem__, locked.__delitem__, lambda: uses)
-        address = memory.data_ptr()
-        del memory
-        assert locked and mapping_of(address), "freed while the device copies"
-        for _ in range(2):  # a thread queries repeatedly
-            queried.clear()
-            assert queried.wait(30)
-        assert locked
-        over.set()
-        deadline = time.monotonic() + 60
-        while (locked or mapping_of(address)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not locked and not mapping_of(address), "never freed"
-
-
 def test_error_of_the_gloo_side_group_names_the_remedy() -> None:
     """Beside NCCL the ranks exchange control messages over gloo, which may need another network interface."""
     group = mock.Mock(rank=lambda: 0, size=lambda: 1)
@@ -444,14 +403,6 @@ def test_save_uses_the_streams_of_the_models_device() -> None:
     away = torch.device("cuda", 1)
     with mock.patch.object(save_module, "units_of", return_value=[mock.Mock(device=CPU), mock.Mock(device=away)]):
         assert save_module._device_of(nn.Linear(2, 2)) == away  # though offloaded parameters are on CPU
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
-def test_locked_pages_are_not_in_forks_and_may_be_huge() -> None:
-    """After a fork, the next write would go to pages that the device does not read. Huge pages are locked faster."""
-    memory = locked_pages(5 << 20, lambda address, nbytes: None, lambda address: None)
-    flags = mapping_of(memory.data_ptr())["VmFlags"].split()
-    assert "dc" in flags and "hg" in flags
 
 
 def test_unreferenced_host_memory_is_reused() -> None:

@@ -1,8 +1,4 @@
-"""Host memory in large pieces: page-locked memory for copies from and to an accelerator, and memory of every step.
-
-The allocator of page-locked memory rounds each request up to a power of two, and keeps the memory for ever. Shards,
-their gradients, and copies for a save are large and few. Each gets separate pages, which are returned once their last
-holder is gone.
+"""Host memory in large pieces, which each step uses again.
 
 The first touch of a page costs a page fault: a microsecond for 4 KiB, as long as a copy of 8 KiB. Pages of 2 MiB cost a
 seventh of that, and the pages of the previous step cost nothing (:func:`recycled`).
@@ -15,98 +11,13 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fsdp.comm.threads import WhenIdle
-
-
-class Use(Protocol):
-    """An event of the device, or another object, that is complete once copies of host memory are over."""
-
-    def query(self) -> bool: ...
-
-
-class _Pages(mmap.mmap):
-    """Locked pages. They outlive their last holder until the device has finished its copies."""
-
-    unlock: Callable[[], object] | None = None
-    uses: Callable[[], Sequence[Use]]
-
-    def __del__(self) -> None:
-        if self.unlock is None:
-            return
-        uses = self.uses()
-        if all(use.query() for use in uses):
-            self.unlock()
-        else:
-            _dropped.add(self, uses)  # keeps the pages alive
-
-
-class _Dropped:
-    """Locked pages without holders that the device still reads or writes. A thread polls them every second."""
-
-    def __init__(self) -> None:
-        self._pages: deque[tuple[_Pages, Sequence[Use]]] = deque()
-        self._when_idle: WhenIdle | None = None
-        os.register_at_fork(after_in_child=self._in_fork)
-
-    def prepare(self) -> None:
-        """Start the thread; ``add`` must not, as the garbage collector may call it."""
-        if self._when_idle is None:
-            self._when_idle = WhenIdle(self._unlock_unused)
-
-    def add(self, pages: _Pages, uses: Sequence[Use]) -> None:
-        self._pages.append((pages, uses))
-        if self._when_idle is not None:
-            self._when_idle.came_back()
-
-    def _unlock_unused(self) -> bool:
-        """Unlock the pages that the device has finished with; return whether some are left."""
-        for _ in range(len(self._pages)):
-            pages, uses = self._pages.popleft()
-            if not all(use.query() for use in uses):
-                self._pages.append((pages, uses))
-            elif pages.unlock is not None:
-                pages.unlock()
-        return bool(self._pages)
-
-    def _in_fork(self) -> None:
-        """Forget the thread in a fork. The parent unlocks the pages."""
-        self._when_idle = None
-
-
-_dropped = _Dropped()
-
-
-def locked_pages(
-    nbytes: int,
-    lock: Callable[[int, int], None],
-    unlock: Callable[[int], object],
-    uses: Callable[[], Sequence[Use]] = list,
-) -> torch.Tensor:
-    """Allocate ``nbytes`` bytes (uint8), page-locked by ``lock(address, nbytes)`` until their last holder is gone.
-
-    ``uses()``, called then, returns the events after which ``unlock(address)`` may be called. A fork gets no
-    pages: with a copy there, the parent's next write would go to pages that the device does not read.
-    """
-    _dropped.prepare()
-    pages = _Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    address = memory.data_ptr()
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # a system that was built without huge pages
-                pages.madvise(getattr(mmap, advice))
-    lock(address, memory.numel())
-    pages.unlock, pages.uses = lambda: unlock(address), uses
-    return memory[:nbytes]
-
 
 _HUGE_PAGE = 1 << 21
 _MAY_BE_HUGE = hasattr(mmap, "MADV_HUGEPAGE")

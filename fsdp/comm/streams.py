@@ -20,13 +20,13 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from fsdp.comm.host_memory import locked_pages, place
+from fsdp.comm.host_memory import place
 from fsdp.comm.profiling import NOTHING
 
 logger = logging.getLogger("fsdp")
@@ -164,29 +164,12 @@ class AcceleratorStreams:
         return there
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Allocate host memory; ``pinned``: page-locked, on CUDA until the last holder is gone.
+        """Allocate host memory; ``pinned``: page-locked, by the allocator of torch.
 
         Raises:
             RuntimeError: the memory cannot be locked.
         """
-        if not pinned or self._device.type != "cuda":
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        with self.on_device():
-            return self.lock_pages(nbytes, _lock_pages, _unlock_pages)
-
-    def lock_pages(
-        self, nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], object]
-    ) -> torch.Tensor:
-        """Allocate host memory, page-locked by ``lock`` until ``unlock``.
-
-        The memory is unknown to the allocator of torch. This object keeps it until the queued copies are over.
-        """
-        return locked_pages(nbytes, lock, unlock, self._copies_under_way)
-
-    def _copies_under_way(self) -> Sequence[StreamEvent]:
-        """Record events after the copies between host and device that are queued now, on any stream."""
-        streams = (self._gather, self._reduce, self.current())
-        return [stream.record_event() for stream in streams if not stream.query()]
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
         """Copy into the host memory ``into`` (bytes); return the copy, and the event after which it holds the values.
@@ -224,16 +207,6 @@ class AcceleratorStreams:
                 torch.accelerator.set_device_index(device)
 
 
-def _lock_pages(address: int, nbytes: int) -> None:
-    runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
-    if error != 0:
-        raise RuntimeError(
-            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {error}): free some, raise the limit "
-            "(ulimit -l), or pass CPUOffload(pin_memory=False)"
-        )
-
-
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures on further threads do not restrict this one
 
 
@@ -249,13 +222,6 @@ def _ignore_captures_of_other_threads() -> None:
         return
     if runtime is not None:
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
-
-
-def _unlock_pages(address: int) -> None:
-    runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostUnregister(address))
-    if error != 0:
-        logger.warning("host memory at %#x cannot be unlocked (CUDA error %d): it stays page-locked", address, error)
 
 
 Streams = HostStreams | AcceleratorStreams

@@ -7,21 +7,18 @@ new ranks for the following cases.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.streams import AcceleratorStreams
 from tests.device import lag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,8 +111,6 @@ def _serve(cases: dict[str, Case]) -> None:
     """Run the cases that the driver asks for, in a rank's process, up to the first that fails."""
     rank, ranks, place = int(os.environ["LAG_RANK"]), int(os.environ["LAG_RANKS"]), os.environ["LAG_PLACE"]
     torch.set_num_threads(1)
-    if os.environ.get("LAG_LOCKED"):
-        locked_pages_as_on_cuda().__enter__()  # to the end of the process
     alone = bool(os.environ.get("LAG_ALONE"))  # the process group serves the device only, and no CPU tensors
     device = lag.init(rank, ranks, f"{place}/store", with_gloo=not alone, device=rank % lag.C.device_count())
     words = dist.new_group(backend="gloo")
@@ -135,19 +130,6 @@ def _serve(cases: dict[str, Case]) -> None:
         if bad:
             break
     os._exit(0)  # threads of the device may still run
-
-
-@contextlib.contextmanager
-def locked_pages_as_on_cuda() -> Iterator[None]:
-    """Have the engine page-lock host memory itself, as it does on CUDA, in place of asking torch's allocator for it."""
-
-    def host_memory(self: AcceleratorStreams, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        if not pinned:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        return self.lock_pages(nbytes, lag.C.pin, lag.C.unpin)
-
-    with mock.patch.object(AcceleratorStreams, "host_memory", host_memory):
-        yield
 
 
 def _run_case(case: Case, device: torch.device) -> str:

@@ -13,7 +13,6 @@ import itertools
 import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -245,20 +244,6 @@ def fail_backward_many(device: torch.device) -> str:
         sys.setswitchinterval(interval)
     pair.train(3)
     return pair.check()
-
-
-@case
-def fail_and_delete_locked(device: torch.device) -> None:
-    """Do the same with host memory that the engine page-locks itself, as on CUDA."""
-    before = lag.C.pinned_bytes()
-    with pool.locked_pages_as_on_cuda():
-        fail_and_delete(device)
-        deadline = time.monotonic() + 30
-        while lag.C.pinned_bytes() > before and time.monotonic() < deadline:
-            time.sleep(0.1)
-            gc.collect()  # autograd's thread may drop the graph later than the program drops the model
-    locked = lag.C.pinned_bytes() - before
-    assert locked <= 0, f"{locked} bytes are still page-locked"
 
 
 @case
