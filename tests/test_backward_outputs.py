@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock, Net, Unit
 from tests.harness.passes import MODES, WIDTH, by_turns, check_parity, describe, seeded, wrapped
 from tests.harness.pool import on_ranks
-from tests.harness.sharded import wrap
 
 
 class Holder:
@@ -151,64 +151,38 @@ def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
         check_parity(seeded(in_place_model, how), _two_inputs, Unit, modes=modes, case=how)
 
 
-def tied_outside() -> nn.Module:
-    """Build a unit that returns a weight, with which the parent computes; the root returns a parameter."""
+def shows_a_weight(how: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Build a model that returns `how` of a weight of a nested unit, with which the root computes."""
 
-    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h, weight = m.first(x)
-        return F.linear(m.second(h), weight, m.bias), m.bias, weight
+        return F.linear(m.second(h), weight), weight
 
-    first = Unit(lambda m, x: (torch.tanh(m.linear(x)), m.linear.weight), linear=nn.Linear(WIDTH, WIDTH))
-    return Net(forward, first=first, second=MlpBlock(WIDTH, WIDTH), bias=nn.Parameter(torch.randn(WIDTH)))
+    first = Unit(lambda m, x: (torch.tanh(m.linear(x)), how(m.linear.weight)), linear=nn.Linear(WIDTH, WIDTH))
+    return Net(forward, first=first, second=MlpBlock(WIDTH, WIDTH))
 
 
 def _weights_out(model: nn.Module, data: Data) -> Iterator[Any]:
     x = data.tensor(0, 3, WIDTH)
-    output, _, _ = model(x)
-    output.square().mean().backward()
+    output, weight = model(x)
+    (output.square().mean() + weight.square().sum()).backward()
     yield {"x": x.grad}
-    output, bias, weight = model(x)
-    (output.square().mean() + bias.square().sum()).backward()
-    yield {"x": x.grad}
-    _, bias, _ = model(x)
-    bias.sum().backward()
-    yield {}
-    _, _, weight = model(x)
+    _, weight = model(x)
     torch.autograd.backward([weight], [torch.full((WIDTH, WIDTH), 2.0)])
     yield {}
-    output, _, _ = model(x)
-    output.sum().backward()
-    yield {"x": x.grad}
 
 
 @on_ranks(2)
-def test_forward_may_return_parameters() -> None:
-    """Parameters of the root and of a nested unit, read after the unit's forward."""
-    build = seeded(tied_outside)
-    reference = Reference(build, _weights_out)
-    for mode in MODES:
-        # Returned parameters stay readable until the next forward, so their unit is not at rest.
-        model = wrapped(build, mode, Unit, MlpBlock)
-        reference.check(model, describe(mode), at_rest=False)
-        with torch.no_grad():
-            model.second(torch.randn(3, WIDTH))
-        assert_at_rest(model, describe(mode))
-
-
-@on_ranks(2)
-def test_returned_parameters_stay_readable_until_the_next_forward_or_reshard() -> None:
-    for by_hand in (False, True):
-        torch.manual_seed(0)
-        module: Any = Net(lambda m, x: (m.linear(x), m.linear.weight if m.returns else None), linear=nn.Linear(5, 5))
-        module.returns = True
-        weight = module.linear.weight.detach().clone()
-        model = wrap(module, ShardingStrategy.FULL_SHARD)
-        with torch.no_grad():
-            _, returned = model(torch.ones(1, 5))
-            assert torch.equal(returned, weight)
-            module.returns = False
-            if by_hand:
-                model.reshard()
-            else:
-                model(torch.ones(1, 5))
-        assert_at_rest(model, f"by hand: {by_hand}")
+def test_forward_returns_a_clone_of_a_parameter_only() -> None:
+    """The memory of the parameter itself is released. Where nothing is released, it may be returned as it is."""
+    plain, clone, view = (lambda weight: weight), torch.clone, (lambda weight: weight[1:])
+    for how, modes in ((clone, MODES), (plain, [mode for mode in MODES if mode[0] is ShardingStrategy.NO_SHARD])):
+        build = seeded(shows_a_weight, how)
+        reference = Reference(build, _weights_out)
+        for mode in modes:
+            reference.check(wrapped(build, mode, Unit, MlpBlock), describe(mode))
+    for how in (plain, view):
+        model = wrapped(seeded(shows_a_weight, how), (ShardingStrategy.FULL_SHARD, True), Unit)
+        with pytest.raises(RuntimeError, match=r"'first' returned parameter 'linear.weight', .*: return a clone"):
+            model(torch.ones(3, WIDTH))
+        assert_at_rest(model, "after the error")

@@ -61,7 +61,6 @@ PARTS: tuple[Part, ...] = (
     Training.unsharding,
     Training.moving,
     Training.switching,
-    Training.returned_parameter,
     Training.deletion,
 )
 

@@ -273,17 +273,25 @@ class FlatParamHandle:
         """Whether reduced gradients leave the device that computes them."""
         return self.offload.gradients and self.device.type != "cpu"
 
-    def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one of ``tensors`` lies in the full buffer, so that a release would drop the values."""
+    def refuse_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Check the outputs of a forward of the unit.
+
+        Raises:
+            RuntimeError: one of them is a parameter, or a view of one, whose memory the unit releases.
+        """
         if self.copy.pooled is None or self.copy.state is BufferState.SHARDED:
-            return False
+            return
         start = self.copy.tensor.data_ptr()
         end = start + self.copy.pooled.nbytes
-        for tensor in tensors:
-            plain = tensor if type(tensor) is torch.Tensor else local_of(tensor)
+        for output in outputs:
+            plain = output if type(output) is torch.Tensor else local_of(output)
             if type(plain) in PLAIN_KINDS and plain.layout == torch.strided and start <= plain.data_ptr() < end:
-                return True
-        return False
+                offset = (plain.data_ptr() - start) // self.copy.tensor.itemsize
+                name = next((param.name for param in self.layout.params if offset < param.end), "_flat_param")
+                raise RuntimeError(
+                    f"the forward of {self.unit_name} returned parameter {name!r}, or a view of it, whose memory is "
+                    "released once the unit has run: return a clone of it"
+                )
 
     def describe_sharded(self, index: int) -> str:
         """Return the text of errors for a read of parameter ``index`` while it is sharded."""

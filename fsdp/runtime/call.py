@@ -196,9 +196,8 @@ class ForwardCall:
             if output_dtype is not None and not unit.precision.wants_full:
                 output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        for handle in unit.handles:
-            if handle.holds_any(outputs):
-                unsharder.hold_output(unit)
+        for handle in () if self.in_summon else unit.handles:
+            handle.refuse_outputs(outputs)
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if self.tracked else []
         self.hook_outputs(differentiable)
         with hooks.own_operations():

@@ -107,7 +107,6 @@ class RootContext:
         with self.joined(), without_waiting():
             for unit in self.unsharder:
                 if not unit.is_gathering:  # the gather keeps the memory alive
-                    self.unsharder.forget_output(unit)
                     self.unsharder.reshard(unit)
             self.unsharder.trim()
             self.reductions.pool.trim()
@@ -134,7 +133,6 @@ class RootContext:
 
     def release(self, unit: Unit) -> None:
         """Give ``unit`` to another context."""
-        self.unsharder.forget_output(unit)
         self.unsharder.reshard(unit)
         self.units.remove(unit)
 

@@ -467,7 +467,6 @@ class Unit:
         self.check_idle("call reshard() outside of that")
         context = self.context
         if context is not None:
-            context.unsharder.forget_output(self)
             context.unsharder.reshard(self)
 
     def begin_summon(self, *, everywhere: bool) -> None:
@@ -493,7 +492,6 @@ class Unit:
         context = self.context
         if context is not None:
             context.unsharder.cast_parameters(self, False)
-            context.unsharder.forget_output(self)
             context.unsharder.reshard(self)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients.buckets):
             if only not in (None, handle):

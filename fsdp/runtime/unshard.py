@@ -31,7 +31,7 @@ class Residence(Enum):
 
     SHARDED = auto()  # they have none
     PREFETCHED = auto()  # the unit will run soon
-    IN_USE = auto()  # the modules compute with them, or a forward has returned a parameter
+    IN_USE = auto()  # the modules compute with them
     RECOMPUTED = auto()  # the forward was recomputed, and the backward follows
     KEPT = auto()  # the strategy keeps them for the next pass
     AWAITED = auto()  # a part of the unit's modules has run in this pass
@@ -80,7 +80,6 @@ class Unsharder:
         # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
         self._gathered: dict[Unit, Gathered] = {}
         self._kept: dict[Unit, Gathered] = {}
-        self._returned: set[Unit] = set()  # the last forward returned a parameter of these, which stays readable
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
         self._with_slices = [unit for unit in units if unit.position.nearby is not None]
         self._meetings = 0  # number of meetings of the ranks when the order was begun
@@ -238,7 +237,7 @@ class Unsharder:
         filled the buffer and will gather it.
         """
         unit.show_shards()
-        found = None if unit in self._returned else self.becomes(unit, Residence.SHARDED)
+        found = self.becomes(unit, Residence.SHARDED)
         if found is None:
             return
         for handle in unit.handles:
@@ -319,16 +318,6 @@ class Unsharder:
         if found is not None:
             found.values = None
 
-    def hold_output(self, unit: Unit) -> None:
-        """Keep the full buffers, which an output of the forward lies in, until the next forward."""
-        self._returned.add(unit)
-
-    def forget_output(self, unit: Unit) -> None:
-        """Reshard ``unit`` if it was kept because an earlier forward returned a parameter."""
-        if unit in self._returned:
-            self._returned.discard(unit)
-            self.reshard(unit)
-
     def trim(self) -> None:
         """Give the pool's spare memory back."""
         with self._streams.on_gather_stream():
@@ -364,7 +353,6 @@ class Unsharder:
                 "FSDP_USE_FULL_PREC_IN_EVAL=1 are in full precision: give graphs of different precision backwards of "
                 "their own"
             )
-        self.forget_output(unit)
         self.reshard(unit)
         for handle in unit.handles:
             handle.compute_in_full_precision(full_precision)
@@ -373,7 +361,6 @@ class Unsharder:
 
     def refresh(self, unit: Unit) -> None:
         """Follow changes of the module's mode and of the visible parameters since the last forward."""
-        self.forget_output(unit)
         if unit.summoned is None:  # now, so that the right copy is prefetched
             self.compute_in(unit, unit.precision.wants_full)
         unit.follow_parameters()

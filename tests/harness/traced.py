@@ -53,12 +53,11 @@ class BlockTower(nn.Module):
         self.blocks = nn.ModuleList([Block(hidden) for hidden in sizes])
         self.skipped: set[int] = set()
         self.segments = "none"
-        self.returns_weight = False
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         blocks = [block for index, block in enumerate(self.blocks) if index not in self.skipped]
         x = in_turn(blocks, self.first(x), self.segments)
-        return (self.last(x), self.last.weight) if self.returns_weight else self.last(x)
+        return self.last(x)
 
 
 class Link(nn.Linear):
@@ -242,14 +241,6 @@ class Training:
         self.model.set_all_reduce_hook(lambda shard: shard.mul_(0.5), recurse=True)
         self.step()
         self.model.set_all_reduce_hook(None, recurse=True)
-
-    def returned_parameter(self) -> None:
-        self.model.module.returns_weight = True
-        output, weight = self.model(torch.randn(4, WIDTH))
-        (output.mean() + weight.sum()).backward()
-        weight.sum()
-        self.model.module.returns_weight = False
-        self.step()
 
     def deletion(self) -> None:
         self.step()
