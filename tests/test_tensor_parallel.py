@@ -322,10 +322,6 @@ def test_summoning_clipping_and_copies() -> None:
         model = wrapped(Transformer(), world, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
         loss_of(model, world, 0).backward()
         assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
-        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are gathered
-            model = wrapped(Transformer(), world, use_orig_params=uop)
-            train(model, world, 1)
-            assert_bit_equal(summoned(model), values, "checked leaves")
         with torch.device("meta"):
             net = Transformer()
             parallel(net, tp)

@@ -34,14 +34,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp import environment
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, rank_names
@@ -51,7 +49,6 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
-from fsdp.flat.released import PLAIN_KINDS, CheckedLeaf
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 LOST_WRITE = (
@@ -187,9 +184,8 @@ class FlatParamHandle:
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         pairs = list(itertools.zip_longest(self.tp, params))
-        kind: Any = CheckedLeaf if environment.DEBUG.value else nn.Parameter
         empty = functools.partial(torch.empty, 0, dtype=dtype, device=self.device)
-        leaves = [kind(empty(), param.requires_grad and tp is None) for tp, param in pairs]
+        leaves = [nn.Parameter(empty(), param.requires_grad and tp is None) for tp, param in pairs]
         for index, (tp, param) in enumerate(pairs):
             if tp is not None:  # compilers compare the offset, which the DTensor keeps from its construction
                 local = leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
@@ -204,9 +200,6 @@ class FlatParamHandle:
         size = self.layout.padded_numel
         buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
         self._copies[dtype] = copy = FullCopy(self.layout, buffer, leaves, resident=resident)
-        for index, memory in enumerate(copy.memories):
-            if isinstance(memory, CheckedLeaf):
-                memory.explain = functools.partial(_error_of_use, weakref.ref(self), weakref.ref(copy), index)
         return copy
 
     def set_unit_name(self, name: str) -> None:
@@ -285,7 +278,11 @@ class FlatParamHandle:
         end = start + self.copy.pooled.nbytes
         for output in outputs:
             plain = output if type(output) is torch.Tensor else local_of(output)
-            if type(plain) in PLAIN_KINDS and plain.layout == torch.strided and start <= plain.data_ptr() < end:
+            if (
+                type(plain) in (torch.Tensor, nn.Parameter)
+                and plain.layout == torch.strided
+                and start <= plain.data_ptr() < end
+            ):
                 offset = (plain.data_ptr() - start) // self.copy.tensor.itemsize
                 name = next((param.name for param in self.layout.params if offset < param.end), "_flat_param")
                 raise RuntimeError(
@@ -380,17 +377,6 @@ class FlatParamHandle:
         copy.outdate()
         with torch.inference_mode(False):
             self.copy = self._make_copy(copy.tensor.dtype, copy.all_leaves)
-
-    def first_difference(self) -> int | None:
-        """Compare this rank's part of the full buffer with the shard, bit by bit, and return the index of the first
-        parameter that differs. Waits for the device."""
-        start, end = self.layout.shard_range(self.groups.shard_rank)
-        now = self.full[start:end].view(torch.uint8)
-        expected = self._shard.to(self.device).to(self.full.dtype).view(torch.uint8)
-        if torch.equal(now, expected):
-            return None
-        offset = start + int((now != expected).nonzero()[0]) // self.full.element_size()
-        return next((index for index, p in enumerate(self.layout.params) if p.offset <= offset < p.end), None)
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
@@ -546,23 +532,3 @@ def _lengths_and_parts(layout: FlatLayout, rank: int) -> tuple[list[int], list[i
         lengths += [piece.shard_offset - end, piece.numel]
         end = piece.shard_offset + piece.numel
     return [*lengths, layout.shard_numel - end], parts
-
-
-_KEPT = (
-    "This reference was kept from inside a forward; where a backward came by it, through a tensor that the forward "
-    "stored, or that a hook took, and did not return: mark that one inside the forward by fsdp.mark_side_output(tensor)"
-)
-
-
-def _error_of_use(
-    handle_ref: weakref.ref[FlatParamHandle], copy_ref: weakref.ref[FullCopy], index: int, written: bool
-) -> str | None:
-    """Return the error for a read or write of a :class:`CheckedLeaf`, or None."""
-    handle, copy = handle_ref(), copy_ref()
-    if handle is None:
-        return "a parameter was read after its unit was deleted"
-    if copy is None or copy.state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
-        return f"{handle.describe_sharded(index)}. {_KEPT}"
-    if written and copy.pooled is not None:
-        return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
-    return None

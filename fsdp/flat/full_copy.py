@@ -24,7 +24,6 @@ from fsdp.comm.versions import set_versions
 from fsdp.comm.work import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
-from fsdp.flat.released import CheckedLeaf
 from fsdp.flat.snapshot import flag_of, version_of
 from fsdp.flat.tensor_parallel import local_of
 
@@ -96,9 +95,8 @@ class FullCopy:
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
-        self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
         self._versions: list[int] = []  # that these have while there is memory
-        self._released = (RELEASED_VERSION,) * len(self._unchecked)
+        self._released = (RELEASED_VERSION,) * len(leaves)
         self._cuts: dict[int, Sequence[torch.Tensor]] = {}
 
     def cut(self, count: int) -> Sequence[torch.Tensor]:
@@ -120,7 +118,7 @@ class FullCopy:
 
         The leaves show the buffer again, with the ``requires_grad`` of before. Values stay as written in place; other
         data is not copied to the buffer, which peers may still read. Must be called while there is memory. A write
-        through ``leaf.data`` leaves no trace; with ``FSDP_DEBUG=1`` it is an error at once.
+        through ``leaf.data`` leaves no trace.
         """
         versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
         pointers = list(map(torch.Tensor.data_ptr, self.memories))
@@ -150,15 +148,15 @@ class FullCopy:
         if state is BufferState.SHARDED:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
-            self._versions = list(map(version_of, self._unchecked))
-            set_versions(self._unchecked, self._released)
+            self._versions = list(map(version_of, self.all_leaves))
+            set_versions(self.all_leaves, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
-            set_versions(self._unchecked, self._versions)
+            set_versions(self.all_leaves, self._versions)
         self.state = state
 
     def outdate(self) -> None:
         """Let autograd refuse to read the leaves that it has saved so far."""
-        set_versions(self._unchecked, [leaf._version + 1 for leaf in self._unchecked])
+        set_versions(self.all_leaves, [leaf._version + 1 for leaf in self.all_leaves])
 
 
 RELEASED_VERSION = 1 << 30  # the version of a leaf without memory

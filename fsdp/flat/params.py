@@ -8,8 +8,8 @@ parameter) and lets the parameter show that memory again. While a unit computes,
 write to one would be lost with the buffer: ``ParamGuard.leave`` raises after the forward. A backward computes with the
 values of its forward: ``ParamGuard.check_unchanged`` raises where they were written in between.
 
-A write through ``param.data`` leaves no trace. ``FSDP_DEBUG=1`` finds it where a buffer outlives the pass: by
-:class:`~fsdp.flat.released.CheckedLeaf` when it happens, and by comparing values in ``ParamGuard.check_kept``.
+A write through ``param.data`` to a leaf leaves no trace, and is lost. So is one to a shard whose full buffer stays
+gathered from pass to pass: the next pass computes with the buffer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class ParamGuard:
     def __init__(self, views: BucketViews) -> None:
         self._views, self._handle, self._registration = views, views.handle, views.registration
         self._checks = not environment.SKIP_WRITEBACK_CHECK.value
-        self._compares_values = self._checks and environment.DEBUG.value
 
     # -- before and after a pass ---------------------------------------------------------------------------------------
 
@@ -141,22 +140,6 @@ class ParamGuard:
     def values(self) -> Values:
         """Record the shard and the visible parameters, for a buffer that stays gathered from pass to pass."""
         return Values.of([self._handle.shard, *self._views.params])
-
-    def check_kept(self) -> None:
-        """Raise RuntimeError if a buffer that stayed gathered differs from the shard, with ``FSDP_DEBUG=1``.
-
-        Waits for the device.
-        """
-        if not self._compares_values or self._handle.copy.pooled is None:
-            return
-        index = self._handle.first_difference()
-        if index is not None:
-            raise RuntimeError(
-                f"parameter {self._handle.name_of(index)!r} of {self._handle.unit_name} was changed through .data "
-                "while it stays gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
-                "set_reshard_after_backward(False)), which leaves no trace: change it in place (param.copy_() and the "
-                "like under torch.no_grad())"
-            )
 
     # -- requires_grad -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ builds for CUDA, torch lets a storage refuse every access with a message. Elsewh
 and points to address space without memory of its own, where every read finds NaN. The guard is set up once per buffer
 and is exchanged with the memory from the pool, without cost per step. Accelerators of further builds have no guard, and
 neither has torch before 2.12, which cannot exchange memory: there a read may end the process.
-With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
 from fsdp.comm.host_memory import MAP_FIXED, map_at
 
 _MESSAGE = (
     "a sharded parameter was used, through a reference kept from inside a forward, after its unit was resharded. Use "
-    "it inside the forward, copy it there, or use summon_full_params(); FSDP_DEBUG=1 names the parameter"
+    "it inside the forward, copy it there, or use summon_full_params()"
 )
 
 
@@ -125,75 +123,3 @@ def _address_space(bits: int) -> _DLTensor:
 
 
 _described: list[_DLTensor] = []  # kept, because a tensor reads its description when it is freed
-
-
-# -- leaves that check reads and writes --------------------------------------------------------------------------------
-
-
-class CheckedLeaf(torch.Tensor):
-    """A parameter, or a view of one, that raises when values are read while they are released, or written where the
-    write would be lost.
-
-    ``explain(written)`` returns the text of the error, or None without an error. Views and ``.data`` inherit it.
-    """
-
-    explain: Callable[[bool], str | None]
-
-    @staticmethod
-    def __new__(cls, data: torch.Tensor, requires_grad: bool) -> CheckedLeaf:
-        leaf: Any = torch.Tensor._make_subclass(cls, data, requires_grad)
-        leaf._is_param = True
-        leaf.explain = lambda written: None
-        return leaf
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        checked = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
-        is_view = getattr(func, "is_view", False)
-        if not is_view:
-            written = [] if not func._schema.is_mutable else _written(func._schema, args, kwargs or {})
-            for value in checked:
-                error = value.explain(any(value is other for other in written))
-                if error is not None:
-                    raise RuntimeError(f"{func}: {error}")
-        if any(
-            isinstance(value, torch.Tensor) and type(value) not in PLAIN_KINDS for value in pytree.tree_leaves(args)
-        ):
-            args = pytree.tree_map(_unchecked, args)  # another subclass handles the operation
-            return func(*args, **(kwargs or {}))
-        with torch._C._DisableTorchDispatch():
-            result = func(*args, **(kwargs or {}))
-        if not is_view:
-            return result
-
-        def also_checked(view: Any) -> Any:
-            if not isinstance(view, torch.Tensor):
-                return view
-            view = torch.Tensor._make_subclass(cls, view)
-            view.explain = checked[0].explain
-            return view
-
-        return pytree.tree_map(also_checked, result)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"CheckedLeaf(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-
-PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
-
-
-def _unchecked(value: Any) -> Any:
-    """Return a :class:`CheckedLeaf` as a plain tensor over the same memory; any value else as it is."""
-    if not isinstance(value, CheckedLeaf):
-        return value
-    with torch._C._DisableTorchDispatch():
-        return value.detach()
-
-
-def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation of this schema writes to."""
-    named = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
-    changed = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return pytree.tree_leaves(changed)

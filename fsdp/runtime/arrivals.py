@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fsdp.flat.released import PLAIN_KINDS
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.outside import OutsideUses
@@ -65,7 +64,7 @@ class Arrivals:
                     self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
                     if id(leaf) not in self._hooked:
                         self._hooked.add(id(leaf))
-                        small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL and key[1] != wholes[key[0]]
+                        small = type(leaf) is torch.nn.Parameter and leaf.nbytes <= SMALL and key[1] != wholes[key[0]]
                         hooks.on_accumulated(leaf, functools.partial(_arrive, self._unit_ref, key, small))
         # A frozen leaf is not expected: autograd drops the gradient.
         trained = [self._accumulators[id(leaf)] for _, leaf in leaves if leaf.requires_grad]
