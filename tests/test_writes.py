@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
@@ -138,6 +139,53 @@ def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
             layer.inside = lambda: None
             plain.layers[0].linear.weight.mul_(0.5)
         assert_alike(model, plain, describe(mode))
+
+
+class Calling(nn.Module):
+    """A module that calls an inner one with weights from elsewhere, as a hypernetwork does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(5, 5), nn.Parameter(torch.randn(5, 5))
+        self.inputs = 5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional_call(self.linear, {"weight": self.linear.weight * 2}, x)  # a tensor
+        x = functional_call(self.linear, {"weight": self.other}, (x[:, : self.inputs],))  # a parameter
+        return x + self.linear(x)
+
+
+@on_ranks(1, 2)
+def test_functional_call_computes_with_the_given_weight(world_size: int) -> None:
+    """Inside of a unit's forward, and outside where the values are not sharded; also after a call that raised."""
+    for mode in (*MODES, (NONE, True)):
+        torch.manual_seed(3)
+        plain = nn.Sequential(Calling(), nn.Linear(5, 5))
+        model = wrap(copy.deepcopy(plain), *mode, wrap_policy=ModuleWrapPolicy({Calling}))
+        inner: Any = model.module[0].module
+        before = list(map(id, model.parameters()))
+        for number in range(2):
+            assert torch.equal(step(model, number), step(plain, number)), describe(mode)
+        with torch.no_grad():
+            assert torch.equal(model(batch()), plain(batch()))
+        inner.inputs = 3
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            model(batch())
+        inner.inputs = 5
+        assert list(map(id, model.parameters())) == before, describe(mode)
+        if mode[0] is NONE or world_size == 1:
+            given = {"weight": torch.eye(5)}
+            values = [functional_call(m.linear, given, batch()) for m in (inner, plain[0])]
+            assert torch.equal(*values), describe(mode)
+            loss_of(model).backward()
+            loss_of(plain).backward()
+            torch.testing.assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
+            plain.zero_grad(), model.zero_grad()
+        assert_alike(model, plain, describe(mode))
+        assert list(map(id, model.parameters())) == before, describe(mode)
+        with summon(model):
+            names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+        assert names == [name for name, _ in plain.named_parameters()], describe(mode)
 
 
 @on_ranks(2)

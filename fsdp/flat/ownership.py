@@ -135,10 +135,11 @@ def _sites_of(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, l
     found: dict[int, tuple[nn.Parameter, list[Site]]] = {}  # by id: the hash of a tensor is a Python function
     skipped = set(map(id, ignored.params))
     for prefix, owner in own_modules(module):
+        order = list(owner._parameters.keys())  # no iterator in a compiled script
         for attribute, param in owner._parameters.items():
             if param is None or id(param) in skipped:
                 continue
-            site = Site(owner, attribute, joined(prefix, attribute))
+            site = Site(owner, attribute, joined(prefix, attribute), order)
             if id(param) not in found:
                 found[id(param)] = param, [site]
             elif all((other.module, other.attribute) != (owner, attribute) for other in found[id(param)][1]):

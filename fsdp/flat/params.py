@@ -183,6 +183,7 @@ class ParamGuard:
                 memory = None if layer.memory is None else layer.memory[index]
                 self._check_fits(index, new, layer.tensors[index] if memory is None else memory)
                 self._views.adopt(index, new, self._write(index, new))
+            self._registration.hide_base()
             for index in layer.before.moved(Snapshot(layer.tensors)):
                 memory, tensor = self._memory_of(index), layer.tensors[index]
                 self._check_fits(index, tensor, memory, cast=summoned is not None)

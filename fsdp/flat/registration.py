@@ -10,8 +10,9 @@ The uppermost layer of a bucket is registered on the modules. From bottom to top
 4. Placeholders, while a state dict is made or loaded.
 
 Each layer is pushed when the use begins, and popped when it ends. Users may assign parameters at any time, which
-``params.py`` takes over. This file alone writes ``module._parameters``. The entry of an original parameter stays there,
-with None, which ``nn.Module`` skips, while the parameter is a plain attribute. That keeps the plain module's order.
+``params.py`` takes over. This file alone writes ``module._parameters``. A parameter that is a plain attribute has no
+entry there: ``torch.func.functional_call`` would write to the entry, which the attribute hides. That function restores
+a leaf as an entry, which ``show`` removes. ``Site.order`` is the plain module's order of entries.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class _InUnit:
 
 @dataclass(slots=True)
 class Site:
-    """One registration of a parameter: ``module.<attribute>``, known in the unit as ``name``."""
+    """One registration of a parameter: ``module.<attribute>``, known in the unit as ``name``. ``order`` are the names
+    of all parameters of the module."""
 
     module: nn.Module
     attribute: str
     name: str
+    order: list[str]
 
     @property
     def is_plain(self) -> bool:
@@ -110,10 +113,17 @@ class Site:
             setattr(self.module, self.attribute, tensor)
             registered.clear()
             registered.update(before)
-        self.module.__dict__.pop(self.attribute, None)
-        registered[self.attribute] = None if hidden else tensor
-        if hidden:
-            self.module.__dict__[self.attribute] = tensor
+        here, other = (self.module.__dict__, registered) if hidden else (registered, self.module.__dict__)
+        other.pop(self.attribute, None)
+        here[self.attribute] = tensor
+
+    def restore_order(self) -> None:
+        """Sort the registered parameters of the module as they were in the plain module."""
+        registered = self.module._parameters
+        later = [name for name in registered if name not in self.order]
+        for name in [*self.order, *later]:
+            if name in registered:
+                registered[name] = registered.pop(name)
 
 
 class _Entries:
@@ -224,9 +234,9 @@ class Registration:
         if home is not None:
             names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
             self.name = next(name for name in names if name not in home._parameters)
-        # the entries of ``_parameters`` while the base and the leaves are plain attributes
+        # the entries that ``_parameters`` lacks while the base and the leaves are plain attributes
         hidden = self._each if home is not None else []
-        self._free = _Entries([(site.module._parameters, site.attribute, None) for _, site in hidden])
+        self._free = [(site.module._parameters, site.attribute) for _, site in hidden]
         self.base = Layer([])
         self._leaves, self._leaves_of = Layer([]), list[Any]()  # and the list of the full buffer that they are from
         self.shows_leaves = False
@@ -300,14 +310,17 @@ class Registration:
         before, self._written = self._written, layer
         if before is layer:
             return
+        shows_originals = self._home is not None and not layer.hidden and layer.flat_place is None
         if layer.hidden:
-            if before is None or not before.hidden:
-                self._free.write()
+            for entries, name in self._free:
+                entries.pop(name, None)
         elif self._home is not None:
             self._home._parameters.pop(self.name, None)
-            for _, site in self._each if layer.flat_place is None else ():
-                site.module.__dict__.pop(site.attribute, None)
+        for _, site in self._each if shows_originals else ():
+            site.module.__dict__.pop(site.attribute, None)
         layer.entries.write()
+        for _, site in self._each if shows_originals else ():
+            site.restore_order()
         if layer is self.base:
             for dictionary, key, guard in self._guards:
                 dictionary[key] = guard
@@ -339,7 +352,7 @@ class Registration:
         """Whether the base is the uppermost layer, and exactly those tensors are registered."""
         if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
-        return self.base.entries.are_there and (self._home is None or self._free.are_there)
+        return self.base.entries.are_there and not any(name in entries for entries, name in self._free)
 
     def registered(self) -> list[torch.Tensor | None]:
         """Return the tensor that is registered in the first place of each parameter of the layout."""
@@ -375,6 +388,12 @@ class Registration:
                 )
             yield index, new
 
+    def hide_base(self) -> None:
+        """Make plain attributes of the base's tensors again if a program has registered them, or removed them."""
+        if self._home is not None and self._written is self.base:
+            self._written = None
+            self.show()
+
     def put_back(self, index: int) -> None:
         """Register the tensor of the base again that a user has replaced."""
         for site in self._sites[index]:
@@ -387,8 +406,9 @@ class Registration:
         found = []
         for index, site in self._each:
             leaf, current = self.handle.leaves[index], site.current()
-            if current is not leaf and current is not None:
-                found.append(index)
+            if current is not None:
+                if current is not leaf:
+                    found.append(index)
                 site.put(leaf, hidden=self._home is not None)
         return found
 
