@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
 from fsdp.api import TrainingState
@@ -186,6 +186,25 @@ def test_functional_call_computes_with_the_given_weight(world_size: int) -> None
         with summon(model):
             names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
         assert names == [name for name, _ in plain.named_parameters()], describe(mode)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@on_ranks(2)
+def test_a_parametrization_registered_after_wrapping_is_refused_by_name() -> None:
+    """At once, or at the next use of the model: the modules would compute with a shard, or a copy of their own."""
+    for mode, summoned in itertools.product((*MODES, (NONE, True)), (False, True)):
+        _, model = pair(mode)
+        words = r"parameter 'linear\.weight' of (unit 'layers\.0'|the Layer unit)"
+        if mode == (NONE, False) and not summoned:
+            words = "does not have a parameter.* with name 'weight'"  # torch's words
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            with summon(model) if summoned else contextlib.nullcontext():
+                parametrize.register_parametrization(layer_of(model, 0).linear, "weight", Twice())
+            loss_of(model)
 
 
 @on_ranks(2)

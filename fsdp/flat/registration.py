@@ -10,9 +10,9 @@ The uppermost layer of a bucket is registered on the modules. From bottom to top
 4. Placeholders, while a state dict is made or loaded.
 
 Each layer is pushed when the use begins, and popped when it ends. Users may assign parameters at any time, which
-``params.py`` takes over. This file alone writes ``module._parameters``. A parameter that is a plain attribute has no
-entry there: ``torch.func.functional_call`` would write to the entry, which the attribute hides. That function restores
-a leaf as an entry, which ``show`` removes. ``Site.order`` is the plain module's order of entries.
+``params.py`` takes over. This file alone writes ``module._parameters``. A parameter with values that is a plain
+attribute has no entry there: ``torch.func.functional_call`` would write to the entry, which the attribute hides. That
+function restores a leaf as an entry, which ``show`` removes. ``Site.order`` is the plain module's order of entries.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.metadata import Infos, ParamInfo, SharedParamInfo
@@ -314,6 +315,8 @@ class Registration:
         if layer.hidden:
             for entries, name in self._free:
                 entries.pop(name, None)
+                if layer is self.base and self.handle.groups.sharded:
+                    entries[name] = None  # functions of torch find the name, and then a placeholder
         elif self._home is not None:
             self._home._parameters.pop(self.name, None)
         for _, site in self._each if shows_originals else ():
@@ -352,7 +355,7 @@ class Registration:
         """Whether the base is the uppermost layer, and exactly those tensors are registered."""
         if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
-        return self.base.entries.are_there and not any(name in entries for entries, name in self._free)
+        return self.base.entries.are_there and not any(entries.get(name) is not None for entries, name in self._free)
 
     def registered(self) -> list[torch.Tensor | None]:
         """Return the tensor that is registered in the first place of each parameter of the layout."""
@@ -363,8 +366,15 @@ class Registration:
 
         Raises:
             NotImplementedError: one registration of a shared parameter was replaced.
-            RuntimeError: a parameter was replaced by one of another unit.
+            RuntimeError: a parameter was replaced by one of another unit, or by a parametrization.
         """
+        for _, site in self._each:
+            if site.current() is None and is_parametrized(site.module, site.attribute):
+                raise RuntimeError(
+                    f"parameter {site.name!r} of {self.handle.unit_name} was given a parametrization after wrapping: "
+                    "its module would compute with another tensor than the unit's. Call "
+                    "register_parametrization() before wrapping"
+                )
         ours = (self.summoned or self.base).tensors
         strange = {
             index: (site.name, current)
