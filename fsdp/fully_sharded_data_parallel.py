@@ -47,7 +47,14 @@ from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRAT
 from fsdp.comm.versions import STATE_DICTS_ASK, skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
-from fsdp.flat.ownership import Ignored, check_initialisers, check_not_wrapped, meta_modules, owned_params
+from fsdp.flat.ownership import (
+    Ignored,
+    check_initialisers,
+    check_not_wrapped,
+    meta_modules,
+    owned_params,
+    warn_of_shared_memory,
+)
 from fsdp.flat.registration import drop_gradients
 from fsdp.module_groups import has_groups
 from fsdp.names.ddp import DDPNames, refuse_unknown_arguments, refused_attribute
@@ -251,6 +258,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         self._ignored_modules = set(ignored.modules)
         check_not_wrapped(module, ignored)
+        warn_of_shared_memory(module, ignored)
         wraps_inside = auto_wrap_policy is not None or has_groups(module)
         if param_init_fn is None and (wraps_inside or meta_modules(module, ignored)):  # before the tree is changed
             check_initialisers(module, ignored, unit_name)

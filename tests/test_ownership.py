@@ -75,6 +75,24 @@ def test_parameter_shared_with_a_unit_wrapped_by_hand_is_refused(use_orig_params
 
 
 @both_modes
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Sequential, None])
+def test_two_parameters_over_one_memory_warn_once_with_both_names(kind: Any, use_orig_params: bool) -> None:
+    """In two units, in one unit inside, and in the root; each of the two has memory of its own afterwards."""
+    module = net()
+    module.layers[4].weight.data = module.layers[0].weight.data
+    policy = None if kind is None else ModuleWrapPolicy({kind})
+    words = r"'layers\.0\.weight' and 'layers\.4\.weight' .*one memory: .*head\.weight = embed\.weight"
+    with pytest.warns(UserWarning, match=words) as caught:
+        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    assert len(caught) == 1
+    views = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    for part, layer in zip(torch.zeros(2, WIDTH, WIDTH), views):  # next to each other
+        layer.weight.data = part
+    views[2].weight = views[1].weight  # tied
+    FullyShardedDataParallel(nn.Sequential(*views), StandIn(), use_orig_params=use_orig_params)
+
+
+@both_modes
 def test_discarded_wrapper_is_refused_with_a_remedy(use_orig_params: bool) -> None:
     """Layers wrapped as by torch's `fully_shard`: the remedy is to assign the wrappers."""
     module = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3))

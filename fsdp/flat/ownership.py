@@ -147,6 +147,23 @@ def _sites_of(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, l
     return list(found.values())
 
 
+def warn_of_shared_memory(module: nn.Module, ignored: Ignored) -> None:
+    """Warn of each parameter, other than nested units' and ignored ones, that begins at the address of another one."""
+    first: dict[int, str] = {}
+    for param, sites in _sites_of(module, ignored):
+        plain = type(param) is nn.Parameter and param.layout == torch.strided and not param.is_meta
+        if not plain or param.numel() == 0 or hasattr(param, "_fsdp_in_shared_memory"):
+            continue
+        name = first.setdefault(param.data_ptr(), sites[0].name)
+        if name != sites[0].name:
+            param._fsdp_in_shared_memory = True  # type: ignore[attr-defined] # warn once, not in each unit inside
+            warn_user(
+                f"parameters {name!r} and {sites[0].name!r} are two nn.Parameter objects over one memory: each gets "
+                "memory of its own, and their values part at the first step. To train them as one, assign the "
+                "nn.Parameter itself before wrapping (head.weight = embed.weight), not its .data"
+            )
+
+
 def _check(param: nn.Parameter, sites: list[Site], unit_name: str) -> None:
     name = sites[0].name
     if getattr(param, "_fsdp_flattened", False):
