@@ -34,10 +34,11 @@ from fsdp import (
     num_params,
 )
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
+from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.optim_states import load_model, model_state, save
-from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
+from tests.harness.oracle import adamw, assert_bit_equal, assert_equivalent, clean_name, flatten_state, sgd_of_halves
 from tests.harness.pool import on_ranks
 from tests.harness.small import torchs
 from tests.harness.tensor_parallel import (
@@ -570,3 +571,18 @@ def test_a_unit_outside_tensor_parallelism_is_saved_once(tmp_path: Path) -> None
         checkpoint.load(path, model, progress=False)
         checkpoint.save(path, model, progress=False)
         assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{path.name}, loaded")
+
+
+@on_ranks(4)
+def test_state_of_a_parameter_outside_tensor_parallelism_that_is_stepped_whole_is_saved_once(tmp_path: Path) -> None:
+    world = Layout.of(2, 2)
+    model = wrap_apart(world, 0, world.options, whole=True)
+    optimizer = WholeParamOptimizer(
+        model, sgd_of_halves, select=lambda name, shape: name == "embed.weight", rest=sgd_of_halves
+    )
+    train(model, world, 1, optimizer=optimizer)
+    checkpoint.save(tmp_path, model, optimizer, progress=False)
+    momenta = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+    found = checkpoint.load_plain(tmp_path, progress=False).optimizer
+    assert found is not None
+    assert_bit_equal(flatten_state(found["state"]), flatten_state(momenta))

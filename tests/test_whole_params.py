@@ -74,6 +74,8 @@ def wrapped(
 ) -> FullyShardedDataParallel:
     if not use_orig_params:
         options["flat_param_key"] = lambda name, param: is_matrix(name, tuple(param.shape))
+    if strategy is HYBRID:
+        options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     policy = ModuleWrapPolicy({Block})
     return wrap(build(dtype), strategy, use_orig_params, wrap_policy=policy, **options)
 
@@ -203,7 +205,7 @@ def test_step_after_a_failed_one_uses_new_values_and_gradients(use_orig_params: 
 
 @on_ranks(4)
 def test_steps_with_replicas_equal_the_plain_models() -> None:
-    model = wrapped(True, HYBRID, device_mesh=dist.device_mesh.init_device_mesh("cpu", (2, 2)))
+    model = wrapped(True, HYBRID)
     train_beside(PlainTwin(model), model, whole(model), 3)
 
 
@@ -396,8 +398,10 @@ def test_owners_of_matrices_are_balanced(ranks: int) -> None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-def _trained(use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon) -> tuple[Any, Any, PlainTwin]:
-    model = wrapped(use_orig_params)
+def _trained(
+    use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon, strategy: ShardingStrategy = FULL
+) -> tuple[Any, Any, PlainTwin]:
+    model = wrapped(use_orig_params, strategy)
     twin, optimizer = PlainTwin(model, factory), whole(model, factory)
     train_beside(twin, model, optimizer, 3)
     return model, optimizer, twin
@@ -468,16 +472,20 @@ def test_state_is_exchanged_with_a_plain_optimizer() -> None:
     train_beside(twin, model, other, 1)
 
 
-def _save(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
-    model, optimizer, twin = _trained(use_orig_params, factory)
+def _save(
+    folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer], strategy: ShardingStrategy = FULL
+) -> None:
+    model, optimizer, twin = _trained(use_orig_params, factory, strategy)
     fsdp.checkpoint.save(folder, model, optimizer)
     if dist.get_rank() == 0:
         torch.save([twin.plain.state_dict(), _plain_states(twin)], folder / "expected.pt")
 
 
-def _load(folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer]) -> None:
+def _load(
+    folder: Path, use_orig_params: bool, factory: Callable[[Any], Optimizer], strategy: ShardingStrategy = FULL
+) -> None:
     values, states = torch.load(folder / "expected.pt")
-    model = wrapped(use_orig_params)
+    model = wrapped(use_orig_params, strategy)
     optimizer = whole(model, factory)
     fsdp.checkpoint.load(folder, model, optimizer)
     assert_bit_equal(full_parameters(model), {name: values[name] for name in full_parameters(model)})
@@ -496,6 +504,16 @@ def test_a_checkpoint_of_three_ranks_is_loaded_by_two_and_by_one(
     run_ranks(3, _save, tmp_path, use_orig_params, factory)
     run_ranks(2, _load, tmp_path, not use_orig_params, factory)
     run_ranks(1, _load, tmp_path, use_orig_params, factory)
+
+
+@pytest.mark.parametrize(("use_orig_params", "factory"), [(True, adafactor), (False, muon)])
+def test_a_checkpoint_of_replicas_is_loaded_by_replicas_and_by_other_numbers_of_ranks(
+    use_orig_params: bool, factory: Any, tmp_path: Path
+) -> None:
+    """Each replica has an owner of the state, and one of them writes it."""
+    run_ranks(4, _save, tmp_path, use_orig_params, factory, HYBRID)
+    run_ranks(4, _load, tmp_path, not use_orig_params, factory, HYBRID)
+    run_ranks(3, _load, tmp_path, use_orig_params, factory)
 
 
 @on_ranks(2)

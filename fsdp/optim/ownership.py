@@ -12,6 +12,7 @@ import torch
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import Holder, Member
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import elements_of
 
@@ -65,7 +66,9 @@ class WholeHolder(Holder):
         stride, numel = self._stride(shape), math.prod(shape)
         local = elements_of(state, stride) if self.rank == self.owner else state.reshape(-1)[:0]
         spans = ((self.owner, 0, numel),) if numel else ()
-        return Held(RaggedTensor(local, shape, 0, stride), lambda: spans)
+        part = held_param(self.handle, member.index).part
+        whole = RaggedTensor(local, shape, 0, stride, saved_elsewhere=part.saved_elsewhere, replicas=part.replicas)
+        return Held(whole, lambda: spans)
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         shape = self.members[0].shape if shape is None else shape
