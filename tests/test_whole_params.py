@@ -308,6 +308,31 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
         assert scaler.get_scale() == 2.0
 
 
+@on_ranks(2)
+def test_gradients_of_the_groups_are_refused_where_they_would_be_left_out() -> None:
+    """`GradScaler`, torch's clipping and resetting by hand raise on all ranks, and the next step is as without them."""
+    model = wrapped(True, dtype=torch.float32)
+    optimizer, twin = whole(model), PlainTwin(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, tokens(0)))  # makes the scale
+    loss_of(model, tokens(0)).backward()
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    attempts: list[Callable[[], Any]] = [
+        lambda: scaler.unscale_(optimizer),
+        lambda: scaler.step(optimizer),
+        lambda: nn.utils.clip_grad_norm_(held, 0.01),
+        lambda: setattr(held[0], "grad", None),
+    ]
+    for attempt in attempts:
+        words = r"'blocks\.0\.tiny' is not on .*clip_grad_norm_\(\) of the .*ShardedGradScaler.*zero_grad\(\)"
+        with pytest.raises(RuntimeError, match=words):
+            attempt()
+    twin.take_gradients()
+    optimizer.step()
+    twin.step()
+    twin.check("the step")
+
+
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 

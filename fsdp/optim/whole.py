@@ -24,7 +24,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -45,6 +45,24 @@ from fsdp.runtime.unit import Unit
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 Select = Callable[[str, tuple[int, ...]], bool]
+
+
+class _StandIn(nn.Parameter):
+    """The class of the inner optimizer's parameters outside of its steps, when their gradients are elsewhere.
+
+    Programs that scale or clip the gradients of ``param_groups`` would leave these out. In a step the class is
+    ``nn.Parameter``, since optimizers choose kernels by the type.
+    """
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        _, holder = getattr(self, STANDS_FOR)
+        raise RuntimeError(
+            f"the gradient of {holder} is not on the parameter in the groups of a WholeParamOptimizer, but on those of "
+            "the model, sharded. Clip by clip_grad_norm_() of the outermost wrapped module, scale the loss by "
+            "fsdp.optim.ShardedGradScaler instead of GradScaler, and reset gradients by the optimizer's zero_grad()"
+        )
+
+    grad = property(_refuse, _refuse)
 
 
 @dataclass(eq=False)
@@ -150,10 +168,13 @@ class WholeParamOptimizer(Optimizer):
     gradients to the owners, and values back. It computes each parameter once. Owners hold the parameters of at most
     two units, besides their optimizer state. Replicas of hybrid sharding each step all of their parameters.
 
-    ``param_groups`` are the inner optimizers' own dictionaries, so that schedulers change them. ``state_dict()`` has
-    this rank's state alone, as for any optimizer of a sharded model. ``FSDP.optim_state_dict`` and ``fsdp.checkpoint``
-    have the state of whole parameters under their names, and load it at any number of ranks, into a plain
-    model's optimizer, and back.
+    ``param_groups`` are the inner optimizers' own dictionaries, so that schedulers change them. Whole parameters have
+    no ``.grad`` there, and reading it is an error: clip by the model's ``clip_grad_norm_()``, and scale the loss by
+    :class:`ShardedGradScaler`.
+
+    ``state_dict()`` has this rank's state alone, as for any optimizer of a sharded model. ``FSDP.optim_state_dict`` and
+    ``fsdp.checkpoint`` have the state of whole parameters under their names, and load it at any number of ranks, into a
+    plain model's optimizer, and back.
 
     Args:
         model: a wrapped model, or a module with wrapped modules in it. All ranks have to construct the optimizer.
@@ -322,11 +343,14 @@ class WholeParamOptimizer(Optimizer):
     @contextlib.contextmanager
     def _hidden_afterwards(self) -> Iterator[None]:
         """Hide the selected parameters' values at the end, and drop their memory, also after an exception."""
+        for each in self._selected:
+            each.param.__class__ = nn.Parameter
         try:
             yield
         finally:
             for each in self._selected:
                 each.hide()
+                each.param.__class__ = _StandIn
             _drop(self._selected)
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp import environment
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import clean
+from fsdp.flat.views import stepped_params
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
@@ -121,8 +122,7 @@ def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
     """
     others = {
         id(param): param
-        for group in optimizer.param_groups
-        for param in group["params"]
+        for param in stepped_params(optimizer)
         if param.grad is not None and param.numel() and id(param) not in owned and not isinstance(param, DTensor)
     }
     for mark in ("_fsdp_flattened", "_fsdp_replaced", "_fsdp_ignored"):
