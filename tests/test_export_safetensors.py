@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint.safetensors import header_size, parse_header
 from fsdp.export import load_safetensors, safetensors, save_safetensors
 from fsdp.wrap import ModuleWrapPolicy
@@ -105,17 +106,52 @@ def test_load_into_a_model_from_the_meta_device_with_renamed_keys(tmp_path: Path
     model = build(True)
     train(model)
     save_safetensors(model, tmp_path, rename=lambda name: f"transformer.{name}")
-    with torch.device("meta"):
-        empty = Model()
-    target = wrap(
-        empty,
-        FULL,
-        True,
-        wrap_policy=ModuleWrapPolicy({Block}),
-        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
-    )
+    target = from_meta(with_scratch)
     load_safetensors(target, tmp_path, rename=lambda name: f"transformer.{name}")
     assert_bit_equal(full_parameters(target), {**full_parameters(model), "ignored": model.module.ignored.detach()})
+    assert_bit_equal(dict(target.named_buffers()), dict(model.named_buffers()))
+
+
+def empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+def with_scratch(module: nn.Module) -> None:
+    """Allocate the module's tensors, and compute the buffer that no file has, as the constructor does."""
+    empty(module)
+    if isinstance(module, Block):
+        module.register_buffer("scratch", torch.arange(1, 3) / torch.arange(1, 3), persistent=False)
+
+
+def from_meta(init: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+    with torch.device("meta"):
+        module = Model()
+    return wrap(module, FULL, True, wrap_policy=ModuleWrapPolicy({Block}), param_init_fn=init)
+
+
+@on_ranks(2)
+def test_buffers_that_no_file_has_are_named_if_they_hold_arbitrary_memory(tmp_path: Path) -> None:
+    """Buffers that `param_init_fn`, rank 0 or the program has written are not named, nor are those in the files."""
+    save_safetensors(build(True), tmp_path)
+    target = from_meta(empty)
+    names = ", ".join(f"'blocks.{number}.scratch'" for number in range(3))
+    with pytest.warns(UserWarning, match=f"no file has the buffers {names}, and .*param_init_fn"):
+        load_safetensors(target, tmp_path)
+    for number, block in enumerate(target.module.blocks):
+        if number:
+            block.scratch.fill_(1)
+        else:
+            block.module.scratch = torch.ones(2)
+    load_safetensors(target, tmp_path)
+    load_safetensors(from_meta(lambda module: with_scratch(module.to_empty(device="cpu", recurse=False))), tmp_path)
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        module = Model()
+    init = empty if dist.get_rank() else None
+    target = wrap(
+        module, FULL, True, wrap_policy=ModuleWrapPolicy({Block}), param_init_fn=init, sync_module_states=True
+    )
+    load_safetensors(target, tmp_path)
+    assert all(block.scratch.tolist() == [1, 1] for block in target.module.blocks)
 
 
 @on_ranks(1)

@@ -28,8 +28,10 @@ from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
 from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.consensus import Ranks
+from fsdp.comm.user_warnings import warn_user
 from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
+from fsdp.flat.unwritten import unwritten_buffers
 from fsdp.placement.boxes import Box, Placement, elements_of
 from fsdp.placement.redistribute import Channels, Item, redistribute
 from fsdp.runtime.unit import Unit
@@ -301,7 +303,9 @@ def load_safetensors(
 
     Each rank reads the byte ranges of its shards. Values are cast to the model's dtypes. The model changes only when
     every rank has read everything. Until then the new shards lie beside the old ones. For a model that was built on the
-    meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``.
+    meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers that
+    no file has, such as a table of positions, have lost their values then: a warning names those that neither
+    ``param_init_fn`` nor the program has written.
 
     Args:
         model: a wrapped model, a module with wrapped modules in it, or a plain one.
@@ -342,6 +346,12 @@ def load_safetensors(
                 target = tensor.value if tensor.held is None else tensor.held.part.local
                 assert target is not None
                 target.copy_(value)
+    if names := unwritten_buffers(model):
+        warn_user(
+            f"load_safetensors(): no file has the buffers {', '.join(map(repr, names))}, and they hold arbitrary "
+            "values, for nobody has written them since param_init_fn gave them memory. Compute them there, or before "
+            "the model is used, as the constructors of their modules do"
+        )
 
 
 def _read_headers(path: Path) -> dict[str, _Found]:

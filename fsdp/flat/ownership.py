@@ -27,6 +27,7 @@ from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
 from fsdp.flat.registration import Site
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
+from fsdp.flat.unwritten import MarkEmpty, moved
 
 ONE_UNIT_ONLY = (
     "A parameter can be sharded by one unit only: make the two modules that have it one unit by "
@@ -354,11 +355,12 @@ def materialize(
         return
     ties = [sites for _, sites in _sites_of(module, ignored) if len(sites) > 1]
     if param_init_fn is not None:
-        for _, owner in _breadth_first(module, ignored):
-            param_init_fn(owner)
+        with MarkEmpty():
+            for _, owner in _breadth_first(module, ignored):
+                param_init_fn(owner)
     else:
         device = resolve_device(device_id) if device_id is not None else default_device()
-        with torch.no_grad():
+        with torch.no_grad(), MarkEmpty():
             for _, owner in on_meta:
                 owner.to_empty(device=device, recurse=False)
                 owner.reset_parameters()  # type: ignore[operator]
@@ -463,7 +465,7 @@ def move_to(
         for _, owner in own_modules(module):
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu" and owner not in ignored.modules:
-                    owner._buffers[name] = buffer.to(target)
+                    owner._buffers[name] = moved(buffer, target)
     return target
 
 
