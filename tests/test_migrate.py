@@ -100,14 +100,16 @@ FOUND = {
         ("model = DDP(", "pass auto_wrap_policy=", False),
         ("optimizer.load_state_dict", "FSDP.optim_state_dict_to_load(model, optimizer, saved", False),
         ("clip_grad_norm_", "call `model.clip_grad_norm_(max_norm)`", True),
-        ("torch.save", "under `if rank == 0 and step % 3 == 2`, and needs all ranks", False),
+        ("if rank == 0 and", "alone call model.module.state_dict(), optimizer.state_dict(), and all ranks have", False),
         ("torch.save", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
+        ("torch.save", "call model.module.state_dict(), optimizer.state_dict() first on all ranks", False),
     ],
     "tutorial": [
         ("find_unused_parameters", "wrap by FullyShardedDataParallel", True),
         ("find_unused_parameters", "pass auto_wrap_policy=", False),
         ("clip_grad_norm_", "call `self.model.clip_grad_norm_(max_norm)`", True),
-        ("self.state = ", "under `if self.local_rank == 0`", False),
+        ("if self.local_rank == 0", "alone call self.model.module.state_dict(), and all ranks have to", False),
+        ("self._save_snapshot(epoch)", "keep this under `if self.local_rank == 0`", False),
     ],
     "fsdp1": [
         ("MixedPrecision", "import from fsdp: the same names", True),
@@ -117,18 +119,24 @@ FOUND = {
     "vision": [
         ("gradient_as_bucket_view", "without gradient_as_bucket_view", True),
         ("gradient_as_bucket_view", "pass auto_wrap_policy=", False),
-        ("torch.save", "call model_without_ddp.state_dict() on every rank", False),
+        ("if dist.get_rank() == 0", "`if dist.get_rank() == 0` lets some ranks alone", False),
+        ("torch.save", "call model_without_ddp.state_dict() first on all ranks", False),
     ],
     "nano": [
         ("import DistributedDataParallel", "import FullyShardedDataParallel", True),
         ("GradScaler", "ShardedGradScaler", False),
-        ("optimizer.load_state_dict", "after the model is wrapped", False),
+        ("optimizer.load_state_dict", "FSDP.optim_state_dict_to_load(model, optimizer, checkpoint", False),
+        ("if ddp:", "wrap the model unconditionally", False),
+        ("model = DDP(", "wrap before `if init_from == 'resume':`", False),
         ("model = DDP(", "wrap by FullyShardedDataParallel", True),
         ("model = DDP(", "pass auto_wrap_policy=", False),
-        ("model = DDP(", "wrap the model unconditionally", False),
-        ("losses = estimate_loss()", "under `if iter_num % eval_interval == 0 and master_process`", False),
-        ("raw_model.state_dict()", "call raw_model.state_dict() on every rank", False),
+        (
+            "and master_process:",
+            "call estimate_loss() (which leads to model() in estimate_loss), raw_model.state",
+            False,
+        ),
         ("raw_model.state_dict()", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
+        ("torch.save", "keep this under `if master_process`", False),
         ("clip_grad_norm_", "call `model.clip_grad_norm_(max_norm)`", True),
     ],
     "imagenet": [
@@ -137,7 +145,7 @@ FOUND = {
         ("optimizer.load_state_dict", "each rank loads a part", False),
         ("p.numel()", "call fsdp.num_params(model)", False),
         ("optimizer.state_dict", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
-        ("validate(", "under `if args.rank == 0`", False),
+        ("if args.rank == 0", "alone call validate(), and all ranks have to", False),
     ],
     "ema": [
         ("import DataParallel", "import FullyShardedDataParallel", True),
@@ -157,7 +165,8 @@ FOUND = {
         ("register_comm_hook", "the unit's flat gradient", False),
         ("p.ndim", "ask fsdp.global_shape(p)", False),
         ("Join(", "iterate over `fsdp.join(model, loader)`", False),
-        ("torch.save", "under `if rank == 0`", False),
+        ("elif rank == 0", "`if rank == 0` lets some ranks alone call model.state_dict()", False),
+        ("torch.save", "call model.state_dict() first on all ranks, and keep this under `if rank == 0`", False),
     ],
     "fsdp1-dotted": [
         ("import torch.distributed.fsdp\n", "import fsdp instead", True),
@@ -244,7 +253,8 @@ if master_process:
 """
     advice = {finding.line: finding.advice for finding in Script(text).left}
     assert "pass model, not the module inside" in advice[5]
-    assert "call raw_model.generate() on every rank" in advice[7]
+    assert "`if master_process` lets some ranks alone call raw_model.generate()" in advice[6]
+    assert "fsdp.register_forward_method(model, 'generate')" in advice[7]
 
 
 def test_shapes_read_before_wrapping_are_no_finding() -> None:

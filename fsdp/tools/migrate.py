@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import itertools
 import re
 import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
+from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, OPTIMIZER, SHARDED, STATE, Flow
+from fsdp.tools.migrate_ranks import findings_about_ranks
+from fsdp.tools.migrate_source import Edit, Source
 
 # -- the patterns ------------------------------------------------------------------------------------------------------
 
@@ -73,10 +75,6 @@ _MODEL_METHODS = {  # of the wrapped model
     "join": _JOIN,
     "register_comm_hook": "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
 }
-_SAFE_METHODS = {
-    *("parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children"),
-    *("state_dict", "load_state_dict", "train", "eval", "requires_grad_", "zero_grad", "to"),
-}
 _SHAPES = {
     "dim": "ask fsdp.global_shape(p)",
     "ndim": "ask fsdp.global_shape(p)",
@@ -86,21 +84,12 @@ _SHAPES = {
 }
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
-_OPTIMIZER, _NAMED = re.compile(r"torch\.optim\.\w+"), re.compile(r"(self\.)?opt(im(izer)?)?")  # by class, by name
-_OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
+_ASKS = {"isinstance", "print", "type", "id", "len", "str", "repr"}  # functions that take a module inside as well
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 
 
 # -- a script ----------------------------------------------------------------------------------------------------------
-
-
-class Edit(NamedTuple):
-    """A replacement of the text from byte ``start`` to byte ``end``."""
-
-    start: int
-    end: int
-    text: str
 
 
 class Finding(NamedTuple):
@@ -126,39 +115,12 @@ class Script:
 
     def __init__(self, text: str, name: str = "script.py") -> None:
         self.text, self.name = text, name
-        self._bytes = text.encode()
-        lengths = [len(line) for line in self._bytes.splitlines(keepends=True)]
-        self._line_starts = [0, *itertools.accumulate(lengths)]
-        self._tree = ast.parse(text, name)
-        self._parents = {child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
-        self._nodes = [n for n in ast.walk(self._tree) if isinstance(n, (ast.stmt, ast.expr, ast.comprehension))]
-        self._aliases: dict[str, str] = {}  # full names of imported names
-        for node in self._nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    package = alias.name.split(".")[0]
-                    self._aliases[alias.asname or package] = alias.name if alias.asname else package
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                self._aliases.update(names)
-        assigned = [
-            (ast.unparse(to), node) for node in self._nodes if isinstance(node, ast.Assign) for to in node.targets
-        ]
-        made = [
-            (name, node, self._full(node.value.func)) for name, node in assigned if isinstance(node.value, ast.Call)
-        ]
-        self._wrapped = {name: node for name, node, cls in made if cls in _DDP or cls in _WRAPPERS}
-        self._optimizers = {name for name, _, cls in made if _OPTIMIZER.fullmatch(cls) or _NAMED.fullmatch(name)}
-        # the wrapped model of each expression that is a wrapped model, or the module inside: raw_model = model.module
-        self._models = {text: name for name in self._wrapped for text in (name, f"{name}.module")}
-        for name, node in assigned:
-            value = node.value
-            for part in [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]:
-                if self._is_inner(part):
-                    self._models.setdefault(name, self._model(part))
+        self._source = Source(text, name)
+        self._full, self._nodes = self._source.full, self._source.nodes
+        self._flow = Flow(self._source, {*_DDP, *_WRAPPERS})
         used = {self._full(node) for node in self._nodes}
-        self._from_ddp = not used.isdisjoint(_DDP) and not used.union(self._aliases.values()) & _WRAPPERS
-        self.findings = sorted(self._find(), key=lambda finding: finding.line)
+        self._from_ddp = not used.isdisjoint(_DDP) and not used.union(self._source.aliases.values()) & _WRAPPERS
+        self.findings = sorted(dict.fromkeys(self._find()), key=lambda finding: finding.line)
 
     @property
     def proposed(self) -> list[Finding]:
@@ -170,51 +132,6 @@ class Script:
         """The findings that are left to the user."""
         return [finding for finding in self.findings if not finding.edit]
 
-    # -- facts ---------------------------------------------------------------------------------------------------------
-
-    def _full(self, node: ast.AST) -> str:
-        """Return ``torch.nn.Linear`` for ``nn.Linear``; "" for names that are not imported."""
-        if isinstance(node, ast.Name):
-            return self._aliases.get(node.id, "")
-        if isinstance(node, ast.Attribute):
-            base = self._full(node.value)
-            return f"{base}.{node.attr}" if base else ""
-        return ""
-
-    def _model(self, node: ast.AST) -> str:
-        """Return the wrapped model that an expression is, or is the inside of; "" for other expressions."""
-        return self._models.get(ast.unparse(node), "") if isinstance(node, ast.expr) else ""
-
-    def _is_inner(self, node: ast.AST) -> bool:
-        """Return True for ``model.module`` of a wrapped ``model``, and for its aliases."""
-        return self._model(node) not in ("", ast.unparse(node))
-
-    def _source(self, node: ast.AST) -> str:
-        start, end, _ = self._replace(node, "")
-        return self._bytes[start:end].decode()
-
-    def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-        """Yield (child, parent) pairs from ``node`` outward."""
-        while (outer := self._parents.get(node)) is not None:
-            yield node, outer
-            node = outer
-
-    def _function_of(self, node: ast.AST) -> ast.AST | None:
-        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-        return next((outer for _, outer in self._around(node) if isinstance(outer, functions)), None)
-
-    def _is_after_wrapping(self, node: ast.stmt | ast.expr) -> bool:
-        """Return True if the model may be wrapped when ``node`` runs.
-
-        A function that the script calls before the wrapping line, and nowhere else, runs on the plain model.
-        """
-        function = self._function_of(node)
-        if function in map(self._function_of, self._wrapped.values()):
-            return node.lineno > min(wrapping.lineno for wrapping in self._wrapped.values())
-        name = getattr(function, "name", "")
-        calls = [n for n in self._nodes if isinstance(n, ast.Call) and ast.unparse(n.func).rpartition(".")[2] == name]
-        return not calls or any(self._is_after_wrapping(call) for call in calls if self._function_of(call) != function)
-
     @cached_property
     def _layer_class(self) -> str:
         """Return the class of this file, with parameters inside, that a loop constructs; "" unless there is one."""
@@ -224,13 +141,14 @@ class Script:
             n.func.id
             for n in self._nodes
             if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in modules
-            if any(isinstance(outer, loops) for _, outer in self._around(n))
+            if any(isinstance(outer, loops) for _, outer in self._source.around(n))
         }
         return repeated.pop() if len(repeated) == 1 else ""
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
     def _find(self) -> Iterator[Finding]:
+        wrappings = self._flow.wrappings
         for node in self._nodes:
             if isinstance(node, ast.Import):
                 yield from self._import(node)
@@ -242,16 +160,19 @@ class Script:
                 made = self._full(node.func)
                 if made in _DDP and self._from_ddp:  # else the script chooses between the two wrappers
                     yield from self._wrap(node)
-                elif made in _CLIP and self._wrapped:
+                elif made in _CLIP and wrappings:
                     yield self._clip(node)
-                elif self._wrapped and (advice := self._advice(node)):
-                    yield Finding(node.lineno, advice)
-            elif isinstance(node, (ast.For, ast.comprehension)) and self._wrapped:
+                elif wrappings:
+                    yield from (Finding(node.lineno, advice) for advice in self._advice(node))
+                    yield from self._too_early(node)
+            elif isinstance(node, (ast.For, ast.comprehension)) and wrappings:
                 yield from self._shapes(node)
-        wrappings = list(self._wrapped.values())
-        if wrappings and all(any(isinstance(outer, ast.If) for _, outer in self._around(w)) for w in wrappings):
+        conditions = [next((o for _, o in self._source.around(w) if isinstance(o, ast.If)), None) for w in wrappings]
+        if conditions and conditions[0] and all(conditions):
             advice = "wrap the model unconditionally, also in one process: later lines call methods of the wrapper"
-            yield Finding(wrappings[0].lineno, advice)
+            yield Finding(conditions[0].lineno, advice)
+        for line, advice in findings_about_ranks(self._source, self._flow) if wrappings else ():
+            yield Finding(line, advice)
 
     def _import(self, node: ast.Import) -> Iterator[Finding]:
         for alias in node.names:
@@ -264,7 +185,7 @@ class Script:
                 continue
             ours = alias.name.replace(_FSDP1, "fsdp")
             text = f"import {ours} as {alias.asname}" if alias.asname else f"import torch, {ours}"  # it binds torch too
-            edit = self._replace(node, text) if len(node.names) == 1 else None
+            edit = self._source.replace(node, text) if len(node.names) == 1 else None
             yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edit)
 
     def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
@@ -292,24 +213,24 @@ class Script:
             yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
 
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
-        parent = self._parents[node]
+        parent = self._source.parent(node)
         is_called = isinstance(parent, ast.Call) and parent.func is node
         if self._full(node) in _DDP and self._from_ddp and not is_called:
-            yield Finding(node.lineno, "FullyShardedDataParallel instead", self._replace(node, "FSDP"))
+            yield Finding(node.lineno, "FullyShardedDataParallel instead", self._source.replace(node, "FSDP"))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
             if _is_here(self._full(parent)):
-                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", self._replace(node, "fsdp"))
+                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", self._source.replace(node, "fsdp"))
             else:
                 yield Finding(node.lineno, f"{ast.unparse(parent)}: {_PRIVATE}")
 
     def _wrap(self, call: ast.Call) -> Iterator[Finding]:
         """Replace ``DDP(...)`` by ``FSDP(...)``."""
         given = {keyword.arg or "**": keyword.value for keyword in call.keywords}
-        arguments = [self._source(argument) for argument in call.args[:1]]
-        arguments += [f"{name}={self._source(given[name])}" for name in _KEPT_ARGUMENTS if name in given]
+        arguments = [self._source.text_of(argument) for argument in call.args[:1]]
+        arguments += [f"{name}={self._source.text_of(given[name])}" for name in _KEPT_ARGUMENTS if name in given]
         unused = given.pop("find_unused_parameters", None)
         if unused is not None and ast.unparse(unused) != "False":
-            arguments.append(f"reduce_unused={self._source(unused)}")
+            arguments.append(f"reduce_unused={self._source.text_of(unused)}")
         arguments += [] if "broadcast_buffers" in given else ["broadcast_buffers=True"]
         arguments += ["use_orig_params=True", "sync_module_states=True"]
         arguments += [f"auto_wrap_policy=ModuleWrapPolicy({{{self._layer_class}}})"] if self._layer_class else []
@@ -318,7 +239,7 @@ class Script:
         if unknown := given.keys() - set(_KEPT_ARGUMENTS) - ARGUMENTS.keys():
             yield Finding(call.lineno, f"{advice}. Not known here: {', '.join(sorted(unknown))}")
         else:
-            yield Finding(call.lineno, advice, self._replace(call, f"FSDP({', '.join(arguments)})"))
+            yield Finding(call.lineno, advice, self._source.replace(call, f"FSDP({', '.join(arguments)})"))
         if not self._layer_class:
             yield Finding(
                 call.lineno,
@@ -329,80 +250,79 @@ class Script:
     def _clip(self, call: ast.Call) -> Finding:
         of = call.args[0] if call.args else None
         owner = of.func.value if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) else None
-        model, edit = self._model(owner) if owner is not None else "", None
+        model, edit = self._flow.model_of(owner) if owner else "", None
         if model and {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
-            arguments = ", ".join(map(self._source, [*call.args[1:], *call.keywords]))
-            edit = self._replace(call, f"{model}.clip_grad_norm_({arguments})")
-        model = model or min(self._wrapped)
+            arguments = ", ".join(map(self._source.text_of, [*call.args[1:], *call.keywords]))
+            edit = self._source.replace(call, f"{model}.clip_grad_norm_({arguments})")
+        model = model or self._flow.model_near(call)
         return Finding(
             call.lineno,
             f"call `{model}.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone",
             edit,
         )
 
-    def _advice(self, call: ast.Call) -> str:
-        """Return what to change about a call, by hand; "" for nothing."""
+    def _advice(self, call: ast.Call) -> Iterator[str]:
+        """Yield the changes of a call that are left to the user."""
         function, name = call.func, ast.unparse(call.func).rpartition(".")[2]
         owner = function.value if isinstance(function, ast.Attribute) else ast.Constant(None)
-        inside, model = self._parents[call], self._model(owner)
+        kind, model = self._flow.kind(owner), self._flow.model_of(owner)
         if self._full(function) in _CALLS:
-            return _CALLS[self._full(function)]
-        if name.lower() in _WHOLE_MATRIX:
-            done = isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")
-            return "" if done else _WHOLE_MATRIX_ADVICE.format(name=name)
-        if ast.unparse(owner) in self._optimizers and name in ("state_dict", "load_state_dict"):
-            return self._optimizer_state(call, ast.unparse(owner), name)
-        if (guard := self._guard(call)) and self._needs_all_ranks(call, name, model):
-            return (
-                f"this runs under `if {guard}`, and needs all ranks: call {ast.unparse(function)}() on every rank, and "
-                "print or save the result on one"
-            )
-        if model and name in _MODEL_METHODS:
-            return _MODEL_METHODS[name]
-        if self._is_inner(function):
-            return f"call {self._model(function)}, not the module inside: the wrapper gathers"
-        if self._is_inner(owner) and name not in _SAFE_METHODS:
-            return (
+            yield _CALLS[self._full(function)]
+        elif name.lower() in _WHOLE_MATRIX:
+            inside = self._source.parent(call)
+            if not (isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")):
+                yield _WHOLE_MATRIX_ADVICE.format(name=name)
+        elif kind == OPTIMIZER and name in STATE:
+            yield from self._optimizer_state(call, ast.unparse(owner), name)
+        elif model and name in _MODEL_METHODS:
+            yield _MODEL_METHODS[name]
+        elif not self._flow.is_after_wrapping(call):
+            return
+        elif self._flow.kind(function) == INSIDE:
+            yield f"call {self._flow.model_of(function)}, not the module inside: the wrapper gathers"
+        elif kind == INSIDE and name not in LOCAL_METHODS | STATE:
+            yield (
                 f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method({model}, "
                 f"{name!r}) once, then {model}.{name}()"
             )
-        whole = next((self._model(given) for given in call.args if self._is_inner(given)), "")
-        return whole and f"pass {whole}, not the module inside: a part of a unit cannot be copied or run alone"
+        elif name not in _ASKS:
+            for whole in (self._flow.model_of(given) for given in call.args if self._flow.kind(given) == INSIDE):
+                yield f"pass {whole}, not the module inside: its parameters are shards, and have other names"
 
-    def _guard(self, node: ast.AST) -> str:
-        """Return the innermost condition around ``node`` that one rank alone meets; "" without one."""
-        for inner, outer in self._around(node):
-            if isinstance(outer, ast.If) and inner in outer.body and _OF_ONE_RANK.search(ast.unparse(outer.test)):
-                return ast.unparse(outer.test)
-        return ""
+    def _too_early(self, call: ast.Call) -> Iterator[Finding]:
+        """Find wrappings that come after a copy of the model, or after an optimizer's state is loaded."""
+        function, given = call.func, [self._flow.kind(argument) for argument in call.args[:1]]
+        owner = self._flow.kind(function.value) if isinstance(function, ast.Attribute) else ""
+        if self._full(function) in COPIES and given and given[0] in SHARDED:
+            why = (
+                f"`{ast.unparse(call)}` has to copy the wrapped model; a plain copy has other names, and whole tensors"
+            )
+        elif owner == OPTIMIZER and given and ast.unparse(function).endswith(".load_state_dict"):
+            why = f"{ast.unparse(function)}() needs the wrapped model"
+        else:
+            return
+        if not self._flow.is_after_wrapping(call):
+            earlier = [(w.lineno, self._source.text_of(s).splitlines()[0]) for w, s in self._flow.early(call)]
+            yield from (Finding(line, f"wrap before `{statement}`: {why}") for line, statement in earlier)
+            if not earlier:
+                yield Finding(call.lineno, f"move this after the wrapping: {why}")
 
-    def _needs_all_ranks(self, call: ast.Call, name: str, model: str) -> bool:
-        """Return True if ``call``, of ``name`` of ``model`` ("" for another owner), may run a forward or gather."""
-        if self._model(call.func) or model:
-            return name not in _SAFE_METHODS - {"state_dict", "load_state_dict"}
-        runners = (n for n in self._nodes if isinstance(n, ast.FunctionDef) and n.name == name)
-        runs = any(isinstance(n, ast.Call) and self._model(n.func) for runner in runners for n in ast.walk(runner))
-        is_own = isinstance(call.func, ast.Name) and not self._full(call.func)
-        return is_own and (runs or any(map(self._model, call.args)))
-
-    def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> str:
-        model, saved = min(self._wrapped), "".join(map(self._source, call.args[:1]))
+    def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> Iterator[str]:
+        model, saved = self._flow.model_near(call), "".join(map(self._source.text_of, call.args[:1]))
         if method == "state_dict":
             text = f"`FSDP.optim_state_dict({model}, {optimizer})`"
-            return f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
-        if not saved or "optim_state_dict_to_load" in saved:
-            return ""
-        early = "" if self._is_after_wrapping(call) else ", after the model is wrapped"
-        return (
-            f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`{early}: each rank loads a part. Pass "
-            "DDP's state through FSDP.rekey_optim_state_dict first"
-        )
+            yield f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
+        elif saved and "optim_state_dict_to_load" not in saved:
+            yield (
+                f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`: each rank loads a part. Pass "
+                "DDP's state through FSDP.rekey_optim_state_dict first"
+            )
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Find decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
-        scope = loop if isinstance(loop, ast.For) else self._parents[loop]
+        scope = loop if isinstance(loop, ast.For) else self._source.parent(loop)
         asked = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute) and n.attr in _SHAPES]
-        if asked and _PARAMETERS.search(ast.unparse(loop.iter)) and self._is_after_wrapping(loop.iter):
+        if asked and _PARAMETERS.search(ast.unparse(loop.iter)) and self._flow.is_after_wrapping(loop.iter):
             yield Finding(
                 asked[0].lineno,
                 f".{asked[0].attr} of a parameter is that of this rank's 1-D shard: {_SHAPES[asked[0].attr]}; for "
@@ -416,37 +336,26 @@ class Script:
         lines = ["from fsdp import FullyShardedDataParallel as FSDP"]
         return [*lines, "from fsdp.wrap import ModuleWrapPolicy"] if self._layer_class else lines
 
-    def _replace(self, node: Any, text: str) -> Edit:
-        start = self._line_starts[node.lineno - 1] + node.col_offset
-        return Edit(start, self._line_starts[node.end_lineno - 1] + node.end_col_offset, text)
-
-    def _indent(self, line: int) -> str:
-        text = self._bytes[self._line_starts[line - 1] :].decode()
-        return text[: len(text) - len(text.lstrip(" \t"))]
-
     def _moved(self, node: ast.ImportFrom, rest: set[str], *lines: str) -> Edit:
         """Replace an import by ``lines``, and an import of the names in ``rest``."""
-        indent = self._indent(node.lineno)
+        indent = self._source.indent(node.lineno)
         stays = [_import_line(str(node.module), node, rest)] if rest else []
         separator = f"\n{indent}" if len(indent) == node.col_offset else "; "  # behind another statement
-        return self._replace(node, separator.join([*lines, *stays]))
+        return self._source.replace(node, separator.join([*lines, *stays]))
 
     def migrated(self, *, comments: bool = False) -> str:
         """Return the script with all proposed changes; with ``comments`` also a TODO before each line that is left."""
         edits = [finding.edit for finding in self.findings if finding.edit]
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
-            top = [n for n in self._tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
-            place = self._line_starts[(top[-1].end_lineno or 0) if top else 0]
+            top = [n for n in self._source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+            place = self._source.line_start((top[-1].end_lineno or 0) + 1 if top else 1)
             edits.append(Edit(place, place, "".join(f"{line}\n" for line in self._our_imports)))
         for finding in self.left if comments else ():
             statements = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
             line = max(n.lineno for n in statements if (n.end_lineno or 0) >= finding.line)
-            place = self._line_starts[line - 1]
-            edits.append(Edit(place, place, f"{self._indent(line)}# TODO fsdp: {finding.advice}\n"))
-        text = self._bytes
-        for start, end, new in sorted(edits, reverse=True):
-            text = text[:start] + new.encode() + text[end:]
-        return text.decode()
+            place = self._source.line_start(line)
+            edits.append(Edit(place, place, f"{self._source.indent(line)}# TODO fsdp: {finding.advice}\n"))
+        return self._source.edited(edits)
 
     def diff(self) -> str:
         """Return a unified diff from the script to the proposed text, TODO comments included; "" without findings."""
