@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import io
 import shutil
 import tempfile
 import warnings
@@ -25,7 +23,6 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.work import OutOfStep
-from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import clean_name
@@ -290,20 +287,6 @@ def test_optimizers_of_whole_parameters_warn_or_raise() -> None:
 
 
 @on_ranks(2)
-def test_pickled_optimizers_with_shards_warn() -> None:
-    """State dicts, copies together with the model, and unsharded parameters do not warn."""
-    for flat in (False, True):
-        model = build(use_orig_params=not flat)
-        whole = build(use_orig_params=not flat, sharding_strategy=ShardingStrategy.NO_SHARD)
-        sharded, replicated = (torch.optim.SGD(each.parameters()) for each in (model, whole))
-        (messages,) = warned(lambda sharded=sharded: torch.save(sharded, io.BytesIO()))
-        assert "SGD is pickled" in messages and "Save FSDP.optim_state_dict(model, optimizer) instead" in messages
-        assert not warned(lambda sharded=sharded: torch.save(sharded.state_dict(), io.BytesIO()))
-        assert not warned(lambda both=(model, sharded): copy.deepcopy(both))
-        assert not warned(lambda replicated=replicated: torch.save(replicated, io.BytesIO()))
-
-
-@on_ranks(2)
 def test_communication_hooks_for_ddp_buckets_are_refused() -> None:
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         with pytest.raises(TypeError, match=r"take buckets: .*torch.distributed.algorithms._comm_hooks.default_hooks"):
@@ -324,25 +307,6 @@ def test_parameter_groups_by_dimensions_warn_of_empty_groups() -> None:
         assert "fsdp.param_groups(model, weight_decay=...)" in messages
         groups = [{"params": list(model.parameters())}, {"params": []}]
         assert not optimizer_warnings(lambda groups=groups: torch.optim.SGD(groups), model)  # type: ignore[misc]
-
-
-@on_ranks(2)
-def test_grad_scaler_of_torch_warns_once_of_shards() -> None:
-    for scaler, count in ((torch.amp.GradScaler("cpu"), 1), (ShardedGradScaler("cpu"), 0)):
-        for options in ({}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
-            model = build(**options)
-            optimizer = torch.optim.SGD(model.parameters())
-            messages: list[str] = []
-            for _ in range(2):
-                scaler.scale(model(batch()).sum()).backward()
-                messages += warned(functools.partial(_step, scaler, optimizer))
-                scaler.update()
-            assert len(messages) == (0 if options else count), messages
-            assert all("Use fsdp.sharded_grad_scaler.ShardedGradScaler" in each for each in messages)
-
-
-def _step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    scaler.step(optimizer)
 
 
 @on_ranks(2)

@@ -155,8 +155,7 @@ class FSDP2Names(nn.Module):
         """Choose whether this unit is gathered for backward.
 
         False is for units whose gradients are computed without their parameters, such as an embedding. A backward that
-        reads a parameter of such a unit ends in autograd's error about a variable "at version 1073741824". If nobody
-        catches that error, a hint names the parameter.
+        reads a parameter of such a unit ends in autograd's error about a variable "at version 1073741824".
         """
         self._choose(False, unshard_in_backward=as_flag(unshard_in_backward, "unshard_in_backward"))
 

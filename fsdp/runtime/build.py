@@ -33,7 +33,6 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import check_variables, warn_of_hooks
 from fsdp.runtime.options import WrapOptions
@@ -67,7 +66,6 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     """Return the unit of ``module``: initialize, move, flatten and shard the parameters. The wrapper's constructor
     calls this, and raises the same errors."""
     check_variables()
-    explain_uncaught_errors()
     use_orig_params = options.use_orig_params
     inner = units_of(module)
     with contextlib.ExitStack() as stack:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fsdp.comm.profiling import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
-from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_pickling, warn_of_stale, warn_of_unowned
+from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_stale, warn_of_unowned
 
 logger = logging.getLogger("fsdp")
 
@@ -263,20 +262,8 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[An
 @functools.cache
 def watch_optimizers() -> None:
     """Call ``before_step()`` of a unit, from now on, before each step of an optimizer that has parameters of it. The
-    first step of each optimizer, and pickling it, are checked for probable mistakes; see ``mistakes.py``."""
+    first step of each optimizer is checked for probable mistakes; see ``mistakes.py``."""
     register_optimizer_step_pre_hook(_before_step)
-    state_of: Callable[[Optimizer], Any] = Optimizer.__getstate__
-
-    @functools.wraps(state_of)
-    def warn_and_get_state(optimizer: Optimizer) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") != "copy":  # the model may be copied with it
-            held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            if any(id(param) in held for unit in units if unit.is_sharded for param in unit.visible_params()):
-                warn_of_pickling(optimizer)
-        return state_of(optimizer)
-
-    names: Any = Optimizer
-    names.__getstate__ = warn_and_get_state
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

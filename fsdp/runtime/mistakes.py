@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
@@ -19,7 +17,6 @@ from fsdp import environment
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import clean
 from fsdp.flat.views import stepped_params
-from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
 _OF_WHOLE_PARAMETERS = {  # computed with their shapes, norms or products
@@ -34,7 +31,6 @@ _OF_WHOLE_PARAMETERS = {  # computed with their shapes, norms or products
     "singledevicemuon",
     "soap",
 }
-_STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
 def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
@@ -89,27 +85,6 @@ def warn_of_habits(optimizer: Optimizer) -> None:
             "DistributedDataParallel. To compute in low precision and train in float32, wrap the model in float32 "
             f"(model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={low[0]})"
         )
-    frame: Any = sys._getframe(1)
-    for _ in range(6):  # from the optimizer's hooks to the caller of the step
-        if frame is not None and frame.f_code in _STEPPING:
-            scaler = frame.f_locals["self"]
-            if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
-                warn_user(
-                    f"{type(scaler).__name__} steps an optimizer of sharded parameters: it looks for infinite "
-                    "gradients in this rank's shards alone, so that ranks skip different steps and their scales part. "
-                    "Use fsdp.sharded_grad_scaler.ShardedGradScaler"
-                )
-            return
-        frame = frame and frame.f_back
-
-
-def warn_of_pickling(optimizer: Optimizer) -> None:
-    """Warn that ``optimizer``, which holds shards, is pickled directly."""
-    warn_user(
-        f"{type(optimizer).__name__} is pickled, as by torch.save(optimizer), with this rank's shards: what is loaded "
-        "of it steps copies of them, and not the model. Save FSDP.optim_state_dict(model, optimizer) instead, or "
-        "fsdp.checkpoint.save(folder, model, optimizer)"
-    )
 
 
 def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
