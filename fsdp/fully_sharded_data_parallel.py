@@ -60,7 +60,7 @@ from fsdp.module_groups import has_groups
 from fsdp.names.ddp import DDPNames, refuse_unknown_arguments, refused_attribute
 from fsdp.names.fsdp1 import FSDP1Names, _get_module_fsdp_state_if_fully_sharded_module  # noqa: F401, for tools
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
-from fsdp.runtime.autograd_grad import watch_autograd_grad
+from fsdp.runtime.asked_gradients import follow_inputs
 from fsdp.runtime.build import (
     Membership,
     build_unit,
@@ -282,7 +282,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self._surround(module, "")
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()
-        watch_autograd_grad()
+        follow_inputs()
 
     def _surround(self, module: nn.Module, place: str) -> None:
         """Wrap ``module``; ``place`` is the prefix of the module in the names of the unit's parameters."""
