@@ -80,6 +80,22 @@ def test_clip_grad_norm_of_torch_warns_of_shards() -> None:
     assert torch.equal(*(torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (replicated, plain)))
 
 
+@on_ranks(2)
+def test_clip_grad_norm_of_torch_warns_of_parameters_from_before_wrapping() -> None:
+    """Flat parameters have replaced them. Where the user's own parameters stay, they are the wrapped model's."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for flat in (False, True):
+            module = net()
+            before = list(module.parameters())
+            model = FullyShardedDataParallel(module, use_orig_params=not flat, sharding_strategy=strategy)
+            backward(model)
+            messages = warned(functools.partial(_clip, before))
+            assert len(messages) == (flat or strategy is ShardingStrategy.FULL_SHARD)
+            if flat:
+                assert "on 4 parameters from before they were wrapped, the first one '0.weight' of the" in messages[0]
+                assert "Call clip_grad_norm_() of the outermost wrapped module" in messages[0]
+
+
 def _clip(params: Any) -> None:
     clip_grad_norm_(params, 0.01)
 
@@ -303,10 +319,26 @@ def test_parameter_groups_by_dimensions_warn_of_empty_groups() -> None:
             return torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(several, (0.1, 0.0))])
 
         (messages,) = optimizer_warnings(by_dimensions, model)
-        assert "parameter group 0 of AdamW, with weight_decay 0.1, is empty" in messages
+        assert "parameter group 0 of AdamW is empty" in messages
         assert "fsdp.param_groups(model, weight_decay=...)" in messages
         groups = [{"params": list(model.parameters())}, {"params": []}]
-        assert not optimizer_warnings(lambda groups=groups: torch.optim.SGD(groups), model)  # type: ignore[misc]
+        empty = optimizer_warnings(lambda groups=groups: torch.optim.SGD(groups), model)  # type: ignore[misc]
+        assert len(empty) == flat
+
+
+@on_ranks(2)
+def test_group_of_the_parameters_of_an_inner_module_warns_if_they_are_flat() -> None:
+    """A module inside of a unit has no parameters then. A group that is added after the first step counts as well."""
+    for flat in (False, True):
+        model = build(use_orig_params=not flat)
+        optimizer = torch.optim.SGD([next(model.parameters())], lr=0.1)
+        backward(model)
+        assert not warned(optimizer.step)
+        optimizer.add_param_group({"params": model.module[2].parameters()})
+        messages = warned(lambda optimizer=optimizer: (optimizer.step(), optimizer.step()))
+        assert len(messages) == flat, messages
+        if flat:
+            assert "parameter group 1 of SGD is empty" in messages[0] and "Pass use_orig_params=True" in messages[0]
 
 
 @on_ranks(2)

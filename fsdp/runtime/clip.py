@@ -253,9 +253,10 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
 
 @functools.cache
 def watch_torchs_clipping() -> None:
-    """Warn, from now on, where torch's clipping computes the norm of this rank's shards alone.
+    """Warn, from now on, where torch's clipping computes the norm of this rank's shards alone, or of nothing.
 
-    That is ``clip_grad_norm_`` with sharded parameters, and ``get_total_norm`` with sharded gradients. Programs import
+    That is ``clip_grad_norm_`` with sharded parameters, or with those that flat parameters have replaced, and
+    ``get_total_norm`` with sharded gradients. Programs import
     these functions under names of their own. So the helpers that they call, by names in torch's module, are wrapped.
     ``clip_grads_with_norm_`` scales by a given norm, and is not checked.
     """
@@ -264,10 +265,17 @@ def watch_torchs_clipping() -> None:
 
     @functools.wraps(clips)
     def warn_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         flattened = any(getattr(param, "_fsdp_flattened", False) for param in params)
+        replaced = [param for param in params if getattr(param, "_fsdp_replaced", False)]
         if flattened and not _sharded_params().isdisjoint(params):
             _warn_of_partial_norm("clip_grad_norm_", "parameters")
+        elif replaced:
+            warn_user(
+                f"torch.nn.utils.clip_grad_norm_ was called on {len(replaced)} parameters from before they were "
+                f"wrapped, the first one {replaced[0]._fsdp_owner}, which get no gradients: it does not clip those of "
+                "the model. Call clip_grad_norm_() of the outermost wrapped module instead, which returns the norm"
+            )
         clips(params, *args, **kwargs)
 
     @functools.wraps(by_kind)

@@ -24,7 +24,13 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fsdp.comm.profiling import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
-from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_stale, warn_of_unowned
+from fsdp.runtime.mistakes import (
+    check_reduced,
+    warn_of_empty_groups,
+    warn_of_habits,
+    warn_of_stale,
+    warn_of_unowned,
+)
 
 logger = logging.getLogger("fsdp")
 
@@ -255,8 +261,10 @@ class _Refusal:
 
 
 units: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
-# by optimizer: the number of parameters when they were last examined, and the units that it steps
-_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+# by optimizer: the sizes of the parameter groups when they were last examined, and the units that it steps
+_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @functools.cache
@@ -270,19 +278,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     """Follow users' changes, and check gradients; those of a closure after each call of it."""
     if torch.compiler.is_compiling() or current_backward() != NO_BACKWARD:
         return None
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    sizes = _sizes_of(optimizer)
     known = _optimizers.get(optimizer)
     first = known is None and not _own_steps
-    if known is None or known[0] != count:
+    if known is None or known[0] != sizes:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if first:
+        if not _own_steps:
             warn_of_stale(optimizer, params)
         ids = {id(param) for param in params}
         found = [weakref.ref(unit) for unit in units if any(id(param) in ids for param in unit.visible_params())]
         sharded = [unit for unit_ref in found if (unit := unit_ref()) is not None and unit.is_sharded]
-        if first and any(unit.summoned is None for unit in sharded):
-            warn_of_habits(optimizer)
-        known = (count, found)
+        if not _own_steps and any(unit.summoned is None for unit in sharded):
+            warn_of_empty_groups(optimizer)
+            if first:
+                warn_of_habits(optimizer)
+        known = (sizes, found)
         if not _own_steps:
             _optimizers[optimizer] = known
     stepped = [unit for unit_ref in known[1] if (unit := unit_ref()) is not None]
@@ -313,7 +323,11 @@ def _check_reduced(optimizer: Optimizer, stepped: list[Any], *, first: bool) -> 
 
 def steps_no_shards(optimizer: Optimizer) -> None:
     """Skip ``optimizer`` before its steps: it never holds visible parameters."""
-    _optimizers[optimizer] = (sum(len(group["params"]) for group in optimizer.param_groups), [])
+    _optimizers[optimizer] = (_sizes_of(optimizer), [])
+
+
+def _sizes_of(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 _own_steps: list[Optimizer] = []  # the optimizers that the package steps now; see ``own_step``

@@ -34,7 +34,7 @@ _OF_WHOLE_PARAMETERS = {  # computed with their shapes, norms or products
 
 
 def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
-    """Warn at the first step of ``optimizer`` if it holds parameters that modules no longer have."""
+    """Warn if ``optimizer`` holds parameters that modules no longer have."""
     params = list(params)
     stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
     if stale:
@@ -43,6 +43,22 @@ def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
             f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
             "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True"
         )
+
+
+def warn_of_empty_groups(optimizer: Optimizer) -> None:
+    """Warn of parameter groups that are probably empty because the model is wrapped: with options of their own, or
+    where flat parameters hide the parameters of inner modules."""
+    groups = optimizer.param_groups
+    flat = any(getattr(param, "_is_flat_param", False) for group in groups for param in group["params"])
+    options = [(group.get("lr"), group.get("weight_decay")) for group in groups]
+    for number, group in enumerate(groups):
+        if not group["params"] and (flat or options.count(options[number]) < len(groups)):
+            warn_user(
+                f"parameter group {number} of {type(optimizer).__name__} is empty. Parameters of a wrapped model are "
+                "1-D, so p.dim() puts all of them in one group; and with use_orig_params=False the parameters() of a "
+                "module inside of a wrapped one are none. Pass use_orig_params=True; ask fsdp.global_shape(p), or make "
+                "the groups by fsdp.param_groups(model, weight_decay=...)"
+            )
 
 
 def warn_of_habits(optimizer: Optimizer) -> None:
@@ -65,14 +81,6 @@ def warn_of_habits(optimizer: Optimizer) -> None:
             "number of ranks. Step whole parameters by fsdp.optim.WholeParamOptimizer, or use an optimizer that steps "
             "each element by itself"
         )
-    for number, group in enumerate(groups):
-        if not group["params"] and any(group.get("weight_decay") != other.get("weight_decay") for other in groups):
-            warn_user(
-                f"parameter group {number} of {type(optimizer).__name__}, with weight_decay "
-                f"{group.get('weight_decay')}, is empty. Parameters of a wrapped model are 1-D, so p.dim() puts all of "
-                "them in one group: ask fsdp.global_shape(p), or make the groups by fsdp.param_groups(model, "
-                "weight_decay=...)"
-            )
     params = [param for group in groups for param in group["params"]]
     for param in params:
         if getattr(param, "_is_flat_param", False) and param._backward_hooks:
