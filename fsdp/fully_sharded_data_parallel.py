@@ -53,6 +53,7 @@ from fsdp.flat.ownership import (
     check_not_wrapped,
     meta_modules,
     owned_params,
+    torchs_base_of,
     warn_of_shared_memory,
 )
 from fsdp.flat.registration import drop_gradients
@@ -283,6 +284,16 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()
         follow_inputs()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError where torch's ``fully_shard()`` makes the class of a module that is wrapped already."""
+        super().__init_subclass__(**kwargs)
+        if found := torchs_base_of(cls, fully_shard=True):
+            raise TypeError(
+                f"{found} cannot be a base of {cls.__name__}: fully_shard() of torch was called on a module of this "
+                "package's FullyShardedDataParallel, whose parameters are sharded already. Wrap the whole model with "
+                "one of the two; the model is of no use now"
+            )
 
     def _surround(self, module: nn.Module, place: str) -> None:
         """Wrap ``module``; ``place`` is the prefix of the module in the names of the unit's parameters."""

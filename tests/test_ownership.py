@@ -495,6 +495,23 @@ def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
     model.head(torch.ones(2, WIDTH))  # an inner unit called before the root
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_fully_shard_of_a_wrapped_module_is_refused(use_orig_params: bool) -> None:
+    """At the call, for the root and for an inner unit."""
+    from torch.distributed.fsdp import fully_shard
+
+    for pick in (lambda model: model, lambda model: model.head):
+        model = FullyShardedDataParallel(
+            Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+        )
+        words = (
+            r"fully_shard\(\) of torch was called on a module of this package's FullyShardedDataParallel.*one of the"
+        )
+        with pytest.raises(TypeError, match=words):
+            fully_shard(pick(model))
+
+
 def test_param_init_fn_of_a_parent_leaves_wrapped_modules_as_they_are() -> None:
     inner: Any = FullyShardedDataParallel(nn.Linear(3, 4), StandIn())
     before, module = inner._flat_param.detach().clone(), nn.Sequential(inner)

@@ -108,9 +108,9 @@ def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
     """Describe the module that torch's own FSDP has wrapped, in or around ``module``; with ``fully_shard`` also the one
     that ``fully_shard`` has."""
     modules = list(module.modules())
-    if any(_wrapped_by(kind, fully_shard) for kind in set(map(type, modules))):
+    if any(torchs_base_of(kind, fully_shard) for kind in set(map(type, modules))):
         for name, submodule in module.named_modules():
-            if found := _wrapped_by(type(submodule), fully_shard):
+            if found := torchs_base_of(type(submodule), fully_shard):
                 return f"{repr(name) if name else 'the module'} is already wrapped by {found}"
     flattened = (p for m in modules for p in m._parameters.values() if getattr(p, "_fsdp_flattened", False))
     if any(_is_torchs(param) for param in flattened):
@@ -119,7 +119,7 @@ def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
     return None
 
 
-def _wrapped_by(kind: Any, fully_shard: bool) -> str | None:
+def torchs_base_of(kind: Any, fully_shard: bool) -> str | None:
     """Return the name of the class of torch's own FSDP that ``kind``, a class of modules, derives from."""
     classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
     bases = (base for base in kind.__mro__ if base.__module__.startswith(_TORCH) and base.__name__ in classes)
