@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from fsdp.comm.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import clean_name
-from tests.harness.pool import on_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
 from tests.harness.versions import RELEASE
 
@@ -210,6 +212,39 @@ def test_require_backward_grad_sync_accumulates() -> None:
 
 def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["auto", "native"])
+@on_ranks(2)
+def test_ranks_that_step_differently_warn(transport: str) -> None:
+    """Another number of steps, or other learning rates, at the next backward, on one of the ranks at least.
+
+    Equal steps do not warn, whatever their number, nor do rates that are tensors. After the warning ranks are compared
+    anew.
+    """
+    with mock.patch.dict(os.environ, FSDP_COLLECTIVES=transport):
+        model, rank = build(process_group=dist.new_group()), dist.get_rank()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model)
+
+        def told(words: str = "") -> bool:
+            messages = warned(lambda: backward(model))
+            assert all(words in message and "average a loss over the ranks" in message for message in messages)
+            return 1 in of_all_ranks(len(messages))
+
+        for rate, count in ((0.1, 1), (torch.tensor(0.2), 3), (0.3, 0)):
+            optimizer.param_groups[0]["lr"] = rate
+            for _ in range(count):
+                optimizer.step()
+            assert not told()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)
+        optimizer.step()
+        assert told("stepped an optimizer with other learning rates on this rank")
+        assert not told()
+        if rank == 0:
+            optimizer.step()
+        assert told("made 0 optimizer steps on this rank, and 1 on another one")
+        assert not told()
 
 
 @on_ranks(2)

@@ -94,6 +94,17 @@ class Question:
         self._work.wait()
         return self._read()
 
+    def telling(self, listener: Callable[[int], None]) -> Question:
+        """Return this vote so that ``result`` also calls ``listener`` with the ``largest`` value, if there is one."""
+
+        def read() -> int | None:
+            largest = self._read()
+            if largest is not None:
+                listener(largest)
+            return largest
+
+        return Question(self._work, read)
+
 
 class _Route(NamedTuple):
     """How one kind of collective is called: over a side group or the carrier, and by which method of the group.

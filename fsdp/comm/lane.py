@@ -232,7 +232,7 @@ class Lane(Issuer):
         elif not together and asks:
             # After a backward or a call all ranks are together. After a forward some may be about to begin another
             # pass, with other message sizes, and gloo aborts the process when such messages meet.
-            self._ask_later(self._history.begun, f"agree to begin the {what.words}")
+            self._questions.append(self.ask(f"agree to begin the {what.words}", self._history.begun))
 
     def agree(self, event: Event) -> None:
         """Return once the ranks agree on ``event``, the next one; no message is sent if it follows the history.
@@ -277,12 +277,13 @@ class Lane(Issuer):
             where = f"in the {self._latest.what.words}, where rank {self._rank} {doing}"
             raise self._out_of_step(self._in_words(f"{where}, {found}", {}))
 
-    def end(self, number: int | None, *, wait: bool) -> None:
+    def end(self, number: int | None, *, wait: bool, value: int, listener: Callable[[int], None]) -> None:
         """End the pass or call that is under way.
 
         Args:
             number: the event that ends the pass; None for a call, which communicates the same wherever it is called.
             wait: whether all ranks have to be at the end, and are asked whether theirs was the same pass.
+            value, listener: with ``wait``, the ``listener`` is called with the largest ``value`` of any rank.
 
         Raises:
             OutOfStep: they are not, or it was not.
@@ -290,7 +291,8 @@ class Lane(Issuer):
         if number is not None:
             self.agree(Event(END_WORDS, number))
         if wait:
-            self._ask_later(self._history.so_far, f"agree on the {self._latest.what.words}")
+            question = self.ask(f"agree on the {self._latest.what.words}", self._history.so_far, largest=value)
+            self._questions.append(question.telling(listener))
             self._look_at_answers()
             self._together = True
         self.under_way = None
@@ -300,9 +302,6 @@ class Lane(Issuer):
         """End the pass that is under way without a check: the ranks have agreed on its end."""
         self.under_way = None
         self.end_pass()
-
-    def _ask_later(self, value: int, label: str) -> None:
-        self._questions.append(self.ask(label, value))
 
     def _look_at_answers(self) -> None:
         """Check the votes in flight: all of them on CPU, else those whose result is there."""

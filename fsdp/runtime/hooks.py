@@ -298,6 +298,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     stepped = [unit for unit_ref in known[1] if (unit := unit_ref()) is not None]
     for unit in stepped:
         unit.before_step()
+    if not _own_steps:
+        rates = [f"{rate:.6g}" for rate in (group.get("lr") for group in optimizer.param_groups) if _is_on_host(rate)]
+        for tree in {unit.context: None for unit in stepped}:
+            if tree is not None:
+                tree.passes.note_step(rates)
     if first and any(unit.groups.reduces for unit in stepped):
         warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -324,6 +329,10 @@ def _check_reduced(optimizer: Optimizer, stepped: list[Any], *, first: bool) -> 
 def steps_no_shards(optimizer: Optimizer) -> None:
     """Skip ``optimizer`` before its steps: it never holds visible parameters."""
     _optimizers[optimizer] = (_sizes_of(optimizer), [])
+
+
+def _is_on_host(rate: Any) -> bool:
+    return isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu and rate.numel() == 1)
 
 
 def _sizes_of(optimizer: Optimizer) -> list[int]:

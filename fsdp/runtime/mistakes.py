@@ -165,6 +165,20 @@ def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) ->
         warn_user(f"{words}: ranks step by gradients of their own, and their parameters differ from then on")
 
 
+def warn_of_steps(here: int, elsewhere: int) -> None:
+    """Warn that optimizers made different steps on this rank and on another one: their number since the last backward,
+    or, where it is the same, their learning rates."""
+    if here == elsewhere:
+        found = "stepped an optimizer with other learning rates on this rank than on another one"
+    else:
+        found = f"made {here} optimizer steps on this rank, and {elsewhere} on another one"
+    warn_user(
+        f"Since the last backward the program {found}. Each rank steps its own part of every parameter, so that the "
+        "model becomes a mixture. Let all ranks decide by equal numbers: average a loss over the ranks before a "
+        "scheduler or a test for NaN reads it, and scale losses by fsdp.sharded_grad_scaler.ShardedGradScaler"
+    )
+
+
 def warn_of_hooks(name: str) -> None:
     """Warn that a hook on parameter ``name`` will never fire."""
     warn_user(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,9 +14,17 @@ from fsdp.comm.collectives import debug_detail, gather_values
 from fsdp.comm.history import Pass, hash_of
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane import ORDER_REMEDY, Lane
-from fsdp.runtime.mistakes import warn_of_initial_values
+from fsdp.runtime.mistakes import warn_of_initial_values, warn_of_steps
 from fsdp.runtime.negotiation import REMEDY, Negotiation
 from fsdp.runtime.unit import Unit
+
+_RATES = 1 << 32
+
+
+def _compare_steps(here: int, largest: int) -> None:
+    """Warn if the steps of optimizers on this rank, and the ``largest`` ones of any rank, differ."""
+    if here != largest:
+        warn_of_steps(here // _RATES, largest // _RATES)
 
 
 class LaneUnits:
@@ -38,6 +47,7 @@ class LaneUnits:
         self._places: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
         self._trained = False  # whether a forward in training mode has begun
         self._compared = False  # whether the initial values were compared, or a pass has failed
+        self._steps, self._rates = 0, 0  # of optimizers since the last vote: their number, and a hash of their rates
 
     def add(self, unit: Unit) -> None:
         """Add a unit."""
@@ -81,6 +91,18 @@ class LaneUnits:
             self._compare_initial_values()
         return True
 
+    def end(self, what: Pass, *, wait: bool) -> None:
+        """End ``what`` in the lane; see :meth:`Lane.end`. With ``wait`` the ranks compare the steps of optimizers."""
+        steps = self._steps * _RATES + self._rates
+        if wait:
+            self._steps, self._rates = 0, 0
+        listener = functools.partial(_compare_steps, steps)
+        self.lane.end(None if what.call else self.end_number, wait=wait, value=steps, listener=listener)
+
+    def note_step(self, rates: Sequence[str]) -> None:
+        """Note the learning rates of a step."""
+        self._steps, self._rates = self._steps + 1, hash_of(f"{self._rates} {rates}") % _RATES
+
     def _number_of(self, what: Pass) -> int:
         """Return a number for ``what`` that is equal on all ranks: names, and further groups, may differ."""
         if what.call:
@@ -115,6 +137,7 @@ class LaneUnits:
     def failed(self) -> None:
         """Note that a pass failed, maybe before the initial values were compared."""
         self._compared = True
+        self._steps, self._rates = 0, 0
 
 
 class Passes:
@@ -268,6 +291,12 @@ class Passes:
             for member in self._by_group.values():
                 self._enter(member, self.current)
 
+    def note_step(self, rates: Sequence[str]) -> None:
+        """Note that an optimizer steps units of the tree with these learning rates, one per parameter group. Where
+        ranks differ in this, the end of the next backward warns."""
+        for member in self._by_group.values():
+            member.note_step(rates)
+
     def end(self, *, wait: bool) -> None:
         """End the innermost pass or call; see :meth:`Lane.end`.
 
@@ -287,7 +316,7 @@ class Passes:
             for member in self._by_group.values():
                 if member.lane.under_way is what:
                     member.detailed = False
-                    member.lane.end(None if what.call else member.end_number, wait=wait)
+                    member.end(what, wait=wait)
         self._set_under_way(*self._stack[:-1])
         self._begin_negotiated()
 
