@@ -138,6 +138,10 @@ def set_model(model: Any) -> None:
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state_dict": (state_dict_by(False), "state_dict() (FULL_STATE_DICT) of the root unit"),
     "state_dict for rank 0": (state_dict_by(True), "state_dict() (FULL_STATE_DICT, rank0_only) of the root unit"),
+    "state_dict of the inner module": (
+        lambda model: model.module.state_dict(),
+        "state_dict() of a module in the root unit",
+    ),
     "optim_state_dict": (optim_state_dict, "optim_state_dict() of the root unit"),
     "get_optimizer": (get_optimizer, "get_optimizer_state_dict() of the root unit"),
     "set_optimizer": (set_optimizer, "set_optimizer_state_dict() of the root unit"),

@@ -216,7 +216,9 @@ class UnitSaving(UnitTensors):
         channel = self._walk.channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
         held = self._shown() if unit.phase is Phase.SUMMONED else self.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not self._form.stays:
-            self._context.passes.about_to(GATHER, unit)
+            words = f"state_dict() of a module in {unit.name}"  # outside of the call of a wrapper
+            with self._context.passes.calling("state_dict()", words, often=True):
+                self._context.passes.about_to(GATHER, unit)
         label = f"gather {unit.name}"
         leaving = export(held.values(), self._form, channel, label)
         channel.flush()
