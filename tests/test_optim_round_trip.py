@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, OptimStateKeyType, ShardingStrategy, StateDictType
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
 from fsdp.checkpoint.torch_state_dict import StateDictOptions
+from fsdp.optim import WholeParamOptimizer
 from tests.harness.models import Net
 from tests.harness.optim_states import train as step
 from tests.harness.optim_states import transfer
@@ -174,6 +175,74 @@ def test_state_of_every_optimizer_survives_every_form_bit_for_bit(tmp_path: Path
             with torch.no_grad():
                 for name, param in model.named_parameters():
                     param.copy_(before[name])
+
+
+# -- memory order ------------------------------------------------------------------------------------------------------
+
+
+class Rotating(Optimizer):
+    """An optimizer of matrices with column-major states, whose products round otherwise in another memory order."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            if not state:
+                state["q"] = torch.linalg.qr(param.grad @ param.grad.mT + torch.eye(len(param)))[0]
+                state["mean"] = torch.zeros_like(param).mT.contiguous().mT
+            state["mean"].mul_(0.9).add_(param.grad)
+            param.sub_(state["q"] @ (state["q"].mT @ state["mean"]), alpha=0.01)
+
+
+def matrices(kind: str) -> tuple[nn.Module, Optimizer]:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(3)
+        model: nn.Module = nn.Sequential(nn.Linear(33, 33, bias=False), nn.Linear(33, 70, bias=False))
+    if kind == "plain":
+        return model, Rotating(model.parameters())
+    strategy = ShardingStrategy.NO_SHARD if kind == "replicas" else ShardingStrategy.FULL_SHARD
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(model, use_orig_params=True, sharding_strategy=strategy)
+    if kind == "whole parameters":
+        return model, WholeParamOptimizer(model, Rotating, select=lambda name, shape: True)
+    return model, Rotating(model.parameters())
+
+
+def step_once(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    model(torch.sin(torch.arange(5 * 33.0) * seed).view(5, 33)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind"),
+    [(1, "plain"), (1, "one rank"), (2, "replicas"), (1, "whole parameters"), (2, "whole parameters")],
+)
+@on_ranks("world_size")
+def test_states_keep_their_memory_order_so_that_the_next_step_is_that_of_the_run(
+    world_size: int, kind: str, tmp_path: Path
+) -> None:
+    """Of the parameter's shape and of another, into new states and into present ones."""
+    model, optimizer = matrices(kind)
+    for seed in (1, 2):
+        step_once(model, optimizer, seed)
+    save(tmp_path, model, optimizer)
+    states = [{k: v.stride() for k, v in state.items() if v.numel()} for state in optimizer.state.values()]
+    step_once(model, optimizer, 3)
+    for has_stepped, in_place in ((False, True), (True, True), (True, False)):
+        other, fresh = matrices(kind)
+        if has_stepped:
+            step_once(other, fresh, 5)
+        load(tmp_path, other, fresh, in_place=in_place)
+        found = [{k: v.stride() for k, v in state.items() if v.numel()} for state in fresh.state.values()]
+        assert found == states and all(stride[0] == 1 for state in states for stride in state.values())
+        step_once(other, fresh, 3)
+        for one, two in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, two)
 
 
 # -- mismatched states ------------------------------------------------------------------------------------------------

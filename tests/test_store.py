@@ -617,3 +617,31 @@ def test_models_of_fully_shard_are_saved_and_load_into_wrapped_models(tmp_path: 
             assert_bit_equal(found, expected)
     saved = load_plain(tmp_path / "sync")
     assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})
+
+
+@needs_cpu_events
+@on_ranks(1, 2)
+def test_new_states_of_models_of_fully_shard_are_distributed_as_the_parameters(world_size: int, tmp_path: Path) -> None:
+    """At one rank as well, where a step refuses plain tensors next to a `DTensor`; and in the same memory order."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Linear(6, 8)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].permute([*range(state["exp_avg"].dim())][::-1]).contiguous()
+        state["exp_avg"] = state["exp_avg"].permute([*range(state["exp_avg"].dim())][::-1])
+    save(tmp_path, model, optimizer)
+    for used in (False, True):
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
+        fresh.state.update({param: dict(state) for param, state in optimizer.state.items() if used})
+        load(tmp_path, model, fresh)
+        for param, state in optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                found, expected = fresh.state[param][name], state[name]
+                assert type(found) is type(param.data) and found.placements == expected.placements
+                assert found.to_local().stride() == expected.to_local().stride(), name
+                assert (found is expected) is used
+                assert torch.equal(found.to_local(), expected.to_local())
+        fresh.step()

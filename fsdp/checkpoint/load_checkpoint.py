@@ -482,11 +482,17 @@ class Contents(ExitStack):
 
         keys = [*filter(wanted, self.tensors)]
         scalars = {key: self.empty(key) for key in keys if not self._shape(key)}
-        in_place = self.reading.in_place
-        self.states = {k: Whole(self._dtype(k), self.table[k].shape, in_place) for k in keys if k not in scalars}
+        self.states = {key: self._whole(key) for key in keys if key not in scalars}
         self.read(self.find(scalars))
         values = self.values([*filter(wanted, self.others), GROUPS, OTHERS])
         return _optimizer_state({key: (scalars | self.states)[key] for key in keys} | values)
+
+    def _whole(self, key: str) -> Whole:
+        """Describe a state that is read later."""
+        state, param = self.table[key], self.table.get(MODEL + param_and_state(key)[0])
+        usual = tuple(range(len(state.shape))) if param is None or param.shape != state.shape else param.order
+        order = None if state.order == usual else state.order
+        return Whole(self._dtype(key), state.shape, order, self.reading.in_place)
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:

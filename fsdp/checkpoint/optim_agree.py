@@ -32,10 +32,12 @@ class Elementwise(NamedTuple):
 
     Attributes:
         shape: None for the parameter's shape.
+        order: the dimensions, outermost in memory first; None for the usual order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
 
 class Scalar(NamedTuple):
@@ -60,17 +62,22 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
     descriptions are one object, found in ``known``: most parameters have the same one, and pickle writes it once."""
     found: States = {}
     for name, value in state.items():
+        order = holder.order_of(value) if isinstance(value, torch.Tensor) else None
         if not isinstance(value, torch.Tensor):
             found[name] = value
             has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
             if has_tensors and holder.sharded and not holder.any_shape:
                 problems.append(f"state {name!r} of {holder} is a {type(value).__name__} of tensors")
-        elif tuple(value.shape) == holder.local_shape and (value.dim() > 0 or not holder.sharded):
-            found[name] = Elementwise(value.dtype)
+        elif (
+            tuple(value.shape) == holder.local_shape
+            and (value.dim() > 0 or not holder.sharded)
+            and (order is None or holder.any_shape)
+        ):
+            found[name] = Elementwise(value.dtype, order=order)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
         elif holder.any_shape:
-            found[name] = Elementwise(value.dtype, tuple(value.shape))
+            found[name] = Elementwise(value.dtype, tuple(value.shape), order)
         elif holder.is_whole:
             found[name] = value  # equal on every rank
         else:

@@ -38,6 +38,7 @@ from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare
+from fsdp.placement.boxes import memory_order
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
@@ -48,6 +49,7 @@ class Whole:
     reads later, into ``target``.
 
     Attributes:
+        order: the dimensions, outermost in memory first; None is the parameter's order, or row-major for another shape.
         in_place: the memory of the optimizer's present state may become the target.
         value: the tensor, on ranks that have the dict. It does not travel between ranks.
         target: memory for this rank's part of a tensor that the caller reads.
@@ -56,13 +58,14 @@ class Whole:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
     in_place: bool = False
     value: torch.Tensor | None = field(default=None, compare=False)
     target: torch.Tensor | None = field(default=None, compare=False)
     exists: bool = field(default=False, compare=False)
 
     def __reduce__(self) -> Any:
-        return Whole, (self.dtype, self.shape)
+        return Whole, (self.dtype, self.shape, self.order)
 
 
 @dataclass
@@ -204,7 +207,7 @@ class _Plan:
             values = [states[member][state] for member in present]
             if not all(isinstance(value, Whole) for value in values):
                 local[state] = self._common(holder, present, state, values)
-            elif holder.is_whole and _is_whole_by_nature(values[0], present[0]):
+            elif holder.is_whole and (values[0].order is not None or _is_whole_by_nature(values[0], present[0])):
                 local[state] = values[0]
                 self.as_they_are.append((holder.param, state, values[0]))
             else:
@@ -227,9 +230,9 @@ class _Plan:
         unit, dtypes = holder.unit, {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        new = holder.empty(values[0].dtype, values[0].shape)
+        new = holder.empty(values[0].dtype, values[0].shape, values[0].order)
         in_place = len(present) == len(holder.members) and all(value.in_place for value in values)
-        memory = self._reusable(holder, state, new) if in_place else new
+        memory = _reusable(self.present_state(holder.param, state), new) if in_place else new
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -240,7 +243,7 @@ class _Plan:
                 self._problems.append(f"{called} has shape {value.shape}, and the parameter has {member.shape}")
                 continue
             value.exists = memory is not new
-            held = holder.held(member, memory, value.shape)
+            held = holder.held(member, memory, value.shape, value.order)
             found = value.value if self._from_rank0 else self._source(called, value, held, unit)
             self.arrivals.setdefault(unit, []).append((held, found))
         return memory
@@ -259,12 +262,8 @@ class _Plan:
             self.exchanged.setdefault(unit, []).append(words)
         return source
 
-    def _reusable(self, holder: Holder, state: Any, new: torch.Tensor) -> torch.Tensor:
-        """Return the optimizer's present state if it is like ``new``, else ``new``."""
-        present = self._present.get(holder.param, {}).get(state)
-        if type(present) is not torch.Tensor or kind_of(present) != kind_of(new):
-            return new
-        return present if (present.stride(), present.device) == (new.stride(), new.device) else new
+    def present_state(self, param: nn.Parameter, state: Any) -> Any:
+        return self._present.get(param, {}).get(state)
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
@@ -311,10 +310,21 @@ def _of_first(whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
 
 
 def _target(param: nn.Parameter, whole: Whole) -> torch.Tensor:
-    """Make memory for a state of a parameter that no unit shards, as ``DTensor`` if the parameter is one."""
-    if is_sharded(param) and tuple(param.shape) == whole.shape:
-        return torch.empty_like(param.detach(), dtype=whole.dtype)
-    return torch.empty(whole.shape, dtype=whole.dtype, device=param.device)
+    """Make memory for a state of a parameter that no unit shards: as ``DTensor`` if the parameter is one, which a step
+    needs at one rank as well."""
+    alike = tuple(param.shape) == whole.shape
+    like = param.detach() if alike else torch.empty(whole.shape, device=param.device)
+    order = memory_order(like.shape, like.stride()) if whole.order is None else whole.order
+    new = torch.empty_like(like.permute(order), dtype=whole.dtype, memory_format=torch.contiguous_format)
+    return new.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _reusable(present: Any, new: torch.Tensor) -> torch.Tensor:
+    """Return ``present``, an optimizer's state, if it is like ``new``, else ``new``."""
+    if type(present) is not type(new) or kind_of(present) != kind_of(new):
+        return new
+    here, there = ((one.stride(), one.device, getattr(one, "_spec", None)) for one in (present, new))
+    return present if here == there else new
 
 
 # -- the load ---------------------------------------------------------------------------------------------------
@@ -385,7 +395,9 @@ def optim_state_dict_to_load(
         if from_rank0:
             value = _of_first(whole, group, params.device)
         elif whole.value is None:
-            value = whole.target = _target(param, whole)
+            new = _target(param, whole)
+            value = whole.target = _reusable(plan.present_state(param, state), new) if whole.in_place else new
+            whole.exists = value is not new
         else:
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)

@@ -24,7 +24,7 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
 from fsdp.flat.views import FlatViews
-from fsdp.placement.boxes import elements_of
+from fsdp.placement.boxes import elements_of, memory_order
 from fsdp.runtime.unit import Unit
 
 Key = int | str
@@ -88,16 +88,25 @@ class Holder:
         """This process's rank in the group over which the parameter is sharded."""
         return self.unit.groups.shard_rank
 
-    any_shape: ClassVar[bool] = False  # whether tensor states may differ from the parameter in shape
+    any_shape: ClassVar[bool] = False  # whether tensor states may differ from the parameter in shape and memory order
 
-    def held(self, member: Member, state: torch.Tensor, shape: tuple[int, ...] | None = None) -> Held:
+    def held(
+        self,
+        member: Member,
+        state: torch.Tensor,
+        shape: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> Held:
         """Describe how the ranks hold a tensor state of ``member``; ``state`` is (or contains) this rank's part.
-        ``shape`` is the shape of the whole state if that is not the parameter's; see ``any_shape``."""
+        ``shape`` and ``order`` (of dimensions in memory) are those of the whole state if they are not the parameter's;
+        see ``any_shape``."""
         return held_param(self.handle, member.index, self.part(member, state))
 
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Allocate this rank's part of a tensor state of this ``shape``, the parameter's if None. Padding is zero; the
-        remaining elements are uninitialized."""
+    def empty(
+        self, dtype: torch.dtype, shape: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """Allocate this rank's part of a tensor state; see ``held``. Padding is zero; other elements are
+        uninitialized."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
             return host_memory.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
@@ -106,6 +115,15 @@ class Holder:
         for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
             memory[start:end].zero_()
         return memory
+
+    def order_of(self, state: torch.Tensor) -> tuple[int, ...] | None:
+        """Return the memory order of a state that this rank has whole; None for the order that ``held`` assumes."""
+        if not (self.is_whole or self.any_shape):
+            return None
+        shape, record = tuple(state.shape), self.members[0].record
+        usual = record.stride if shape == record.shape else None
+        order = memory_order(shape, state.stride())
+        return None if order == memory_order(shape, usual) else tuple(order)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:

@@ -151,7 +151,7 @@ def _send(
         mine = holder.rank in holder.owners  # else this rank may have no state
         tensor = dequantized(state_of[holder.param][name]) if mine else holder.empty(*what)
         keys += [(member, name) for member in holder.members]
-        tensors += [holder.held(member, tensor, what.shape) for member in holder.members]
+        tensors += [holder.held(member, tensor, what.shape, what.order) for member in holder.members]
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (groups.mesh is None or groups.mesh.ndim == 1)

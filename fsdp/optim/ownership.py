@@ -14,7 +14,7 @@ from fsdp.checkpoint.optim_names import Holder, Member
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.layout import contiguous_stride
-from fsdp.placement.boxes import elements_of
+from fsdp.placement.boxes import dense_stride, elements_of
 
 
 def cost(shape: Sequence[int]) -> int:
@@ -61,24 +61,34 @@ class WholeHolder(Holder):
     def local_shape(self) -> tuple[int, ...]:
         return self.members[0].shape if self.rank == self.owner else (0,)
 
-    def held(self, member: Member, state: torch.Tensor, shape: tuple[int, ...] | None = None) -> Held:
+    def held(
+        self,
+        member: Member,
+        state: torch.Tensor,
+        shape: tuple[int, ...] | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> Held:
         shape = member.shape if shape is None else shape
-        stride, numel = self._stride(shape), math.prod(shape)
+        stride, numel = self._stride(shape, order), math.prod(shape)
         local = elements_of(state, stride) if self.rank == self.owner else state.reshape(-1)[:0]
         spans = ((self.owner, 0, numel),) if numel else ()
         part = held_param(self.handle, member.index).part
         whole = RaggedTensor(local, shape, 0, stride, saved_elsewhere=part.saved_elsewhere, replicas=part.replicas)
         return Held(whole, lambda: spans)
 
-    def empty(self, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    def empty(
+        self, dtype: torch.dtype, shape: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         shape = self.members[0].shape if shape is None else shape
         if self.rank != self.owner:
             return torch.empty(0, dtype=dtype, device=self.param.device)
-        return torch.empty_strided(shape, self._stride(shape), dtype=dtype, device=self.param.device)
+        return torch.empty_strided(shape, self._stride(shape, order), dtype=dtype, device=self.param.device)
 
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         return elements_of(state, self._stride(tuple(state.shape)))
 
-    def _stride(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _stride(self, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        if order is not None:
+            return dense_stride(shape, order)
         record = self.members[0].record
         return record.stride if shape == record.shape else contiguous_stride(shape)
