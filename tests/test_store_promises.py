@@ -540,6 +540,35 @@ def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None
     assert module.extra["deep"][0].tolist() == [2, 3]
 
 
+def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path) -> None:
+    """The order of the data, whose numbers would make the header too large for readers of safetensors."""
+    kinds: list[Any] = [
+        [*range(-5, 5000)],
+        tuple(number / 7 for number in range(5000)),
+        [-0.0, float("inf"), float("-inf"), 5e-324] * 1000,
+        [2**63 - 1, -(2**63)] * 1000,
+        {*range(5000)},
+        {"epochs": [[*range(1000)], [*range(1000, 2000)]]},
+    ]
+    made = save(tmp_path, with_extra(), extra=kinds) / RANK
+    with made.open("rb") as file:
+        assert int.from_bytes(file.read(8), "little") < 4000
+    found = load(tmp_path, with_extra())
+    assert repr(found) == repr(kinds)
+    assert repr(load_plain(tmp_path).extra) == repr([kinds])
+    odd: list[Any] = [
+        [True] * 300,
+        [1, 2.0] * 300,
+        [2**63] * 300,
+        ["1"] * 300,
+        [numpy.float64(0.5)] * 300,
+        [None] * 300,
+    ]
+    save(tmp_path, with_extra(), extra=odd)
+    found = load(tmp_path, with_extra())
+    assert found == odd and [type(each[0]) for each in found] == [bool, int, int, str, float, type(None)]
+
+
 def test_errors_name_the_file_or_the_wrong_argument(tmp_path: Path) -> None:
     """An error of a full disk names the file, and a wrong argument is described."""
     full = mock.patch.object(Disk, "write", side_effect=OSError(28, "No space left on device"))

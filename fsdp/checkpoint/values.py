@@ -1,14 +1,17 @@
 """Values beside tensors in a checkpoint, as JSON: options of optimizers, extra state, and a user's ``extra``.
 
 Numbers, strings, None, lists and dicts with string keys are plain JSON. A value of another type is a dict with one
-key: the type after a ``$``. Tensors and bytes go to the file's tensors, and a number refers to them. NumPy scalars
+key: the type after a ``$``. Tensors, bytes and long sequences of numbers, such as the order of the data, go to the
+file's tensors, and a number refers to them. NumPy scalars
 become Python numbers, because a learning rate is one as soon as a schedule uses NumPy. An object of another class is
 refused with the path to it, or pickled if the user trusts the files.
 """
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
 import dataclasses
 import enum
 import io
@@ -16,13 +19,15 @@ import pathlib
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 Tensors = list[torch.Tensor]  # those of a value, by number
+
+_LONG = 256  # numbers, from which on a sequence goes to the file's tensors
 
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES: dict[type, str] = {tuple: "$tuple", set: "$set", torch.Size: "$size"}
@@ -57,7 +62,11 @@ def _packed(value: Any, path: str, tensors: Tensors, remedy: str, trusted: bool)
         return value
     if kind is list or kind in _SEQUENCES:
         of = "an element of {}" if kind is set else "{}[{}]"
-        content: Any = [inner(each, of.format(path, number)) for number, each in enumerate(value)]
+        content: Any
+        if (numbers := _numbers(value)) is not None:
+            content = {"$numbers": refer(numbers)}
+        else:
+            content = [inner(each, of.format(path, number)) for number, each in enumerate(value)]
         return content if kind is list else {_SEQUENCES[kind]: content}
     if kind in _MAPPINGS:
         if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
@@ -84,6 +93,18 @@ def _packed(value: Any, path: str, tensors: Tensors, remedy: str, trusted: bool)
     raise TypeError(
         f"{path} is {_type_of(value)}, which a checkpoint cannot hold safely: {_advice(path, value)}{remedy}"
     )
+
+
+def _numbers(value: Collection[Any]) -> torch.Tensor | None:
+    """Return a long sequence of integers, or of floats, as a tensor, which takes less room than JSON; otherwise
+    None."""
+    kinds = set(map(type, value)) if len(value) >= _LONG else set()
+    with contextlib.suppress(OverflowError):  # integers of more than 64 bits
+        if kinds == {int}:
+            return torch.frombuffer(array.array("q", value), dtype=torch.int64)
+        if kinds == {float}:
+            return torch.frombuffer(array.array("d", value), dtype=torch.float64)
+    return None
 
 
 def _tensor_of(content: bytes | bytearray) -> torch.Tensor:
@@ -146,6 +167,8 @@ def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) 
         return _MAKERS[name](inner(content))
     if name == "$tensor":
         return tensor(content)
+    if name == "$numbers":
+        return tensor(content).tolist()
     if name == "$bytes":
         return tensor(content).numpy().tobytes()
     if name == "$bytearray":
