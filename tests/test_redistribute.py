@@ -19,7 +19,7 @@ from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint.forms import Form, Full, Held
 from fsdp.comm import collectives
 from fsdp.placement import redistribute as redistribute_module
-from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps
+from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps, same_cover
 from fsdp.placement.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks
@@ -57,6 +57,39 @@ def columns(shape: tuple[int, ...], ranks: int) -> Placement:
         box = Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], end - start))
         boxes.append((box,) if box.numel else ())
     return Placement(tuple(boxes))
+
+
+@pytest.mark.parametrize("dims", [0, 1, 2, 3])
+def test_boxes_with_the_same_cover_have_each_element_as_often(dims: int) -> None:
+    """Boxes that overlap, or miss elements, are noticed, whatever their number of elements."""
+    rng, seen = random.Random(dims), set()
+
+    def some_boxes() -> list[Box]:
+        def box() -> Box:
+            offsets = tuple(rng.randint(0, 2) for _ in range(dims))
+            return Box(offsets, tuple(rng.randint(0, 3 - offset) for offset in offsets))
+
+        return [box() for _ in range(rng.randint(0, 3))]
+
+    def counts(boxes: list[Box]) -> torch.Tensor:
+        whole = Box.whole((3,) * dims)
+        found = torch.zeros(whole.sizes)
+        for box in boxes:
+            whole.cut(box, found).add_(1)
+        return found
+
+    for _ in range(2000):
+        one, other = some_boxes(), some_boxes()
+        if rng.random() < 0.3 and dims:  # one box in two parts
+            at, (offsets, sizes) = rng.randint(0, 3), Box.whole((3,) * dims)
+            one, other = (
+                [Box(offsets, (at, *sizes[1:])), Box((at, *offsets[1:]), (3 - at, *sizes[1:]))],
+                [Box.whole(sizes)],
+            )
+        expected = torch.equal(counts(one), counts(other))
+        assert same_cover(one, other) is expected
+        seen.add(expected)
+    assert seen == {True, False}
 
 
 def test_the_intersection_of_two_boxes_has_the_elements_of_both() -> None:

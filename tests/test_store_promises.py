@@ -42,7 +42,9 @@ from fsdp.checkpoint import (
     set_state_dict,
 )
 from fsdp.checkpoint.files import Disk
+from fsdp.checkpoint.rank_file import Piece
 from fsdp.comm import consensus
+from fsdp.placement.boxes import Box
 from tests.harness.disk import on_disk
 from tests.harness.models import Net, WithExtraState
 from tests.harness.pool import on_ranks, run_fresh
@@ -333,7 +335,6 @@ FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged r
     (RANK, "[0,12]", "[4,16]"),
     (RANK, "[0,12]", "[0,99999999]"),
     (RANK, '"fsdp.block":"1048576"', '"fsdp.block":"0"'),
-    (RANK, '"fsdp.block":"1048576"', '"fsdp.block":"99999999999999"'),
     (RANK, '"fsdp.checksums":"', '"fsdp.checksums":"00'),
     (RANK, '"fsdp.boxes":"{}"', '"fsdp.boxes":"[]"'),
     (RANK, '"fsdp.boxes":"{}"', r'"fsdp.boxes":"{\"model.weight\":[\"model.weight\",[7]]}"'),
@@ -354,6 +355,20 @@ def test_forged_numbers_raise_an_error_that_names_the_file(tmp_path: Path, name:
     for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
         with pytest.raises(RuntimeError, match=words):
             read()
+
+
+def test_elements_that_are_stored_twice_do_not_stand_for_others(tmp_path: Path) -> None:
+    """Two boxes over one half of a tensor and none over the other have as many elements as the tensor."""
+    made = save(tmp_path, with_extra(1.0))
+    halves = [Piece("model.weight", (3,), Box((0,), (size,)), torch.full((size,), 2.0)) for size in (1, 2)]
+    record = rank_file.write(made / RANK, halves, {"model._extra_state": (None, [])})
+    assert record.size == (made / RANK).stat().st_size
+    forge(made, RANK, (made / RANK).read_bytes())
+    module = with_extra(3.0)
+    for read in (lambda: load(tmp_path, module), lambda: load_plain(tmp_path)):
+        with pytest.raises(RuntimeError, match=r"3 of 3 elements of 'model\.weight'.*, but some of them twice"):
+            read()
+    assert module.weight.tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize("ranks", [-1, 0, 10**7, float("inf"), "many"])

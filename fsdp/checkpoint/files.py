@@ -39,10 +39,9 @@ _LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
 _PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
 _TRIES = 20  # to read a checkpoint while another job replaces it
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
-_MOST_RANKS = 1 << 20  # the largest number of ranks that a manifest may have
 
 Advance = Callable[[int], object]  # called with the number of bytes that were written or read
-FORGED = AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError
+FORGED = ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError
 """Errors of a reader on content that this package has not written."""
 
 
@@ -446,10 +445,8 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         version, ranks = content["version"], int(content["ranks"])
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-        if any(record.size < 0 for record in files.values()):
-            raise ValueError("a file has less than no bytes")
-        if not 0 < ranks <= _MOST_RANKS:
-            raise ValueError(f"{ranks} ranks cannot have saved it")
+        if not 0 < ranks <= len(files):
+            raise ValueError(f"{ranks} ranks cannot have saved {len(files)} files")
     except FORGED as error:
         raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
     if version != VERSION or content.get("format") != FORMAT:

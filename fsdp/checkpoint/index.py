@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -133,34 +133,26 @@ def packed(table: Table) -> bytes:
     return json.dumps(table, separators=(",", ":")).encode()
 
 
-def unpacked(content: bytes, ranks: int) -> Table:
-    """Read the content of ``index.json``; ``ranks`` is the number of ranks that saved, by the manifest.
+def unpacked(content: bytes, ranks: int, nbytes: int) -> Table:
+    """Read the content of ``index.json``.
+
+    Args:
+        ranks: the number of ranks that saved, by the manifest.
+        nbytes: the size of all files together, which bounds the memory for a tensor.
 
     Raises:
-        AttributeError, KeyError, OverflowError, TypeError, ValueError: :func:`packed` has not written it.
+        ArithmeticError, AttributeError, KeyError, TypeError, ValueError: :func:`packed` has not written it.
     """
     table: Table = {}
     for key, (dtype, shape, order, runs) in json.loads(content).items():
-        if dtype:
-            torch_dtype(dtype)
-        saved = table[key] = Saved(dtype, _sizes(shape), tuple(map(int, order)), tuple(map(_run, runs)))
+        shape, order = tuple(map(int, shape)), tuple(map(int, order))
+        saved = table[key] = Saved(dtype, shape, order, tuple(Run(*map(int, run)) for run in runs))
+        itemsize = torch_dtype(dtype).itemsize if dtype else 0
+        if not 0 <= math.prod(shape) * itemsize <= nbytes:
+            raise ValueError(f"{key!r} of shape {shape} and {dtype} is not in files of {nbytes} bytes")
         if sorted(saved.order) != [*range(len(saved.shape))]:
             raise ValueError(f"{order} are not the dimensions of a tensor of shape {shape}")
         for run in saved.runs:
-            if run.ranks < 1 or run.rank + run.ranks > ranks:
+            if not 0 <= run.rank < run.rank + run.ranks <= ranks:
                 raise ValueError(f"{key!r} is on {run.ranks} ranks from {run.rank}, and {ranks} have saved")
     return table
-
-
-def _run(given: Sequence[Any]) -> Run:
-    run = Run(*map(int, given))
-    if not all(0 <= number < 1 << 62 for number in run):
-        raise ValueError(f"{given} are no ranks and elements")
-    return run
-
-
-def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
-    sizes = tuple(map(int, given))
-    if any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) >= 1 << 62:
-        raise ValueError(f"{given} are no sizes of a tensor")
-    return sizes

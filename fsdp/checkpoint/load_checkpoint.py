@@ -16,7 +16,6 @@ whose pages have to be mapped and cleared.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
@@ -51,7 +50,7 @@ from fsdp.checkpoint.torch_state_dict import (
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
-from fsdp.placement.boxes import Part
+from fsdp.placement.boxes import Box, Part, same_cover
 
 
 class Plain(NamedTuple):
@@ -357,7 +356,8 @@ class Contents(ExitStack):
         path = directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
         with files.of_ours(path):
-            self.table = index.unpacked(content, manifest.ranks)
+            nbytes = sum(record.size for record in manifest.files.values())
+            self.table = index.unpacked(content, manifest.ranks, nbytes)
         self.tensors = [key for key, saved in self.table.items() if saved.dtype]
         self.others = [key for key, saved in self.table.items() if not saved.dtype]
         self.states: dict[str, Whole] = {}
@@ -433,17 +433,20 @@ class Contents(ExitStack):
             for rank in self.table[key].holders(box for box, _ in several):
                 by_rank.setdefault(rank, {})[key] = several
         copies: dict[int, list[Copy]] = {}
-        found: Counter[str] = Counter()
+        found: dict[str, list[Box]] = {key: [] for key in parts}
         for rank, wanted in sorted(by_rank.items()):
             file = self._file(rank)
             with files.of_ours(file.path):
                 copies[rank], in_file = file.find(wanted)
-            found += in_file
+            for key, boxes in in_file.items():
+                found[key] += boxes
         for key, several in parts.items():
-            needed = sum(box.numel for box, _ in several)
-            if found[key] != needed:
-                words = f"{self.directory} has {found[key]} of {needed} elements of {key!r} for this rank"
-                raise files.damage(words)
+            needed = [box for box, _ in several]
+            if not same_cover(found[key], needed):
+                here, numel = (sum(box.numel for box in boxes) for boxes in (found[key], needed))
+                twice = ", but some of them twice and others not at all" if here == numel else ""
+                words = f"{here} of {numel} elements of {key!r} for this rank{twice}"
+                raise files.damage(f"{self.directory} has {words}")
         return copies
 
     def read(self, copies: Mapping[int, list[Copy]], *, verify_only: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,6 @@ from fsdp.checkpoint.safetensors import LENGTH
 from fsdp.placement.boxes import Box, Part, rectangles
 
 _WIDEST = 16  # bytes of the largest element
-_MOST_BLOCK = 1 << 26  # bytes of a block that is read
 _STAGED = 1 << 25  # bytes that are copied from an accelerator at a time
 
 
@@ -237,8 +236,6 @@ class RankFile:
             self._values: dict[str, Any] = json.loads(metadata["fsdp.values"])
             self._checksums, self._block = metadata["fsdp.checksums"], int(metadata["fsdp.block"])
             self._size = record.size - self._start
-            if not 0 < self._block <= _MOST_BLOCK or self._block % _WIDEST:
-                raise ValueError(f"its blocks have {self._block} bytes")
             if len(self._checksums) != DIGITS * -(-self._size // self._block):
                 raise ValueError("it does not have a checksum for each block")
             self._stored: dict[str, list[_Stored]] = defaultdict(list)
@@ -280,22 +277,22 @@ class RankFile:
         self.read(self.find({key: [(stored.box, tensor)]})[0])
         return tensor
 
-    def find(self, targets: Mapping[str, Sequence[Part]]) -> tuple[list[Copy], Counter[str]]:
+    def find(self, targets: Mapping[str, Sequence[Part]]) -> tuple[list[Copy], dict[str, list[Box]]]:
         """Find the elements of ``targets`` that are in this file.
 
         Args:
             targets: by key, destinations and the boxes that they are: of any device and dtype, in any memory order.
 
         Returns:
-            copies for ``read``, and the number of elements found, by key.
+            copies for ``read``, and the boxes found, by key.
         """
-        copies, found = [], Counter[str]()
+        copies, found = list[Copy](), defaultdict[str, list[Box]](list)
         for key, parts in targets.items():
             for stored in self._stored.get(key, ()):
                 for box, memory in parts:
                     if (both := stored.box.overlap(box)) is not None:
                         copies.append(Copy(stored, both, box.cut(both, memory)))
-                        found[key] += both.numel
+                        found[key].append(both)
         return sorted(copies, key=lambda copy: copy.begin), found
 
     def read(self, copies: Iterable[Copy], advance: Advance = no_progress, *, verify_only: bool = False) -> None:

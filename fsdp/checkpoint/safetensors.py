@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 LENGTH = 8  # bytes in front of the header
-_MOST_BYTES = 1 << 31  # of a header that is read
 _ALIGNMENT = 64  # bytes; where the tensors begin
 
 _NAMES = {
@@ -75,7 +74,7 @@ def header_size(start: bytes, file_size: int) -> int:
         ValueError: no safetensors file begins so.
     """
     size = int.from_bytes(start[:LENGTH], "little")
-    if len(start) < LENGTH or size > _MOST_BYTES or LENGTH + size > file_size:
+    if len(start) < LENGTH or LENGTH + size > file_size:
         raise ValueError("it does not begin with the length of a header")
     return LENGTH + size
 
@@ -84,7 +83,8 @@ def parse_header(content: bytes, file_size: int) -> tuple[list[Entry], dict[str,
     """Read what :func:`pack_header` or another program has written; tensors of bytes stay such.
 
     Raises:
-        AttributeError, KeyError, OverflowError, TypeError, ValueError: it is no such header, or does not fit the file.
+        ArithmeticError, AttributeError, KeyError, TypeError, ValueError: it is no such header, or does not fit the
+            file.
     """
     header = json.loads(content[LENGTH:])
     metadata = header.pop("__metadata__", {})

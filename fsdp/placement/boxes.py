@@ -10,7 +10,9 @@ the same geometry again.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -55,6 +57,22 @@ class Box(NamedTuple):
 
 
 Part = tuple[Box, torch.Tensor]  # a local tensor and the box that it is; the shapes are equal
+
+
+def same_cover(boxes: Iterable[Box], others: Iterable[Box]) -> bool:
+    """Return True if each element lies in as many of ``boxes`` as of ``others``.
+
+    The count of boxes over each element, as a function of the place, is determined by its differences along all
+    dimensions in turn. Those of one box are 1 or -1 at its corners, and 0 elsewhere. So the cost is that of the
+    corners, where pairs of boxes would cost the square of their number.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, several in ((1, boxes), (-1, others)):
+        for offsets, sizes in several:
+            ends = [((offset, 1), (offset + size, -1)) for offset, size in zip(offsets, sizes)]
+            for corner in itertools.product(*ends):
+                corners[tuple(at for at, _ in corner)] += sign * math.prod(side for _, side in corner)
+    return not any(corners.values())
 
 
 def copy_parts(source: Iterable[Part], target: Sequence[Part]) -> None:
