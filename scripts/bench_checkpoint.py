@@ -8,8 +8,8 @@ million parameters; ``--width`` and further options change it. The contenders ta
 
 * collecting the full model state and the full optimizer state: on rank 0 alone, offloaded to CPU, and on all ranks;
 * loading these states: the model state on all ranks, the optimizer state from rank 0 or on all ranks;
-* saving model and optimizer, sharded, to a directory, and loading them from there: into an optimizer with state, and
-  into one without, as when a program starts again. This package uses
+* saving model and optimizer, sharded, to a directory, and loading them from there: into an optimizer with state (here
+  also with ``in_place=False``), and into one without, as when a program starts again. This package uses
   ``fsdp.checkpoint.save``: files with a checksum for each block, synced to the disk, published by a rename; ``load``
   verifies all data before any change. torch's contenders use ``torch.distributed.checkpoint.save``, which syncs files
   to the disk, too, and verifies no data in a load;
@@ -158,8 +158,8 @@ class Ours(FSDP1):
         held = [value for param in self.model.parameters() for value in (param, *self.optimizer.state[param].values())]
         return [value.detach().to("cpu", copy=True) for value in held]
 
-    def load(self, path: Path) -> None:
-        fsdp.checkpoint.load(path, self.model, self.optimizer)
+    def load(self, path: Path, *, in_place: bool = True) -> None:
+        fsdp.checkpoint.load(path, self.model, self.optimizer, in_place=in_place)
 
 
 class FSDP2(Trained):
@@ -285,6 +285,8 @@ def optimizer_state(contender: Contender, directory: Path) -> Rows:
 def sharded(contender: Contender, directory: Path) -> Rows:
     yield "sharded save", "", lambda: contender.save(directory)
     yield "sharded load", "", lambda: contender.load(directory)
+    if isinstance(contender, Ours):
+        yield "sharded load", ", in_place=False", lambda: contender.load(directory, in_place=False)
     if isinstance(contender, (Ours, FSDP2)):  # with FSDP1 the states to load into have to be there
         contender.optimizer.state.clear()
         yield "sharded load, new optimizer", "", lambda: contender.load(directory)

@@ -154,7 +154,7 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
             assert one[name] == value if alike is None else alike, name
 
 
-@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "ragged", "dcp", "save", "in place"])
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "ragged", "dcp", "save", "one pass"])
 @pytest.mark.parametrize("uop", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)

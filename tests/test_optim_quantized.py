@@ -105,7 +105,7 @@ def quantized(optimizer: Optimizer) -> list[tuple[type, Any, Any]]:
     ]
 
 
-@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "dcp", "save", "in place"])
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "dcp", "save", "one pass"])
 @pytest.mark.parametrize("uop", [True, False])
 @on_ranks(2)
 def test_states_come_back_in_their_class_bit_for_bit(uop: bool, form: str, tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.rank_file import Piece
 from fsdp.comm import consensus
 from fsdp.placement.boxes import Box
-from tests.harness.disk import on_disk
 from tests.harness.models import Net, WithExtraState
 from tests.harness.pool import on_ranks, run_fresh
 from tests.harness.sharded import wrap
@@ -734,44 +733,6 @@ def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
         assert all_state(model, *optimizers) != before
         assert repr(model.state_dict()["table"]) == repr(expected["table"])
         assert [part.extra for part in model.modules() if isinstance(part, WithExtraState)] == [1.0, "good"]
-
-
-class FailingReads(Disk):
-    """A disk that fails at read number `at`, counted from 1; 0 is never."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.count = at, 0
-
-    def read(self, number: int, memory: memoryview, offset: int) -> int:
-        self.count += 1
-        if self.count == self.at:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super().read(number, memory, offset)
-
-
-@on_ranks(2)
-def test_a_disk_that_fails_after_the_verification_is_reported_on_all_ranks(tmp_path: Path) -> None:
-    """The model is unchanged; with `in_place=True` the next load repairs it."""
-    saved = make_model(1.0, "good", "whole")
-    save(tmp_path, saved, optimizers_after_a_step(saved))
-    model = make_model(2.0, "now", "whole")
-    optimizers = optimizers_after_a_step(model)
-    before = all_state(model, *optimizers)
-    states = [value for one in optimizers for state in one.state.values() for value in state.values()]
-    for in_place in (False, True):
-        words = "partly loaded, and have to be loaded again: .*rank_" if in_place else "Input/output error"
-        with on_disk(counting := FailingReads()):
-            load(tmp_path, copy.deepcopy(model), in_place=in_place)
-        failing = FailingReads(counting.count if dist.get_rank() == 1 else 0)
-        with on_disk(failing), pytest.raises((OSError, RuntimeError), match=words):
-            load(tmp_path, model, in_place=in_place)
-        assert in_place or all_state(model, *optimizers) == before
-    load(tmp_path, model, optimizers, in_place=True)
-    expected = make_model(1.0, "good", "whole")
-    load(tmp_path, expected, others := optimizers_after_a_step(expected))
-    assert all_state(model, *optimizers) == all_state(expected, *others)
-    loaded = [value for one in optimizers for state in one.state.values() for value in state.values() if value.dim()]
-    assert {id(value) for value in loaded} <= {id(value) for value in states}, "states are read into the present ones"
 
 
 class NotYetLoaded:

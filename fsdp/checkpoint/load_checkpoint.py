@@ -1,16 +1,18 @@
 """Loading checkpoints: at any number of ranks, or whole and without a model.
 
-Each rank reads the elements that it needs, in blocks that are verified as they arrive. A load is all or nothing: an
-error on one rank is an error on all.
+Each rank reads the elements that it needs, in blocks that are verified as they arrive. An error on one rank is an
+error on all.
 
-[Note: Memory of a load]
-All blocks are read once, into new memory of the size of the shards, so that the old values stay until all ranks have
-verified the new ones. Tensors that do not exist yet (states of a new optimizer) keep that memory.
+[Note: Two passes]
+The blocks of sharded parameters and of existing states are verified through one small buffer. When all ranks have
+verified theirs, the blocks are read again from the same open files, mostly from the page cache, into the tensors
+themselves, and compared with the checksums once more. So a load takes a few megabytes. The second pass costs less time
+than new memory of the size of the shards, whose pages have to be mapped and cleared.
 
-With ``in_place`` the blocks of parameters and of existing states are verified through one small buffer. When all ranks
-have verified theirs, the blocks are read again, mostly from the page cache, into the tensors themselves, and compared
-with the checksums once more. So a load takes a few megabytes. The second pass often costs less time than new memory,
-whose pages have to be mapped and cleared.
+A failure in the first pass changes nothing. A failure in the second leaves old and new values. With
+``in_place=False`` there is one pass, into new memory, so that the old values stay until all ranks have verified the new
+ones. Values that do not exist yet (states of a new optimizer), and values of the model that no unit shards, which
+a module may change as it loads them, are read so in any case.
 """
 
 from __future__ import annotations
@@ -78,16 +80,17 @@ def load(
     *,
     strict: bool = True,
     trusted: bool = False,
-    in_place: bool = False,
+    in_place: bool = True,
     process_group: Any = None,
     progress: bool = True,
 ) -> Any:
     """Load a checkpoint into ``model``, at any number of ranks. All ranks have to call.
 
     Each rank reads the parts of tensors that it needs, and verifies every block that it reads; sizes of all files are
-    compared with the manifest. If any step fails on a rank, no rank loads. Values of the model get the
-    dtypes of the model. Where the parameters have the dtypes that they had, optimizer states are bit for bit those that
-    were saved. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
+    compared with the manifest. Once all ranks have verified everything, they read the blocks again, into the parameters
+    and optimizer states themselves (``in_place``). Values of the model get the dtypes of the model. Where the
+    parameters have the dtypes that they had, optimizer states are bit for bit those that were saved, in the same memory
+    order. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
 
     Args:
         path: a directory of checkpoints, whose latest is loaded, or one checkpoint.
@@ -95,11 +98,12 @@ def load(
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
         trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
-        in_place: read into the parameters and existing optimizer states themselves, which takes about 16 MB of memory
-            instead of the size of the shards. (A dict of ``optimizer.state_dict()`` from before holds the same
-            tensors.) All blocks are verified first, so their files are read twice. That gives up one promise: if a file
-            changes or cannot be read any more between the two passes, the model and optimizer are left partly loaded,
-            with an error on all ranks that says so.
+        in_place: read into the sharded parameters and existing optimizer states themselves, which takes about 16 MB of
+            memory. All blocks are verified first, so their files are read twice. If a file changes or cannot be read
+            any more after the first pass, the model and the optimizer hold old and new values, with an error on all
+            ranks that says so. A dict of ``optimizer.state_dict()`` from before holds the same tensors.
+            ``load_state_dict()`` of the optimizer is called before and after the second pass. False: read once, into
+            memory of the size of the shards, so that the old values stay until all ranks have verified the new ones.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -107,12 +111,13 @@ def load(
         the ``extra`` that this rank has saved, with tensors on CPU; None if it has saved none. If more ranks load than
         saved, rank ``r`` gets that of rank ``r % saved``. (States of random generators repeat then.)
 
-    Raises, on every rank if on one, with the model as it was:
+    Raises, on every rank if on one, with the model as it was, unless the text says that it has to be loaded again:
         FileNotFoundError: there is no checkpoint, and none was there at the call.
-        RuntimeError: a file is damaged or missing, with the path; or names or shapes do not fit the model, with all of
-            them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
-            ``optimizer`` takes, or that of an optimizer of another class; or a forward or backward is under way; or
-            another rank is gone or was interrupted.
+        RuntimeError: a file is damaged or missing, with the path; or the second pass of ``in_place`` has failed, and
+            the model has to be loaded again; or names or shapes do not fit the model, with all of them; or a value can
+            only be loaded with ``trusted``; or there is no optimizer state, or some that no ``optimizer`` takes, or
+            that of an optimizer of another class; or a forward or backward is under way; or another rank is gone or was
+            interrupted.
         OSError: a file cannot be read, with the path.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
@@ -172,9 +177,9 @@ class Found(NamedTuple):
     """The result of reading on one rank.
 
     Attributes:
-        model: the model's state; distributed tensors are the model's own with ``in_place``.
+        model: the model's state; sharded tensors are the model's own with ``in_place``.
         optimizers: the optimizers, and the states to load into them.
-        again: with ``in_place``, reads the tensors that existed before.
+        again: reads the tensors that existed before; none without ``in_place``.
         extra: the value to return.
     """
 
@@ -224,9 +229,20 @@ def _load(
         with Snapshot(optimizers=[one for one, _ in found.optimizers]), ExitStack() as undo:
             loading = ranks.together("load what was read", attempt)
             undo.pop_all()
+
+        def overwrite() -> None:
+            found.again()
+            load_optimizers()  # again: states of another dtype or class are copies
+
         if reading.in_place:
-            ranks.together("load what was verified", found.again)
-            load_optimizers()  # again, on all ranks: states of another dtype or class are copies
+            try:
+                ranks.together("load what was verified", overwrite)
+            except Exception as error:  # of any class: it reached this rank after a peer has begun to overwrite
+                raise RuntimeError(
+                    "the checkpoint was verified, and could not be read a second time, so the model and the optimizer "
+                    "hold old and new values: load again, this checkpoint or another, before they are used. (With "
+                    f"in_place=False they keep the old values in such a case.) {error}"
+                ) from error
         loading.write()
         return found.extra
 
@@ -315,8 +331,11 @@ def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Readi
 def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Found:
     likes = {MODEL + name: like for name, like in needed.model.items()}
     in_model = {key: likes[key] for key in contents.tensors if key in likes}
-    in_place = contents.reading.in_place
-    live = {key: like for key, like in in_model.items() if in_place and contents.has_parts_of(key, like)}
+    live: dict[str, torch.Tensor] = {  # not of other classes: load hooks of modules may change the values of those
+        key: like
+        for key, like in in_model.items()
+        if contents.reading.in_place and isinstance(like, RaggedTensor) and contents.has_parts_of(key, like)
+    }
     new = contents.shadow({key: like for key, like in in_model.items() if key not in live})
     found = {**live, **new, **contents.values(key for key in contents.others if key in likes)}
     optimizers = plan(contents)
@@ -326,18 +345,8 @@ def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Fou
     of_live, of_new = contents.find(live), contents.find(new)
     contents.read(of_live, verify_only=True)
     contents.read(of_new)
-
-    def again() -> None:
-        try:
-            contents.read(of_live)
-        except (OSError, RuntimeError) as error:
-            raise RuntimeError(
-                "the files have changed since they were verified; the model and the optimizer are partly loaded, and "
-                f"have to be loaded again: {error}"
-            ) from error
-
     model = {key.removeprefix(MODEL): value for key, value in found.items()}
-    return Found(model, optimizers, again, contents.extra(own))
+    return Found(model, optimizers, lambda: contents.read(of_live), contents.extra(own))
 
 
 class Contents(ExitStack):

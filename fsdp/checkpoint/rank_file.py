@@ -320,9 +320,15 @@ class RankFile:
             block = direct.memory[begin - direct.begin : end - direct.begin]
         else:
             block = memory_of(scratch)[: end - begin]
-        self._fill(block, self._start + begin)
-        if block_checksum(block) != self._checksums[number * DIGITS : (number + 1) * DIGITS]:
-            raise files.damage(f"{self.path} has another checksum than when it was written")
+        for tries_left in (2, 1, 0):  # a disk, or a network before it, may fail once
+            try:
+                self._fill(block, self._start + begin)
+                if block_checksum(block) != self._checksums[number * DIGITS : (number + 1) * DIGITS]:
+                    raise files.damage(f"{self.path} has another checksum than when it was written")
+                break
+            except (OSError, RuntimeError):
+                if not tries_left:
+                    raise
         others = [copy for copy in copies if copy is not direct]
         if others:
             source = scratch[: end - begin] if direct is None else torch.frombuffer(block, dtype=torch.uint8)

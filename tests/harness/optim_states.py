@@ -67,7 +67,7 @@ def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, roo
         set_optimizer_state_dict(model, fresh, target["optim"], options=options)
     else:
         path = checkpoint.save(root, model, optimizer, keep=1)
-        checkpoint.load(path, model, fresh, in_place=form == "in place")
+        checkpoint.load(path, model, fresh, in_place=form != "one pass")
 
 
 def train_on_sines(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
