@@ -90,6 +90,20 @@ def test_a_load_reads_into_the_present_parameters_and_states(tmp_path: Path) -> 
 
 
 @on_ranks(2)
+def test_states_that_share_memory_are_loaded_apart(tmp_path: Path) -> None:
+    """With each other, or with a parameter, as some optimizers begin."""
+    expected = trained(0.25)
+    save(tmp_path, *expected)
+    model, optimizer = trained(0.5)
+    for param, state in optimizer.state.items():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], param.detach()
+    first = next(iter(optimizer.state.values()))
+    first["exp_avg"] = first["exp_avg_sq"]
+    load(tmp_path, model, optimizer)
+    assert content(model, optimizer) == content(*expected)
+
+
+@on_ranks(2)
 def test_a_failure_at_any_read_of_the_first_pass_changes_nothing(tmp_path: Path) -> None:
     """On the ranks whose disk works as well, and at every read with one pass."""
     save(tmp_path, *trained(0.25))

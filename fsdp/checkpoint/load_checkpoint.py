@@ -102,8 +102,9 @@ def load(
             memory. All blocks are verified first, so their files are read twice. If a file changes or cannot be read
             any more after the first pass, the model and the optimizer hold old and new values, with an error on all
             ranks that says so. A dict of ``optimizer.state_dict()`` from before holds the same tensors.
-            ``load_state_dict()`` of the optimizer is called before and after the second pass. False: read once, into
-            memory of the size of the shards, so that the old values stay until all ranks have verified the new ones.
+            ``load_state_dict()`` of an optimizer with states is called before and after the second pass. False: read
+            once, into memory of the size of the shards, so that the old values stay until all ranks have verified the
+            new ones.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -179,13 +180,13 @@ class Found(NamedTuple):
     Attributes:
         model: the model's state; sharded tensors are the model's own with ``in_place``.
         optimizers: the optimizers, and the states to load into them.
-        again: reads the tensors that existed before; none without ``in_place``.
+        again: reads the tensors that existed before; none without ``in_place``. Returns whether states are among them.
         extra: the value to return.
     """
 
     model: dict[str, Any]
     optimizers: list[tuple[Optimizer, dict[str, Any]]]
-    again: Callable[[], None]
+    again: Callable[[], bool]
     extra: Any
 
 
@@ -231,8 +232,8 @@ def _load(
             undo.pop_all()
 
         def overwrite() -> None:
-            found.again()
-            load_optimizers()  # again: states of another dtype or class are copies
+            if found.again():
+                load_optimizers()  # which may have copied the states, for another dtype or class
 
         if reading.in_place:
             try:
@@ -345,8 +346,13 @@ def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Fou
     of_live, of_new = contents.find(live), contents.find(new)
     contents.read(of_live, verify_only=True)
     contents.read(of_new)
+
+    def again() -> bool:
+        contents.read(of_live)
+        return any(whole.exists for whole in contents.states.values())
+
     model = {key.removeprefix(MODEL): value for key, value in found.items()}
-    return Found(model, optimizers, lambda: contents.read(of_live), contents.extra(own))
+    return Found(model, optimizers, again, contents.extra(own))
 
 
 class Contents(ExitStack):

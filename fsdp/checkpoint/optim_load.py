@@ -38,6 +38,7 @@ from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.boxes import memory_order
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
@@ -168,6 +169,8 @@ class _Plan:
         self._problems: list[str] = []
         self._from_rank0 = from_rank0
         self._present, self._kept, self.contents = present, {} if strict else present, contents
+        tensors = [key for key in present if isinstance(key, torch.Tensor)]
+        self._taken = {local_of(param.detach()).data_ptr() for param in tensors}  # addresses
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -232,7 +235,7 @@ class _Plan:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
         new = holder.empty(values[0].dtype, values[0].shape, values[0].order)
         in_place = len(present) == len(holder.members) and all(value.in_place for value in values)
-        memory = _reusable(self.present_state(holder.param, state), new) if in_place else new
+        memory = self.present_or(new, holder.param, state) if in_place else new
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -262,8 +265,18 @@ class _Plan:
             self.exchanged.setdefault(unit, []).append(words)
         return source
 
-    def present_state(self, param: nn.Parameter, state: Any) -> Any:
-        return self._present.get(param, {}).get(state)
+    def present_or(self, new: torch.Tensor, param: nn.Parameter, state: Any) -> torch.Tensor:
+        """Return the optimizer's present state if it is like ``new``, and no alias of a parameter or of another state;
+        else ``new``."""
+        present = self._present.get(param, {}).get(state)
+        if type(present) is not type(new) or kind_of(present) != kind_of(new):
+            return new
+        here, there = ((one.stride(), one.device, getattr(one, "_spec", None)) for one in (present, new))
+        place = local_of(present).data_ptr()
+        if here != there or (place in self._taken and place != 0):
+            return new
+        self._taken.add(place)
+        return present
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
@@ -313,18 +326,11 @@ def _target(param: nn.Parameter, whole: Whole) -> torch.Tensor:
     """Make memory for a state of a parameter that no unit shards: as ``DTensor`` if the parameter is one, which a step
     needs at one rank as well."""
     alike = tuple(param.shape) == whole.shape
-    like = param.detach() if alike else torch.empty(whole.shape, device=param.device)
+    like = param.detach() if alike else torch.empty(whole.shape, device="meta")
     order = memory_order(like.shape, like.stride()) if whole.order is None else whole.order
-    new = torch.empty_like(like.permute(order), dtype=whole.dtype, memory_format=torch.contiguous_format)
+    like, packed = like.permute(order), torch.contiguous_format
+    new = torch.empty_like(like, dtype=whole.dtype, device=param.device, memory_format=packed)
     return new.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _reusable(present: Any, new: torch.Tensor) -> torch.Tensor:
-    """Return ``present``, an optimizer's state, if it is like ``new``, else ``new``."""
-    if type(present) is not type(new) or kind_of(present) != kind_of(new):
-        return new
-    here, there = ((one.stride(), one.device, getattr(one, "_spec", None)) for one in (present, new))
-    return present if here == there else new
 
 
 # -- the load ---------------------------------------------------------------------------------------------------
@@ -396,7 +402,7 @@ def optim_state_dict_to_load(
             value = _of_first(whole, group, params.device)
         elif whole.value is None:
             new = _target(param, whole)
-            value = whole.target = _reusable(plan.present_state(param, state), new) if whole.in_place else new
+            value = whole.target = plan.present_or(new, param, state) if whole.in_place else new
             whole.exists = value is not new
         else:
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
