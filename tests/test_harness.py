@@ -177,7 +177,8 @@ def test_pool_timeout_shows_the_stack_of_each_stuck_rank() -> None:
 def work_next_to_others() -> None:
     """Run for half a second of processor time on a processor that this process shares with four others."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    busy = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"  # ends if this rank is killed
+    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(4)]
     try:
         end = time.thread_time() + 0.5
         while time.thread_time() < end:
