@@ -21,11 +21,6 @@ including results, on rank 0 and on the worst remaining rank. Memory is the resi
 accelerators the memory allocated on the device.
 
 ``--only`` picks rows, ``--directory`` selects the disk.
-
-    python scripts/bench_checkpoint.py --simulate-ranks 4096
-
-measures instead the cost of a save and a load per rank for up to so many ranks, in one process; see
-``simulate_ranks.py``.
 """
 
 import argparse
@@ -57,7 +52,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 import fsdp.checkpoint
 import fsdp.wrap
-from scripts import simulate_ranks
 
 MB = 1e6
 
@@ -413,15 +407,7 @@ def main() -> None:
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each process on CPU (default: 1)")
     parser.add_argument("--directory", help="where to save checkpoints (default: the directory for temporary files)")
-    parser.add_argument(
-        "--simulate-ranks", type=int, metavar="N", help="what 8, 64, 512, ... N ranks cost each of them"
-    )
-    parser.add_argument("--units", type=int, default=4, help="of the model of simulated ranks (default: 4)")
     options = parser.parse_args()
-    if options.simulate_ranks:
-        with tempfile.TemporaryDirectory(dir=options.directory) as place:
-            simulate_ranks.main(Path(place), options.simulate_ranks, options.units)
-        return
     if options.device is None:
         options.device = "cpu"
         if torch.accelerator.is_available():

@@ -51,8 +51,6 @@ Load = Callable[[FSDP, Any, str], None]
 class Recipe(NamedTuple):
     save: Save
     load: Load
-    modes: tuple[bool, ...] = (False, True)  # of use_orig_params
-    resharded: bool = True  # loads at another number of ranks
 
 
 def rank() -> int:
@@ -208,106 +206,6 @@ def composer_load(model: FSDP, optimizer: Any, folder: str) -> None:
     optimizer.load_state_dict(loadable)
 
 
-# -- torchsnapshot, ByteCheckpoint, torchtune, fms-fsdp ----------------------------------------------------------------
-
-
-def torchsnapshot_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    """Rely on settings made once, and store each rank's values, as the adapter does."""
-    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT
-    state = model.state_dict()
-    shards = {name: value.local_shards() for name, value in state.items()}
-    local = {name: [shard.tensor.clone() for shard in value] for name, value in shards.items()}
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    torch.save((local, FSDP.optim_state_dict(model, optimizer)), f"{folder}/{rank()}.snapshot")
-    dist.barrier()
-
-
-def torchsnapshot_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    local, optim_state = torch.load(f"{folder}/{rank()}.snapshot", weights_only=True)
-    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
-    state = model.state_dict()
-    for name, value in state.items():  # in place
-        for shard, saved in zip(value.local_shards(), local[name], strict=True):
-            shard.tensor.detach().copy_(saved)
-    model.load_state_dict(state)
-    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
-
-
-def bytecheckpoint_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    """Replace two functions of the class, which call the originals, during the save."""
-    seen: list[str] = []
-    theirs = FSDP.optim_state_dict, FSDP.optim_state_dict_to_load
-
-    def optim_state_dict(model: nn.Module, optim: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append("save")
-        return theirs[0](model, optim, *args, **kwargs)
-
-    kind = StateDictType.SHARDED_STATE_DICT
-    FSDP.optim_state_dict = staticmethod(optim_state_dict)  # type: ignore[method-assign]
-    try:
-        with FSDP.state_dict_type(model, kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
-            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-    finally:
-        FSDP.optim_state_dict = staticmethod(theirs[0])  # type: ignore[method-assign]
-    assert seen == ["save"]
-    quiet(dist_cp.save, state, checkpoint_id=f"{folder}/bytes")
-
-
-def bytecheckpoint_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    kind = StateDictType.SHARDED_STATE_DICT
-    with FSDP.state_dict_type(model, kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
-        for param in model.parameters():  # for a state to load into
-            param.grad = torch.zeros_like(param) if param.numel() > 0 else None
-        optimizer.step()
-        optimizer.zero_grad()
-        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        planner = dist_cp.DefaultLoadPlanner(flatten_sharded_tensors=False)
-        quiet(dist_cp.load, state, checkpoint_id=f"{folder}/bytes", planner=planner)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
-
-
-def torchtune_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    of_optimizer = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full, of_optimizer):
-        state, optim_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    if rank() == 0:
-        torch.save((state, optim_state), f"{folder}/recipe.pt")
-    dist.barrier()
-
-
-def torchtune_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    state, optim_state = torch.load(f"{folder}/recipe.pt", weights_only=True)
-    with FSDP.summon_full_params(model, writeback=True):  # before it is trained, it wraps a loaded module instead
-        model.module.load_state_dict(state)
-    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
-
-
-def fms_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        model_state = model.state_dict()
-        optim_state = FSDP.sharded_optim_state_dict(model, optimizer)
-    quiet(
-        dist_cp.save_state_dict,
-        state_dict={"model_state": model_state, "optimizer_state": optim_state},
-        storage_writer=dist_cp.FileSystemWriter(f"{folder}/fms", single_file_per_rank=True),
-        planner=dist_cp.DefaultSavePlanner(),
-    )
-
-
-def fms_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = {"model_state": model.state_dict()}
-        reader = dist_cp.FileSystemReader(f"{folder}/fms")
-        quiet(dist_cp.load_state_dict, state_dict=state, storage_reader=reader, planner=dist_cp.DefaultLoadPlanner())
-        model.load_state_dict(state["model_state"])
-        optim_state = read_optimizer_state(model.state_dict(), "optimizer_state", reader)
-        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
-
-
 # -- attributes that trainers read -------------------------------------------------------------------------------------
 
 
@@ -325,28 +223,6 @@ def shampoo_metadata(library: Any, model: nn.Module) -> list[tuple[Any, ...]]:
             end = info.intra_param_end_idx + 1 if info.intra_param_end_idx is not None else 0
             assert param.numel() == end - start
             found.append((fqn, shape, numel, start, end, wrapper.sharding_strategy.name))
-    return found
-
-
-def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
-    found = []
-    for wrapper in library.fsdp_modules(model):
-        flat = wrapper._flat_param
-        assert sum(flat._numels_with_padding) == flat._unpadded_unsharded_size.numel()
-        numels, padding = flat._numels_with_padding, flat._is_padding_mask
-        params = [
-            (n, end) for n, end, pad in zip(numels, itertools.accumulate(numels), padding, strict=True) if not pad
-        ]
-        assert [numel for numel, _ in params] == list(flat._numels)
-        infos = zip(flat._shard_param_infos, flat._param_infos, flat._fqns, params, strict=True)
-        for info, (name, module, path), fqn, (numel, end) in infos:
-            assert module is wrapper.module.get_submodule(path) and fqn == f"{path}.{name}".removeprefix(".")
-            if info.in_shard:
-                before = dist.get_rank() * flat._sharded_size.numel() + info.offset_in_shard
-                assert before - info.intra_param_start_idx == end - numel, fqn
-            found.append((name, path, info.in_shard, info.offset_in_shard, info.numel_in_shard))
-        assert flat._param_infos[-1].param_name == name and len(flat._param_infos[:2]) == 2
-        assert flat._sharded_size == flat.shape
     return found
 
 
@@ -385,10 +261,9 @@ def test_tools_may_assign_the_mesh_and_the_root() -> None:
 
 @on_ranks(1, 2, 3)
 def test_flat_parameters_have_torchs_attributes(world_size: int) -> None:
-    """The attributes that Shampoo and ByteCheckpoint read."""
+    """The attributes that Shampoo reads."""
     for uop in (False, True):
         model, theirs = ours(uop, module=row_major()), torchs(uop, module=row_major())
-        assert bytecheckpoint_metadata(FSDP, model) == bytecheckpoint_metadata(TorchFSDP, theirs), uop
         if uop:
             assert shampoo_metadata(FSDP, model) == shampoo_metadata(TorchFSDP, theirs)
         else:  # without padding between parameters
@@ -544,10 +419,6 @@ RECIPES = {
     "Lightning, full": Recipe(lightning_save_full, lightning_load_full),
     "Lightning, sharded": Recipe(lightning_save_sharded, lightning_load_sharded),
     "Composer": Recipe(composer_save, composer_load),
-    "torchsnapshot": Recipe(torchsnapshot_save, torchsnapshot_load, resharded=False),
-    "ByteCheckpoint": Recipe(bytecheckpoint_save, bytecheckpoint_load),
-    "torchtune": Recipe(torchtune_save, torchtune_load, modes=(False,)),
-    "fms-fsdp": Recipe(fms_save, fms_load),
 }
 
 
@@ -584,21 +455,17 @@ def load_all(folder: str, uop: bool, names: list[str], meshed: bool = False) -> 
 
 @pytest.mark.parametrize("uop", [False, True])
 def test_trainers_load_the_state_that_they_saved(tmp_path: Path, uop: bool) -> None:
-    """At another number of ranks where the trainer's format allows that."""
-    names = [name for name, recipe in RECIPES.items() if uop in recipe.modes]
+    """At the same and at another number of ranks."""
+    names = list(RECIPES)
     run_ranks(2, save_all, str(tmp_path), uop, names)
     run_ranks(2, load_all, str(tmp_path), uop, names)
-    run_ranks(3, load_all, str(tmp_path), uop, [name for name in names if RECIPES[name].resharded])
+    run_ranks(3, load_all, str(tmp_path), uop, names)
 
 
 @pytest.mark.parametrize("uop", [False, True])
 def test_trainers_load_the_state_that_replicas_saved(tmp_path: Path, uop: bool) -> None:
-    """With a mesh, each in one mode, loaded on replicas or on another number of ranks without them.
-
-    Recipes with local state dicts cannot have a mesh.
-    """
-    both = [name for name, recipe in RECIPES.items() if len(recipe.modes) == 2 and recipe.resharded]
-    names = [name for name in RECIPES if name in both[uop::2] or RECIPES[name].modes == (uop,)]
+    """With a mesh, each in one mode, loaded on replicas or on another number of ranks without them."""
+    names = list(RECIPES)[uop::2]
     run_ranks(4, save_all, str(tmp_path), uop, names, meshed=True)
     run_ranks(4, load_all, str(tmp_path), uop, names[::2], meshed=True)
     run_ranks(3, load_all, str(tmp_path), uop, names[1::2], meshed=True)
