@@ -86,19 +86,15 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return flat
 
 
-def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
-    """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``.
-
-    Returns whether autograd makes a new accumulator for ``param`` from now on, without the hooks of the old one.
-    """
+def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``."""
     if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
         param.grad = grad
-        return False
+        return
     shard = param.data
     param.data = grad  # autograd compares the two only when the gradient is assigned
     param.grad = grad
     param.data = shard
-    return (grad.dtype, grad.device) != (shard.dtype, shard.device)
 
 
 class FlatParamHandle:

@@ -68,7 +68,7 @@ class ParamGuard:
     def enter(self) -> bool:
         """Take over the writes of users, before a pass, a step or a call.
 
-        Returns whether the ``requires_grad`` of a leaf changed.
+        Returns whether a parameter was replaced, or the ``requires_grad`` of a leaf changed.
 
         Raises:
             RuntimeError: a value has another shape, dtype or device than the parameter, or parameters of one flat
@@ -79,9 +79,8 @@ class ParamGuard:
             self.drop_placeholders()
         if self.is_unchanged:
             return False
-        if self._checks:
-            self.take_over()
-        return self.follow_flags()
+        replaced = self._checks and self.take_over()
+        return self.follow_flags() or replaced
 
     def leave(self) -> None:
         """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released.

@@ -48,7 +48,6 @@ class CommonViews:
         self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params: list[Any] = [each.param for each in visible]
         self.shows_grads = False
-        self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
 
     def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -84,8 +83,7 @@ class CommonViews:
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
         visible = self.visible[position]
-        if assign_grad(visible.param, grad):
-            self._on_new_accumulator(visible.members[-1], visible.param)
+        assign_grad(visible.param, grad)
 
     def take_grad(self, index: int, whole: torch.Tensor) -> None:
         """Copy ``whole`` to the gradient of parameter ``index``."""
@@ -106,11 +104,6 @@ class CommonViews:
         sharded = grad.shape == self.handle.shard.shape
         return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
 
-    def notify_of_accumulators(self, callback: Callable[[int, torch.Tensor], None]) -> None:
-        """Call ``callback`` with a tensor of ``used_outside`` when autograd has lost its accumulator."""
-        if not self.handle.groups.sharded:
-            self._on_new_accumulator = callback
-
     def used_outside(self) -> list[tuple[int, torch.Tensor]]:
         """Return the tensors that a program may compute with outside of the unit's forward and that are no leaves.
 
@@ -127,12 +120,8 @@ class CommonViews:
         return self.handle.has_tp
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Return the result of the user's hooks on ``grad``, the whole gradient of parameter ``index`` on this rank."""
-        return self.local_gradient(index, grad)
-
-    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``grad``, the gradient of a parameter of tensor parallelism, for which ranks may
-        communicate; else ``grad`` itself."""
+        """Return the result of the user's hooks on ``grad``, the whole gradient of parameter ``index`` on this rank; of
+        a parameter of tensor parallelism, for which ranks may communicate, this rank's part."""
         tp = self.handle.tp[index] if index < len(self.handle.tp) else None
         return grad if tp is None else tp.local_gradient(grad)
 
@@ -208,7 +197,6 @@ class OriginalViews(CommonViews):
         point_at([old, new], [old.data.clone(), memory])
         self.visible[index], self.params[index] = self.visible[index]._replace(param=new), new
         self.registration.replace_base(index, new)
-        self._on_new_accumulator(index, new)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

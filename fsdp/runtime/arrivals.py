@@ -13,7 +13,6 @@ import torch
 
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.outside import OutsideUses
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
 SMALL = 1 << 16  # bytes: gradients up to this size may be held beside their slots
@@ -41,8 +40,7 @@ class Arrivals:
         self.expected: dict[int, set[LeafKey]] = {}
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in views]
         self.lost: set[LeafKey] = set()
-        self._handles, self._unit_ref = [each.handle for each in views], unit_ref
-        self._outside = OutsideUses(views, unit_ref)
+        self._views, self._handles, self._unit_ref = views, [each.handle for each in views], unit_ref
         self._hooked: set[int] = set()  # the ids of the leaves with a hook, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
@@ -72,7 +70,9 @@ class Arrivals:
         self._nodes = [node for _, node in trained]
         if awaits_unfrozen:
             self._await(pair for pair in trained if id(pair[1]) not in before)
-        self._outside.watch()
+        for each in self._views:
+            for index, tensor in each.used_outside():
+                hooks.refuse_gradients(tensor, each.handle.name_of(index), each.handle.unit_name)
 
     def _await(self, unfrozen: Iterable[tuple[LeafKey, Any]]) -> None:
         """Add to ``lost``, until they are reached, the leaves that the running graph task reaches; given by key and
@@ -85,7 +85,6 @@ class Arrivals:
     def renew(self) -> None:
         """Make new graph nodes for the leaves, whose dtype, device or stream has changed. The old nodes do not follow
         such a change. A graph that holds an old node keeps it."""
-        self._outside.renew()
         self._accumulators.clear()
         self._nodes.clear()  # a node lives as long as it is referenced
         self._hooked &= {id(leaf) for _, leaf in self._leaves()}  # a DTensor of another dtype is another leaf

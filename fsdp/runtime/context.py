@@ -271,13 +271,6 @@ class RootContext:
                     self.unsharder.end_backward(unit)
                     self.unsharder.prefetch(unit)
 
-    @hooks.of_backward("gradient of a parameter")
-    def outside_gradient_arrived(self, unit: Unit, bucket: int, index: int, grad: torch.Tensor) -> None:
-        """Take ``grad``, of a parameter that was used outside of forward, by bucket and index; see ``outside.py``."""
-        with torch.no_grad(), self.joined():
-            self.enter_backward(unit)
-            unit.gradients.add_outside(bucket, index, grad, self.reductions)
-
     def finish_backward(self) -> None:
         """End the backward: reduce the rest, wait for the reductions, attach their results, and reshard."""
         try:

@@ -100,10 +100,6 @@ class UnitGradients:
             if grads:
                 bucket.write(grads, queue, self.weight, synchronize=self.synchronize)
 
-    def add_outside(self, bucket: int, index: int, grad: torch.Tensor, queue: ReductionQueue) -> None:
-        """Add the gradient of a parameter that was used outside of forward; see ``outside.py``."""
-        self.buckets[bucket].write({index: grad}, queue, self.weight, synchronize=self.synchronize, outside=True)
-
     def open_accumulated(self, queue: ReductionQueue) -> None:
         """Open the slots of gradients that earlier backwards have accumulated, and this one did not reach."""
         for bucket in self.buckets:

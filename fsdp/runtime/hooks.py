@@ -38,6 +38,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Key = TypeVar("Key")
 
+OWN_HOOK = "fsdp"  # key of the package's post-accumulate hook of a tensor
 NO_BACKWARD = -1  # the result of current_backward() outside of a backward
 
 
@@ -191,28 +192,6 @@ def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None
     return leaf.register_hook(callback)
 
 
-def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[torch.Tensor], None]) -> None:
-    """Call ``callback`` with each gradient that ``accumulator`` would add to the ``.grad`` of ``tensor``. Autograd
-    leaves ``.grad`` alone, and does not call post-accumulate hooks."""
-
-    @untraced
-    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
-        if grads[0] is not None:
-            callback(grads[0])
-        if tensor._post_accumulate_grad_hooks:  # torch calls them even without an accumulation
-            hidden.append(tensor._post_accumulate_grad_hooks)
-            tensor._post_accumulate_grad_hooks = {}
-        return (None,)
-
-    def end(*_: Any) -> None:
-        if hidden:
-            tensor._post_accumulate_grad_hooks = hidden.pop()
-
-    hidden: list[Any] = []
-    accumulator.register_prehook(take)
-    accumulator.register_hook(end)
-
-
 class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
     """The one post-accumulate hook of a leaf. Registering a second one raises."""
 
@@ -225,7 +204,32 @@ class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
 
 def on_accumulated(leaf: Any, callback: Callable[[torch.Tensor], None]) -> None:
     """Call ``callback``, which is ``untraced``, each time a gradient has been added to ``leaf.grad``."""
-    leaf._post_accumulate_grad_hooks = _LeafHook(fsdp=callback)
+    leaf._post_accumulate_grad_hooks = _LeafHook({OWN_HOOK: callback})
+
+
+def refuse_gradients(tensor: Any, name: str, unit_name: str) -> None:
+    """Raise RuntimeError where autograd adds a gradient to ``tensor.grad``, which is that of a unit's output only.
+
+    ``tensor`` is parameter ``name`` of a unit that is not sharded, as users hold it, and forward computes with a leaf.
+    """
+    if OWN_HOOK in (tensor._post_accumulate_grad_hooks or ()):
+        return
+
+    @untraced
+    def refuse(_: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            f"a backward reached parameter {name!r} of {unit_name} past the forward of the unit: the loss, or a module "
+            "inside of the unit that was called by itself, has used it. That gradient, which .grad has now, is of this "
+            "rank alone. Use the parameter inside the forward of the wrapped module, or register the method that uses "
+            "it by register_forward_method(); call zero_grad() before the next backward"
+        )
+
+    tensor._post_accumulate_grad_hooks = OrderedDict({OWN_HOOK: refuse, **(tensor._post_accumulate_grad_hooks or {})})
+
+
+def of_users(tensor: Any) -> list[Callable[[torch.Tensor], None]]:
+    """Return the post-accumulate hooks of users on ``tensor``."""
+    return [hook for key, hook in (tensor._post_accumulate_grad_hooks or {}).items() if key != OWN_HOOK]
 
 
 def around_forward(

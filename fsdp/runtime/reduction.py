@@ -36,8 +36,9 @@ from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
-from fsdp.flat.snapshot import accumulation_hooks_of, flag_of
+from fsdp.flat.snapshot import flag_of
 from fsdp.flat.views import BucketViews
+from fsdp.runtime import hooks
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.policy import UnitPolicy
 
@@ -388,24 +389,20 @@ class BucketGradients:
         weight: float,
         *,
         synchronize: bool,
-        outside: bool = False,
     ) -> None:
         """Write gradients of leaves, by index, into their slots, ``weight`` times; with weight 0, the slots count as
-        unwritten. ``outside``: of tensors that stand for the leaves outside of forward; autograd has called their
-        hooks.
+        unwritten.
 
         Raises:
             RuntimeError: the gradients arrived in a way that is not supported.
         """
-        reads_parameters = self.policy.unshard_in_backward and not outside
-        if (reads_parameters and self.handle.copy.state not in _READABLE) or any(map(flag_of, grads.values())):
+        readable = not self.policy.unshard_in_backward or self.handle.copy.state in _READABLE
+        if not readable or any(map(flag_of, grads.values())):
             raise self._refusal(grads)
         slots = self.open(queue, synchronize=synchronize)
         if weight == 0:
             return
-        if outside:
-            grads = {index: self.views.local_gradient(index, grad) for index, grad in grads.items()}
-        elif slots.hooked:
+        if slots.hooked:
             grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
         if weight != 1:
             grads = {index: grad * weight for index, grad in grads.items()}
@@ -474,7 +471,7 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
         params: Sequence[Any] = self.views.params
-        if any(map(accumulation_hooks_of, params)):
+        if any(map(hooks.of_users, params)):
             return True
         return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
@@ -485,7 +482,7 @@ class BucketGradients:
             param: Any = held.param
             if held.absent or param.grad is None or not param.requires_grad:
                 continue
-            for hook in tuple((param._post_accumulate_grad_hooks or {}).values()):
+            for hook in hooks.of_users(param):
                 hook(param)
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 optimizer.step()
