@@ -14,14 +14,17 @@ import dataclasses
 import json
 import math
 import pkgutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp.api import (
     MixedPrecision,
@@ -41,6 +44,10 @@ from fsdp.tools.text import Report, counted, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 
 _PROBED = 4096  # elements of the parameter that an optimizer is tried on
+_NOT_COUNTED = {  # by device
+    "cpu": "the C allocator, which keeps freed memory (see fsdp/tools/README.md), and gloo's buffers",
+    "other": "the device's context, the backend's buffers, and the allocator's rounding",
+}
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -52,9 +59,10 @@ class StrategyPlan:
     Attributes:
         shard_size, replicas: number of ranks in a shard group, and of shard groups.
         param_nbytes, grad_nbytes, optim_nbytes: bytes of the shards, their gradients and the optimizer's state.
+        step_nbytes: the most that temporary tensors of the optimizer's step take at a time.
         working_nbytes: the most that full and reduce buffers take at a time; see [Note: The peak of a step].
         activation_nbytes: bytes that autograd saves in a forward; 0 without a batch.
-        peak_nbytes: the most that all of these take at a time.
+        peak_nbytes: the most that all of these take at a time, in the backward or in the optimizer's step.
         gathered_nbytes, reduced_nbytes: bytes received in a step.
         gathers, reductions: number of collectives in a step.
     """
@@ -65,6 +73,7 @@ class StrategyPlan:
     param_nbytes: int
     grad_nbytes: int
     optim_nbytes: int
+    step_nbytes: int
     working_nbytes: int
     activation_nbytes: int
     peak_nbytes: int
@@ -83,6 +92,7 @@ class Plan(Report):
         numel: number of elements in the parameters.
         units: the paths of the modules that would be units; "" is the root.
         world_size: number of ranks.
+        device: the kind of device.
         strategies: one plan per strategy.
         memory: bytes that a rank has; None if not given.
         smallest: for each strategy the smallest number of ranks for which ``peak_nbytes`` fits ``memory``, or None.
@@ -92,6 +102,7 @@ class Plan(Report):
     numel: int
     units: tuple[str, ...]
     world_size: int
+    device: str
     strategies: tuple[StrategyPlan, ...]
     memory: int | None = None
     smallest: dict[ShardingStrategy, int | None] = field(default_factory=dict)
@@ -101,19 +112,20 @@ class Plan(Report):
         return {each.strategy: each for each in self.strategies}[strategy]
 
     def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
-        head = ["per rank", "parameters", "gradients", "optimizer", "working set", "activations", "peak"]
+        head = ["per rank", "parameters", "gradients", "optimizer", "its step", "working set", "activations", "peak"]
         head += ["received", "gathers", "reductions"]
         head += [] if self.memory is None else [f"fits {in_bytes(self.memory)}", "from ranks"]
         rows = [head]
         for each in self.strategies:
-            held = [each.param_nbytes, each.grad_nbytes, each.optim_nbytes, each.working_nbytes]
+            held = [each.param_nbytes, each.grad_nbytes, each.optim_nbytes, each.step_nbytes, each.working_nbytes]
             nbytes = [*held, each.activation_nbytes, each.peak_nbytes, each.gathered_nbytes + each.reduced_nbytes]
             rows.append([each.strategy.name, *map(in_bytes, nbytes), str(each.gathers), str(each.reductions)])
             if self.memory is not None:
                 fits = "yes" if each.peak_nbytes <= self.memory else "no"
                 rows[-1] += [fits, str(self.smallest[each.strategy] or "never")]
         units, ranks = counted(len(self.units), "unit"), counted(self.world_size, "rank")
-        return [f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"], rows, []
+        title = f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"
+        return [title], rows, [f"not counted: {_NOT_COUNTED['cpu' if self.device == 'cpu' else 'other']}"]
 
     def to_json(self) -> str:
         """Return all numbers as JSON; strategies by name."""
@@ -151,7 +163,8 @@ def plan(
         policy: the ``auto_wrap_policy``; it is called with modules of the copy.
         strategy: the strategies to compare; None: all of them, hybrid ones if ``shard_size`` is given.
         precision: the ``mixed_precision``.
-        optimizer: a class, or a function of a list of parameters; tried on a small parameter. None: no optimizer.
+        optimizer: a class, or a function of a list of parameters; tried on small parameters, for the state and for the
+            temporary tensors of a step. None: no optimizer. Without ``foreach`` or ``fused`` it runs as on ``device``.
         batch_tokens: a rank's batch of token ids, to count activations: a number of tokens, or a shape such as
             ``(8, 1024)``. The model's forward runs with it on the meta device.
         inputs: the arguments of the forward instead of ``batch_tokens``: a sequence, a mapping of keywords, or the only
@@ -183,12 +196,14 @@ def plan(
     batch = _batch(batch_tokens, inputs)
     if batch is not None:
         units = try_forward(copied, units, batch)
-    planner = _Planner(units, optimizer, shard_size, torch.device(device).type == "cpu", use_orig_params)
+    kind = torch.device(device).type
+    planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params)
     return Plan(
         name=type(copied).__name__,
         numel=sum(item.param.numel() for unit in units for item in unit.owned),
         units=tuple(", ".join(unit.names) for unit in units),
         world_size=world_size,
+        device=kind,
         strategies=tuple(planner.plan(each, world_size) for each in chosen),
         memory=limit,
         smallest={} if limit is None else {each: planner.smallest(each, limit) for each in chosen},
@@ -261,24 +276,31 @@ class _Planner:
     shard_size: int | None
     on_cpu: bool
     use_orig_params: bool
-    states: dict[torch.dtype, tuple[float, int]] = field(default_factory=dict)
+    tried: dict[torch.dtype, _Tried] = field(default_factory=dict)
 
     def plan(self, strategy: ShardingStrategy, world_size: int) -> StrategyPlan:
         """Return the plan of one strategy at a number of ranks."""
         resharded, _ = as_resharding(None, strategy)
-        units = []
+        units, stepped = [], defaultdict[torch.dtype, list[int]](list)
         for unit in self.units:
             groups = self._groups(unit.strategy or strategy, world_size)
             memory = UnitMemory(unit, stays=unit.index == 0 if resharded is None else not resharded)
             for layout, params in bucket_layouts(
                 unit.owned, groups.shard_size, self.on_cpu, unit.precision, use_orig_params=self.use_orig_params
             ):
-                optim = self._state_nbytes(layout) if params[0].param.requires_grad else None
+                optim = None
+                if params[0].param.requires_grad:
+                    optim = self._state_nbytes(layout)
+                    shard = layout.shard_numel
+                    pieces = [min(record.numel, shard) for record in layout.params]
+                    stepped[layout.dtype] += pieces if self.use_orig_params else [shard]
                 memory.add(layout, groups, optim, on_cpu=self.on_cpu)
             units.append(memory)
         groups = self._groups(strategy, world_size)
         params, grads, optim = (sum(getattr(each, name) for each in units) for name in ("params", "grads", "optim"))
         working, most = peaks(units)
+        temporary = [self.tried[dtype].temporary_nbytes(numels) for dtype, numels in stepped.items() if self.optimizer]
+        step = max(temporary, default=0)
         times = gathers(units)
         return StrategyPlan(
             strategy=strategy,
@@ -287,9 +309,10 @@ class _Planner:
             param_nbytes=params,
             grad_nbytes=grads,
             optim_nbytes=optim,
+            step_nbytes=step,
             working_nbytes=working,
             activation_nbytes=sum(unit.activation_nbytes for unit in self.units),
-            peak_nbytes=params + optim + max(most, grads),
+            peak_nbytes=params + optim + max(most, grads + step),
             gathered_nbytes=sum(count * each.gathered for count, each in zip(times, units)),
             reduced_nbytes=sum(each.received for each in units),
             gathers=sum(times),
@@ -321,19 +344,78 @@ class _Planner:
         """Return the bytes of optimizer state for one shard: an amount per element and one per parameter."""
         if self.optimizer is None:
             return 0
-        if layout.dtype not in self.states:
-            param = nn.Parameter(torch.zeros(_PROBED, dtype=layout.dtype))
+        if layout.dtype not in self.tried:
+            self.tried[layout.dtype] = _try(self.optimizer, layout.dtype, on_cpu=self.on_cpu)
+        tried = self.tried[layout.dtype]
+        return math.ceil(tried.state * layout.shard_numel) + tried.state_of_param
+
+
+class _Tried(NamedTuple):
+    """Bytes of an optimizer per element, found by trial.
+
+    Attributes:
+        state, state_of_param: the state, and the part of it that does not grow with the parameter.
+        own, kept: the temporary tensors of one parameter in a loop over parameters, and those that the loop keeps while
+            it steps the next parameter.
+        together: the temporary tensors that exist for all parameters at a time.
+    """
+
+    state: float
+    state_of_param: int
+    own: float
+    kept: float
+    together: float
+
+    def temporary_nbytes(self, numels: list[int]) -> int:
+        """Return the most bytes of temporary tensors in a step of parameters of these sizes, in their order."""
+        in_loop = max(self.own * numel + self.kept * before for numel, before in zip(numels, [0, *numels]))
+        return math.ceil(in_loop + self.together * sum(numels))
+
+
+def _try(optimizer: Optimizer, dtype: torch.dtype, *, on_cpu: bool) -> _Tried:
+    """Take two steps of an optimizer of one parameter, of two, and of three."""
+    temporary = []
+    for count in (1, 2, 3):
+        params = [nn.Parameter(torch.zeros(_PROBED, dtype=dtype)) for _ in range(count)]
+        for param in params:
             param.grad = torch.zeros_like(param)
-            try:
-                made = self.optimizer([param])
+        try:
+            made = optimizer(params)
+            for group in [] if on_cpu else made.param_groups:
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True  # torch's default on accelerators
+            made.step()
+            with _Temporaries() as found:
                 made.step()
-            except (RuntimeError, TypeError, ValueError) as error:
-                raise ValueError(f"{self.optimizer!r} cannot be tried on a 1-D parameter: {error}") from error
-            state = [value for value in made.state[param].values() if isinstance(value, torch.Tensor)]
-            alike = sum(value.nbytes for value in state if value.numel() == _PROBED)
-            self.states[layout.dtype] = alike / _PROBED, sum(value.nbytes for value in state) - alike
-        per_element, per_param = self.states[layout.dtype]
-        return math.ceil(per_element * layout.shard_numel) + per_param
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{optimizer!r} cannot be tried on a 1-D parameter: {error}") from error
+        temporary.append(found.nbytes / _PROBED)
+    state = [value for value in made.state[params[0]].values() if isinstance(value, torch.Tensor)]
+    alike = sum(value.nbytes for value in state if value.numel() == _PROBED)
+    one, two, three = temporary
+    together = three - two
+    of_param = sum(value.nbytes for value in state) - alike
+    return _Tried(alike / _PROBED, of_param, one - together, two - one - together, together)
+
+
+class _Temporaries(TorchDispatchMode):
+    """The most bytes at a time of new tensors of at least :data:`_PROBED` elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._live: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(each.alias_info is None for each in func._schema.returns):  # neither a view nor in place
+            self._live = [(storage, nbytes) for storage, nbytes in self._live if not storage.expired()]
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() >= _PROBED:
+                    storage = tensor.untyped_storage()
+                    self._live.append((StorageWeakRef(storage), storage.nbytes()))
+            self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._live))
+        return result
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -9,8 +9,13 @@ The peak is a closed form, evaluated when the backward computes each unit. It ad
   direct exchange receives into; the largest gradient of one parameter in the unit;
 * gradients of units whose backward is over, activations of units whose backward is to come.
 
-Not counted: temporary memory of operations, of the optimizer's step and of collectives, rounding by the allocator, and
-CUDA's context. On two CPU ranks without shared memory the peak is within 10 % of the measured one (``test_plan.py``).
+If the optimizer's step takes more, that is the peak: gradients, and temporary tensors. They are found by trial. For
+Adam they are two for each element of a parameter in torch's loop, and one of the parameter before; as large as all
+parameters with ``foreach``; and none with ``fused``.
+
+Not counted: temporary memory of operations and of collectives, memory that the allocator keeps or adds by rounding, and
+CUDA's context. On two CPU ranks without shared memory the peak is within 10 % of the bytes that tensors take
+(``test_plan.py``).
 """
 
 from __future__ import annotations
