@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -301,3 +303,28 @@ def test_threads_that_never_return_are_shown_and_ended() -> None:
     with pytest.raises(RankFailure, match=r"(?s)timeout: rank 0 of 2 still running after 0.2 s.*in wait_alone"):
         run_threads(2, wait_alone, timeout=0.2)
     assert threading.active_count() == before
+
+
+ENDS_EARLY = """
+import ctypes, hashlib, threading
+import fsdp
+
+def release():
+    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+    begun.set()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # without the interpreter's lock
+    print("released", flush=True)
+
+begun = threading.Event()
+threading.Thread(target=release, daemon=True).start()
+begun.wait()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have names and states in /proc")
+def test_a_program_ends_after_the_threads_of_gloo_have_released_their_tensors() -> None:
+    """A thread that needs the interpreter while it ends is ended by force, and the process with it."""
+    root = str(Path(__file__).resolve().parents[1])
+    command = [sys.executable, "-W", "error", "-c", ENDS_EARLY]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "released\n", "")

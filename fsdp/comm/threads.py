@@ -1,7 +1,15 @@
-"""Daemon threads of the package: they end on request, survive interrupts of the program, and are reused."""
+"""Daemon threads of the package: they end on request, survive interrupts of the program, and are reused.
+
+[Note: The end of the interpreter]
+A thread of gloo drops the tensors of a collective after the wait for it is over, and needs the interpreter's lock for
+that. Once the interpreter ends, such a thread is ended by force, and the process with it ("terminate called without an
+active exception"). ``destroy_process_group()`` joins the threads of groups that nothing holds, and a wrapped model
+holds its groups. So the exit of a program waits until gloo's threads sleep.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -11,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 logger = logging.getLogger("fsdp")
@@ -151,3 +160,25 @@ class WhenIdle:
             if self._give_back():
                 self.came_back()
         self._ended = True
+
+
+def _gloo_runs() -> bool:
+    """Return whether a thread of gloo in this process is not asleep; False on systems without ``/proc``."""
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            name, _, state = (task / "stat").read_text().partition("(")[2].rpartition(") ")
+            if "gloo" in name and state[0] != "S":
+                return True
+    return False
+
+
+@atexit.register
+def _let_gloo_finish() -> None:
+    """Wait until gloo's threads sleep, at most a second. See [Note: The end of the interpreter].
+
+    A thread that waits for the interpreter's lock sleeps too, and takes the lock during the pause between two looks.
+    """
+    end, asleep = time.monotonic() + 1, 0
+    while asleep < 2 and time.monotonic() < end:
+        asleep = 0 if _gloo_runs() else asleep + 1
+        time.sleep(0.001)
