@@ -83,7 +83,7 @@ NAMES = {  # of contenders, in the picture
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
-    "auto": "here",
+    "auto": "fsdp",
 }
 
 
@@ -535,11 +535,13 @@ def in_markdown(workload: str, found: dict[str, list[list[float]]]) -> str:
 def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
     """Draw an SVG with a bar for each contender of each workload: the median step, on one scale per workload.
 
-    The line across a bar reaches from the fastest to the slowest round.
+    The line across a bar reaches from the fastest to the slowest round. The memory of ``bound`` is left out: it is one
+    process without peers.
     """
     height, left, width, y = 18, 150, 620, 18
     title = (
-        "Milliseconds of a training step: median, with the fastest and slowest round. Each workload has its own scale."
+        "Milliseconds of a training step: median, with the fastest and slowest round, on one scale per workload; "
+        "proportional memory of a rank"
     )
     parts = [f'<text x="4" y="14" font-size="12">{title}</text>']
     for workload, found in results.items():
@@ -549,15 +551,16 @@ def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
         parts.append(f'<text x="4" y="{y - 4}" font-weight="bold">{TITLES.get(workload, workload)}</text>')
         for contender, rounds in seconds.items():
             median, color = statistics.median(rounds), "#3d6cb9" if contender in OURS else "#999999"
+            memory = "" if contender == "bound" else f", {max(values[3] for values in found[contender]) / 1e6:.0f} MB"
             low, high, middle = left + min(rounds) * scale, left + max(rounds) * scale, y + height / 2 - 1
             parts += [
                 f'<text x="14" y="{y + 12}">{NAMES.get(contender, contender)}</text>',
                 f'<rect x="{left}" y="{y}" width="{median * scale:.1f}" height="{height - 3}" fill="{color}"/>',
                 f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
-                f'<text x="{high + 6:.1f}" y="{y + 12}">{1e3 * median:.0f} ms</text>',
+                f'<text x="{high + 6:.1f}" y="{y + 12}">{1e3 * median:.0f} ms{memory}</text>',
             ]
             y += height
-    size = f'width="{left + width + 80}" height="{y + 8}"'
+    size = f'width="{left + width + 110}" height="{y + 8}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, f'<rect {size} fill="white"/>', *parts, "</svg>\n"])
 

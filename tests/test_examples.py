@@ -443,6 +443,15 @@ def test_gpu_check_passes_on_cpu(run_script: RunScript) -> None:
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
+def test_picture_of_the_benchmark_names_the_contenders_and_shows_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    rounds = [[seconds, 0, 0, 580e6] for seconds in (0.4, 0.5, 0.6)]
+    picture = importlib.import_module("bench").drawn({"tiny": dict.fromkeys(("fsdp1", "auto", "bound"), rounds)})
+    words = re.findall(r">([^<>]+)</text>", picture)
+    assert words[1:-2] == ["121 tiny units", "FSDP1", "500 ms, 580 MB", "fsdp", "500 ms, 580 MB"]
+    assert words[-2:] == ["bound: one process", "500 ms"]
+
+
 @needs_cpu_events
 def test_checkpoint_benchmark_measures_every_contender(run_script: RunScript) -> None:
     small = ("--width", "16", "--depth", "1", "--vocabulary", "101", "--rounds", "1", "--device", "cpu")
