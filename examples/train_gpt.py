@@ -434,13 +434,11 @@ def join_ranks() -> torch.device:
     return device
 
 
-def train() -> None:
+def main() -> None:
     options = parse_arguments()
     if options.save and not options.resume and (options.save / "latest").exists():
         raise SystemExit(f"train_gpt.py: {options.save} has checkpoints of another run: --resume it, or save elsewhere")
     device = join_ranks()
-    if options.trace and device.type != "cpu":
-        raise SystemExit("train_gpt.py: --trace is for the CPU; on accelerators torch.profiler shows the units' ranges")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     strategy = options.strategy if ranks > 1 else "no_shard"  # one rank cannot shard
 
@@ -506,6 +504,7 @@ def train() -> None:
         print(f"  held-out text                  {held_out_start:11.3f} {held_out_end:13.3f}")
         print_tables(dict(zip(HELD, zip(held.tolist(), unsharded, strict=True), strict=True)), traffic)
         print_sample(text)
+    dist.destroy_process_group()
 
 
 def print_tables(held: dict[str, tuple[int, int]], traffic: Traffic) -> None:
@@ -523,11 +522,6 @@ def print_sample(text: bytes) -> None:
     print("\na sample of the trained model")
     printable = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", "replace"))
     print("\n".join(f"  | {line}" for line in printable.split("\n")), flush=True)
-
-
-def main() -> None:
-    train()
-    dist.destroy_process_group()  # the model is gone: the group's threads end before the interpreter does
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ on a held batch is what it was, and trains on for a tenth of the steps.
   --steps N      training steps (default 200: about a minute on 2 CPU cores)
   --strategy S   full_shard (default), shard_grad_op or no_shard
   --ranks R      processes; on GPUs at most one for each
-  --trace        record a step of each training on CPU: step.svg, and trace.json for ui.perfetto.dev, in .demo-trace,
+  --trace        record a step of each training: step.svg, and trace.json for ui.perfetto.dev, in .demo-trace,
                  and in .demo-trace-resumed of the one that continues
   --resume       continue from the last checkpoint of the demo before: until --steps, or for a tenth more if it is there
   --help         print this
