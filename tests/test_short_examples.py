@@ -25,6 +25,8 @@ PRINTS = {
     "custom_policy.py": r"step 5: loss [012]\..*layers\.1\.router Router .* SHARD_GRAD_OP .* float32  ",
     "ema.py": r"loss of the last weights (?P<larger>\S+), of their average (?P<smaller>\S+)\n.*back: True; 6 tensors",
     "export_plain.py": r"from model\.pt computes.*: True.*from the sharded checkpoint computes.*: True",
+    "load_pretrained.py": r"(?P<smaller>[\d,]+) bytes on this rank, of (?P<larger>[\d,]+) in 4 .*the last bit: True",
+    "muon.py": r"step 20: loss 0\..*the same losses: True; this rank owns 32,768 of 65,536 elements",
     "lora.py": r"step 20: loss 0\.00.*parameters (?P<larger>[\d,]+), gradients (?P<smaller>[\d,]+),.*96%",
     "rollout.py": r"step 10: reward 0\.\d.*outputs equal: True\nsent \d+% of the elements",
     "meta_init.py": r"(?P<smaller>[\d,]+) of (?P<larger>[\d,]+) bytes on this rank; all .*: True",
