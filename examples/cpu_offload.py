@@ -50,7 +50,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         where = ", ".join(sorted({tensor.device.type for tensor in tensors}))
         print(f"computes on {device.type}; {held:,} bytes of parameters and optimizer state are on {where}")
-    del model, optimizer, tensors
     dist.destroy_process_group()
 
 

@@ -66,7 +66,6 @@ def main() -> None:
             print(f"step {step + 1}: loss {loss.item():.3f}")
     if dist.get_rank() == 0:
         print(describe(model))
-    del model, optimizer
     dist.destroy_process_group()
 
 

@@ -75,7 +75,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"loss of the last weights {last:.4f}, of their average {averaged:.4f}")
         print(f"the last weights are back: {last == again}; {len(state)} tensors of the average to save")
-    del model, optimizer, average
     dist.destroy_process_group()
 
 

@@ -80,7 +80,6 @@ def main() -> None:
         print(f"{num_params(model):,} parameters; on this rank, in bytes:")
         print(f"parameters {parameters:,}, gradients {gradients:,}, optimizer state {state:,}")
         print(describe(model))
-    del model, optimizer, trained
     dist.destroy_process_group()
 
 

@@ -53,7 +53,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         whole = sum(value.nbytes for value in expected.values())
         print(f"{held:,} of {whole:,} bytes on this rank; all ranks have the values of the file: {same}")
-    del model
     dist.destroy_process_group()
 
 

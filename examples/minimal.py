@@ -27,7 +27,6 @@ def main() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 10 == 9:
             print(f"step {step + 1}: loss {loss.item():.4f}")
-    del model, optimizer  # the group must outlive the model
     dist.destroy_process_group()
 
 

@@ -36,5 +36,4 @@ with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictCon
     state = model.state_dict()
 if rank == 0:
     print(f"saved {len(state)} tensors, {sum(value.numel() for value in state.values()):,} numbers")
-del model, optimizer, schedule
 dist.destroy_process_group()

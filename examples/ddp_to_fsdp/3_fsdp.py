@@ -35,5 +35,4 @@ for step in range(20):
 state = model.state_dict()
 if rank == 0:
     print(f"saved {len(state)} tensors, {sum(value.numel() for value in state.values()):,} numbers")
-del model, optimizer, schedule
 dist.destroy_process_group()
