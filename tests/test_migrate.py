@@ -257,6 +257,143 @@ if master_process:
     assert "fsdp.register_forward_method(model, 'generate')" in advice[7]
 
 
+def _branches(text: str) -> list[str]:
+    return [finding.advice for finding in Script(text).left if "lets some ranks alone call" in finding.advice]
+
+
+WRAPPED = "from torch.nn.parallel import DistributedDataParallel as DDP\nmodel = DDP(net)\n"
+OF_SOME_RANKS = [
+    *("rank == 0", "0 == self.rank", "args.local_rank in [-1, 0]", "not rank", "rank < 1", "dist.get_rank() != 0"),
+    *("gpu_id == 0", "self.device == 0", "args.gpu == 0", "replica_id == 0", 'int(os.environ["RANK"]) == 0'),
+    *("self.is_chief", "is_main_process()", "trainer.is_global_zero", "master_process", "not is_master"),
+    *("step % 2 == 0 and rank == 0", "args.gpu is None or args.gpu == 0", "rank == args.last_rank", "rank % 8 == 0"),
+]
+OF_ALL_RANKS = [
+    *("step == 0", "local_rank != -1", '"RANK" in os.environ', "rank is not None", "args.lora_rank > 0", "rank >= 0"),
+    *("torch.cuda.device_count() > 1", "num_workers == 0", 'device == "cuda"', "args.n_gpu > 1", 'mode == "rank"'),
+    *('__name__ == "__main__"', "master_addr", "args.distributed", "world_size > 1"),
+]
+
+
+@pytest.mark.parametrize("condition", [*OF_SOME_RANKS, *OF_ALL_RANKS])
+def test_conditions_of_some_ranks_are_known(condition: str) -> None:
+    found = _branches(f"{WRAPPED}if {condition}:\n    model.state_dict()\n")
+    assert bool(found) is (condition in OF_SOME_RANKS)
+
+
+FOR_ALL_RANKS = [
+    *(
+        "loss = model(x)",
+        "model.module(x)",
+        "model.clip_grad_norm_(1.0)",
+        "model.generate(x)",
+        "model.load_state_dict(s)",
+    ),
+    *(
+        "net.state_dict()",
+        "model.module.head.state_dict()",
+        "optimizers[0].state_dict()",
+        "self.opt_g.load_state_dict(s)",
+    ),
+    *("copy.deepcopy(model).to(device).state_dict()", "validate(loader, model)", "writer.add_graph(model, x)"),
+    *("fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer)", "x = model.state_dict() if y else None"),
+]
+FOR_ONE_RANK = [
+    *("print(model)", "model.eval()", "sum(p.numel() for p in model.parameters())", "scheduler.state_dict()"),
+    *("scaler.state_dict()", "wandb.watch(model)", "torch.save(state, path)", "logger.info(args.model)"),
+    *("optim_scheduler.load_state_dict(s)", "isinstance(model.module, Net)", "make(args.model)", "self.step(x)"),
+]
+
+
+@pytest.mark.parametrize("statement", [*FOR_ALL_RANKS, *FOR_ONE_RANK])
+def test_calls_that_need_all_ranks_are_known(statement: str) -> None:
+    found = _branches(f"import copy, fsdp, torch\n{WRAPPED}if rank == 0:\n    {statement}\n")
+    assert bool(found) is (statement in FOR_ALL_RANKS)
+
+
+PATHS = {  # ways from a condition to a call that needs all ranks
+    "else": "if rank != 0:\n    pass\nelse:\n    model(x)",
+    "an early return": "def save():\n    if rank != 0:\n        return\n    print('saving')\n    model.state_dict()",
+    "a conditional expression": "state = model.state_dict() if rank == 0 else None",
+    "a decorator": "@rank_zero_only\ndef save():\n    model.state_dict()",
+    "a name of a condition": "chosen = rank == 0 and step > 2\nif chosen:\n    model.state_dict()",
+    "a function that tells": "def first():\n    return dist.get_rank() == 0\nif first():\n    model.state_dict()",
+    "a parameter": "def f(m):\n    if rank == 0:\n        m.state_dict()\nf(m=model)",
+    "a result": "def f():\n    return model.module\ninner = f()\nif rank == 0:\n    inner.state_dict()",
+    "two calls": "def f():\n    g()\ndef g():\n    model(x)\nif rank == 0:\n    f()",
+    "an attribute": """
+class Base:
+    def save(self):
+        self.keep(self.net.state_dict())
+class Trainer(Base):
+    def __init__(self, net):
+        self.net = net
+    def run(self):
+        if self.rank == 0:
+            self.save()
+Trainer(model).run()
+""",
+    "an object": """
+class Saver:
+    def save(self):
+        self.save_again()
+    def save_again(self):
+        self.save()
+        self.state_dict()
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict()}
+class Trainer:
+    def __init__(self):
+        self.saver = Saver()
+    def run(self):
+        if self.rank == 0:
+            self.saver.save()
+""",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_branches_of_some_ranks_are_followed(path: str) -> None:
+    (advice,) = _branches(f"{WRAPPED}{PATHS[path]}\n")
+    assert ("`@rank_zero_only` lets" if path == "a decorator" else "`if ") in advice
+    if path == "an early return":
+        assert "keep this under `if rank == 0`" in Script(f"{WRAPPED}{PATHS[path]}\n").left[-1].advice
+
+
+def test_what_runs_before_the_wrapping_is_for_any_rank() -> None:
+    """Also in a method that the constructor calls before it wraps, but not if another method calls it later."""
+    text = """
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+        self.load()
+        self.model = DDP(self.model)
+    def load(self):
+        if self.rank == 0:
+            self.model.load_state_dict(torch.load("x.pt"))
+"""
+    assert not _branches(text)
+    assert _branches(f"{text}    def again(self):\n        self.load()\n")
+
+
+@pytest.mark.parametrize("copy", ["copy.deepcopy(net)", "EMA(net)", "torch.optim.swa_utils.AveragedModel(net).to(0)"])
+def test_copies_of_the_plain_model_are_to_be_made_after_wrapping(copy: str) -> None:
+    text = f"""
+import copy, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+class EMA:
+    def __init__(self, model):
+        self.shadow = copy.deepcopy(model)
+def main():
+    ema = {copy}
+    model = DDP(net)
+"""
+    assert [finding.line for finding in Script(text).left if f"wrap before `ema = {copy}`: " in finding.advice] == [9]
+    text = text.replace("def main", "model = DDP(net)\ndef main").replace("    model = DDP(net)\n", "")
+    assert not any("wrap before" in finding.advice for finding in Script(text).left)
+
+
 def test_shapes_read_before_wrapping_are_no_finding() -> None:
     text = """
 from torch.nn.parallel import DistributedDataParallel as DDP

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
-from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, OPTIMIZER, SHARDED, STATE, Flow
+from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
 from fsdp.tools.migrate_ranks import findings_about_ranks
 from fsdp.tools.migrate_source import Edit, Source
 
@@ -84,7 +84,6 @@ _SHAPES = {
 }
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
-_ASKS = {"isinstance", "print", "type", "id", "len", "str", "repr"}  # functions that take a module inside as well
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 
@@ -285,7 +284,7 @@ class Script:
                 f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method({model}, "
                 f"{name!r}) once, then {model}.{name}()"
             )
-        elif name not in _ASKS:
+        elif not SHOWS.fullmatch(name):
             for whole in (self._flow.model_of(given) for given in call.args if self._flow.kind(given) == INSIDE):
                 yield f"pass {whole}, not the module inside: its parameters are shards, and have other names"
 

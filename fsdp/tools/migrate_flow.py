@@ -26,8 +26,11 @@ LOCAL_METHODS = {  # of modules: one rank alone may call them
 _RETURN_SELF = {"to", "cuda", "cpu", "double", "float", "half", "bfloat16", "train", "eval", "requires_grad_"}
 COPIES = ("copy.deepcopy", "torch.optim.swa_utils.AveragedModel")
 _OPTIMIZER_CLASS = re.compile(r"torch\.optim\.\w+")
-_OPTIMIZER_NAME = re.compile(r"(?i)(^|_)opt(_|$)|optim(izer)?s?(_|$)")
-_SHOWS = re.compile(  # functions that do not run a model which they are given
+_OPTIMIZER_NAME = re.compile(r"(?i)(?!.*sched)(.*(\b|_)opt(_\w*)?|.*optim.*)")
+_OPTIONS = re.compile(
+    r"(.*\.)?(args?|cfg|conf|config|opts?|hparams|params|flags|FLAGS)"
+)  # their attributes are numbers
+SHOWS = re.compile(  # functions that do not run a model which they are given
     r"print|isinstance|hasattr|getattr|len|str|repr|id|type|\w*(info|debug|log|watch|append|count|num_)\w*"
 )
 
@@ -82,7 +85,8 @@ class Flow:
         self._callers: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
             for function in self.targets(call):
-                self._callers[function].append(call)
+                if function is not source.function_of(call):
+                    self._callers[function].append(call)
         self._wrapped_from: dict[ast.AST | None, tuple[int, int]] = {}  # by function: where the wrapping ends
         self._mark(self.wrappings)
 
@@ -102,7 +106,7 @@ class Flow:
             elif isinstance(node, ast.Return) and node.value:
                 assigned.append((self._source.function_of(node) or node, node.value))
         wrapped = [(to, call) for to, value in assigned if (call := _unmoved(value)) in self.wrappings]
-        self._values = {self._key(to): Value(MODEL) for to, _ in wrapped}
+        self._values = {name: Value(MODEL) for to, _ in wrapped if (name := self._key(to))}
         for to, call in wrapped:
             if call.args and (plain := self._key(call.args[0])):  # another name's object is inside from then on
                 self._values.setdefault(plain, Value(INSIDE, ast.unparse(to)))
@@ -126,8 +130,10 @@ class Flow:
     def _key(self, node: ast.AST) -> Any:
         """Return the name that holds ``node``, of a function its result; None for other expressions."""
         node = _unmoved(node)
+        while isinstance(node, ast.Subscript):
+            node = node.value
         if isinstance(node, ast.Attribute):
-            return node.attr
+            return None if _OPTIONS.fullmatch(ast.unparse(node.value)) else node.attr
         if isinstance(node, ast.Name):
             scopes = (outer for _, outer in self._source.around(node) if node.id in self._locals.get(outer, ()))
             return next(scopes, None), node.id
@@ -161,8 +167,8 @@ class Flow:
     def kind(self, node: ast.AST) -> str:
         """Return the kind of object that an expression is; "" if nothing is known. Optimizers may be known by name."""
         value = self.value(node)
-        if not value and isinstance(node, (ast.Name, ast.Attribute)):
-            return OPTIMIZER if _OPTIMIZER_NAME.search(ast.unparse(node).rpartition(".")[2]) else ""
+        if not value and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+            return OPTIMIZER if _OPTIMIZER_NAME.fullmatch(ast.unparse(node).rpartition(".")[2]) else ""
         return value.kind if value else ""
 
     def model_of(self, node: ast.AST) -> str:
@@ -186,12 +192,9 @@ class Flow:
         return next((outer.name for _, outer in self._source.around(node) if isinstance(outer, ast.ClassDef)), "")
 
     def _methods(self, cls: str, name: str) -> list[Any]:
-        body = self._classes[cls].body
-        bases = {base.id for base in self._classes[cls].bases if isinstance(base, ast.Name)} & self._classes.keys() - {
-            cls
-        }
-        own = [method for method in body if isinstance(method, FUNCTIONS) and method.name == name]
-        return own or [method for base in sorted(bases) for method in self._methods(base, name)]
+        own = [f for f in self._classes[cls].body if isinstance(f, FUNCTIONS) and f.name == name]
+        bases = [ast.unparse(base) for base in self._classes[cls].bases]
+        return own or [f for base in bases if base in self._classes and base != cls for f in self._methods(base, name)]
 
     def targets(self, call: ast.Call) -> list[Any]:
         """Return the functions of the script that ``call`` may lead to."""
@@ -229,7 +232,7 @@ class Flow:
             self._wrapped_from[function] = min(end, self._wrapped_from.get(function, end))
             self._mark(self._callers[function] if is_new else [])
 
-    def is_after_wrapping(self, node: ast.expr, seen: frozenset[Any] = frozenset()) -> bool:
+    def is_after_wrapping(self, node: ast.expr, seen: set[Any] | None = None) -> bool:
         """Return True if the model may be wrapped when ``node`` runs.
 
         A function that is called before the wrapping, and nowhere else, runs on the plain model.
@@ -237,10 +240,14 @@ class Flow:
         function = self._source.function_of(node)
         if function in self._wrapped_from:
             return (node.end_lineno or 0, node.end_col_offset or 0) > self._wrapped_from[function]
-        callers = [] if function is None else [c for c in self._callers[function] if c not in seen]
-        return not callers or any(self.is_after_wrapping(call, seen | {call}) for call in callers)
+        seen = set() if seen is None else seen
+        seen.add(function)
+        calls = self._callers[function]
+        return not calls or any(
+            self.is_after_wrapping(call, seen) for call in calls if self._source.function_of(call) not in seen
+        )
 
-    def early(self, node: ast.expr, seen: frozenset[Any] = frozenset()) -> Iterator[tuple[ast.Call, ast.stmt]]:
+    def early(self, node: ast.expr, seen: set[Any] | None = None) -> Iterator[tuple[ast.Call, ast.stmt]]:
         """Yield wrappings, each with an earlier statement next to it that leads to ``node``."""
         function = self._source.function_of(node)
         for wrapping in self.wrappings:
@@ -248,9 +255,11 @@ class Flow:
             inner = next(inner for inner, outer in self._source.around(node) if outer in around)
             if isinstance(inner, ast.stmt) and inner not in around and function is self._source.function_of(wrapping):
                 yield from [(wrapping, inner)] if inner.lineno < wrapping.lineno else ()
+        seen = set() if seen is None else seen
         for call in self._callers[function]:
             if call not in seen:
-                yield from self.early(call, seen | {call})
+                seen.add(call)
+                yield from self.early(call, seen)
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -262,12 +271,14 @@ class Flow:
         if self.kind(function) in SHARDED:
             return True
         owner = self.kind(function.value) if isinstance(function, ast.Attribute) else ""
-        if owner in (*SHARDED, OPTIMIZER):
-            return name in STATE or (owner in SHARDED and name not in LOCAL_METHODS)
+        if owner in SHARDED and name not in LOCAL_METHODS:
+            return True
+        if name in STATE:
+            return owner == OPTIMIZER or any(self.kind(part) in SHARDED for part in ast.walk(function))
         full = self._source.full(function)
         is_given = any(self.kind(value) in SHARDED for value in (*call.args, *(k.value for k in call.keywords)))
         is_torchs = full.startswith(("torch.", "copy.")) and full.rpartition(".")[0] not in self._wrappers
-        return is_given and not (is_torchs or _SHOWS.fullmatch(name) or self.targets(call))
+        return is_given and not (is_torchs or SHOWS.fullmatch(name) or self.targets(call))
 
     def of_some_ranks(self, test: ast.expr) -> str:
         """Return the part of a condition that differs between ranks; "" if none is known."""

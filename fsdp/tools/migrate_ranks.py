@@ -12,7 +12,7 @@ from fsdp.tools.migrate_source import FUNCTIONS, Source
 
 _CHIEF_ONLY = re.compile(r"(?i)(rank|main|master|chief)\w*(only|zero|0)|(on|only)\w*(rank|main|master|chief)")
 _WRITES = re.compile(
-    r"save|print|dump|write|log|open|mkdir|makedirs|link|rename|replace|remove|rmtree|upload|add_|info|warn|copy"
+    r"(os|shutil)\.\w+|(.*\.)?\w*(save|print|dump|write|log|open|mkdir|link|upload|add_\w|info|warn)\w*"
 )
 _LEAVE = (ast.Return, ast.Continue, ast.Break)
 
@@ -41,11 +41,12 @@ def branch_of(node: ast.AST, source: Source, flow: Flow) -> Branch | None:
             if some:
                 return Branch(outer.lineno, f"if {_negated(outer.test) if is_else else some}", block)
         for field in ("body", "orelse", "finalbody"):
-            block = getattr(outer, field, [])
-            place = block.index(inner) if isinstance(block, list) and inner in block else 0
-            for before in block[:place] if place else ():
+            siblings = getattr(outer, field, [])
+            place = siblings.index(inner) if isinstance(siblings, list) and inner in siblings else 0
+            for number in range(place):
+                before = siblings[number]
                 if isinstance(before, ast.If) and _leaves(before, flow):
-                    return Branch(before.lineno, f"if {_negated(before.test)}", block[place:])
+                    return Branch(before.lineno, f"if {_negated(before.test)}", siblings[number + 1 :])
         if isinstance(outer, FUNCTIONS):
             shown = [d for d in outer.decorator_list if inner is not d and _CHIEF_ONLY.search(ast.unparse(d))]
             return Branch(shown[0].lineno, f"@{ast.unparse(shown[0])}", outer.body) if shown else None
@@ -119,5 +120,4 @@ def _writes(statements: list[ast.stmt], flow: Flow, seen: set[Any]) -> Iterator[
 
 def _is_write(call: ast.Call, flow: Flow) -> bool:
     """Return True if ``call`` prints or writes, and does not lead to calls for all ranks."""
-    names = (ast.unparse(each.func).rpartition(".")[2] for each in flow.reached(call))
-    return any(map(_WRITES.search, names)) and not _for_all_ranks(call, flow)
+    return not _for_all_ranks(call, flow) and any(_WRITES.fullmatch(ast.unparse(c.func)) for c in flow.reached(call))
