@@ -333,6 +333,43 @@ class Trainer(Base):
             self.save()
 Trainer(model).run()
 """,
+    "a function in a method": """
+class Trainer:
+    def train(self):
+        def save():
+            Trainer.keep(model.state_dict())
+        if rank == 0:
+            save()
+""",
+    "a static method": """
+class Tool:
+    @staticmethod
+    def save(net):
+        net.state_dict()
+def run(tool):
+    if rank == 0:
+        tool.save(model)
+""",
+    "the name of the caller": """
+class Trainer:
+    def __init__(self, net):
+        self.net = net.to(0)
+        self.net = DDP(self.net)
+def main():
+    plain = Net()
+    plain.load_state_dict(state) if rank == 0 else None
+    trainer = Trainer(plain)
+    if rank == 0:
+        torch.save(plain.state_dict(), path)
+main()
+""",
+    "a name of the model or the module inside": """
+raw = model
+if several:
+    raw = model.module
+if rank == 0:
+    raw.generate()
+""",
     "an object": """
 class Saver:
     def save(self):

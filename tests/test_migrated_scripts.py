@@ -34,7 +34,7 @@ def _policy(line: str, layer: str) -> str:
     return f"{imports}{line.removesuffix(')')}, auto_wrap_policy=ModuleWrapPolicy({{{name}}}))"
 
 
-# What the advice to each named line comes to. "" takes a condition off the lines under it.
+# The advice to each named line, done. "" takes a condition off the lines under it.
 BY_HAND: dict[str, dict[str, str]] = {
     "tutorial": {
         (line := f"self.model = FSDP(self.model, {WRAPPED})"): _policy(line, "torch.nn.Linear"),

@@ -309,8 +309,10 @@ class Script:
     def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> Iterator[str]:
         model, saved = self._flow.model_near(call), "".join(map(self._source.text_of, call.args[:1]))
         if method == "state_dict":
-            text = f"`FSDP.optim_state_dict({model}, {optimizer})`"
-            yield f"call {text} on all ranks: {optimizer}.state_dict() has this rank's shards alone"
+            yield (
+                f"call `FSDP.optim_state_dict({model}, {optimizer})` on all ranks, or save by fsdp.checkpoint.save: "
+                f"{optimizer}.state_dict() has this rank's shards alone"
+            )
         elif saved and "optim_state_dict_to_load" not in saved:
             yield (
                 f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`: each rank loads a part. Pass "

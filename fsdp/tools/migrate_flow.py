@@ -107,24 +107,41 @@ class Flow:
                 assigned.append((self._source.function_of(node) or node, node.value))
         wrapped = [(to, call) for to, value in assigned if (call := _unmoved(value)) in self.wrappings]
         self._values = {name: Value(MODEL) for to, _ in wrapped if (name := self._key(to))}
-        for to, call in wrapped:
-            if call.args and (plain := self._key(call.args[0])):  # another name's object is inside from then on
-                self._values.setdefault(plain, Value(INSIDE, ast.unparse(to)))
-        names = [(self._key(to), value) for to, value in assigned]
+        names, wrapped_here = [(self._key(to), value) for to, value in assigned], set(self._values)
+        plain = {name: ast.unparse(to) for to, call in wrapped if call.args and (name := self._key(call.args[0]))}
         before: dict[Any, Value] = {}
         while before != self._values:
             before = dict(self._values)
-            for name, expression in [*names, *(pair for call in self.calls for pair in self._arguments(call))]:
-                value, old = self.value(expression), self._values.get(name)
-                if value and name and (not old or (old.kind in self._classes and value.kind not in self._classes)):
-                    self._values[name] = value
+            passed = [pair for call in self.calls for pair in self._arguments(call)]
+            for name, expression in names:
+                self._hold(name, self.value(expression), wrapped_here)
+            for name, expression in passed:  # advice has the wrapped model passed in the place of the module inside
+                value = self.value(expression)
+                self._hold(name, Value(MODEL) if value and value.kind == INSIDE else value, wrapped_here)
+            if before == self._values:  # last, other names of the module that is wrapped
+                for name, expression in [*names, *passed]:
+                    if name in plain and (origin := self._key(expression)):
+                        plain.setdefault(origin, plain[name])
+                known = {name for name, value in before.items() if value.kind not in self._classes}
+                for name, model in plain.items():
+                    self._hold(name, Value(INSIDE, model), known)
+
+    def _hold(self, name: Any, value: Value | None, fixed: Collection[Any]) -> None:
+        """Note that ``name`` holds ``value``, unless it is one of ``fixed`` or holds an object that says more."""
+        old = self._values.get(name)
+        if name and value and name not in fixed and (not old or self._detail(value) > self._detail(old)):
+            self._values[name] = value
+
+    def _detail(self, value: Value) -> int:
+        return 0 if value.kind in self._classes else 2 if value.kind == INSIDE else 1
 
     def _arguments(self, call: ast.Call) -> Iterator[tuple[Any, ast.expr]]:
         """Yield the parameters of the functions that ``call`` leads to, with the expressions that it passes."""
         for function in self.targets(call):
             names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+            is_bound = self._is_method(function) and "staticmethod" not in map(ast.unparse, function.decorator_list)
             passed = itertools.takewhile(lambda arg: not isinstance(arg, ast.Starred), call.args)
-            yield from (((function, n), value) for n, value in zip(names[bool(self._class_of(function)) :], passed))
+            yield from (((function, name), value) for name, value in zip(names[is_bound:], passed))
             yield from (((function, keyword.arg), keyword.value) for keyword in call.keywords)
 
     def _key(self, node: ast.AST) -> Any:
@@ -143,8 +160,8 @@ class Flow:
         """Return the object that an expression is; None if nothing is known."""
         node = _unmoved(node)
         if isinstance(node, ast.IfExp):
-            values = [value for part in (node.body, node.orelse) if (value := self.value(part))]
-            return next((value for value in values if value.kind in SHARDED), None)
+            parts = [self.value(node.body), self.value(node.orelse)]
+            return max((value for value in parts if value), key=self._detail, default=None)
         if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) in (MODEL, COPY):
             return Value(INSIDE, ast.unparse(node.value))
         if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
@@ -187,9 +204,8 @@ class Flow:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def _class_of(self, node: ast.AST) -> str:
-        """Return the class of a method, or around a node in a method; "" for others."""
-        return next((outer.name for _, outer in self._source.around(node) if isinstance(outer, ast.ClassDef)), "")
+    def _is_method(self, function: ast.AST) -> bool:
+        return isinstance(self._source.parent(function), ast.ClassDef)
 
     def _methods(self, cls: str, name: str) -> list[Any]:
         own = [f for f in self._classes[cls].body if isinstance(f, FUNCTIONS) and f.name == name]
@@ -202,15 +218,16 @@ class Flow:
             name = call.func.id
             if name in self._classes:
                 return self._methods(name, "__init__")
-            return [function for function in self._functions[name] if not self._class_of(function)]
+            return [function for function in self._functions[name] if not self._is_method(function)]
         if not isinstance(call.func, ast.Attribute) or self._source.full(call.func):
             return []
         owner, name = call.func.value, call.func.attr
-        cls = self._class_of(call) if ast.unparse(owner) == "self" else self.kind(owner)
+        classes = [outer.name for _, outer in self._source.around(call) if isinstance(outer, ast.ClassDef)]
+        cls = classes[0] if classes and ast.unparse(owner) == "self" else self.kind(owner)
         if cls in self._classes and (methods := self._methods(cls, name)):
             return methods
-        by_name = name not in LOCAL_METHODS | STATE
-        return [function for function in self._functions[name] if self._class_of(function)] if by_name else []
+        named = self._functions[name] if name not in LOCAL_METHODS | STATE else []
+        return [function for function in named if self._is_method(function)]
 
     def reached(self, call: ast.Call, seen: set[Any] | None = None) -> Iterator[ast.Call]:
         """Yield ``call``, and all calls that it leads to."""
