@@ -8,7 +8,7 @@ import itertools
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -373,6 +373,41 @@ def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: 
 
 def interrupted(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_another_path_than_on_rank_0_warns(tmp_path: Path) -> None:
+    """Rank 0's counts. The same relative path from another working directory does not warn."""
+    rank = dist.get_rank()
+    own, first = tmp_path / f"rank_{rank}", tmp_path / "rank_0"
+    torch.manual_seed(3)
+    model = wrap(nn.Linear(5, 7))
+
+    def warned(action: Callable[[], Any], *, path: str) -> Any:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            result = action()
+        if rank == 0:
+            assert not seen
+        else:
+            (message,) = (str(each.message) for each in seen)
+            assert f"'{path}_0' on rank 0, which all ranks use, and '{path}_1' on this rank" in message
+        return result
+
+    saved = warned(lambda: save(own, model, extra=rank), path=f"{tmp_path}/rank")
+    assert saved.parent == first and not (tmp_path / "rank_1").exists()
+    assert warned(lambda: load(own, model), path=f"{tmp_path}/rank") == rank
+    warned(lambda: async_save(str(own), model).result(), path=f"{tmp_path}/rank")
+    other = tmp_path / f"directory_{rank}"
+    other.mkdir()
+    home = os.getcwd()
+    try:
+        os.chdir(other)
+        save("run", model)
+        load("run", model)
+    finally:
+        os.chdir(home)
+    assert not (tmp_path / "directory_1" / "run").exists()
 
 
 @on_ranks(3)

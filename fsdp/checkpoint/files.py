@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from fsdp.checkpoint.checksums import sha256
+from fsdp.comm.user_warnings import warn_user
 
 MANIFEST, LATEST, INDEX, RETIRED = "manifest.json", "latest", "index.json", "retired"
 FORMAT, VERSION = "fsdp checkpoint", 1
@@ -157,6 +158,16 @@ def write_durably(path: Path, content: bytes) -> FileRecord:
         disk.write(stream, content, 0)
         disk.sync(stream)
     return FileRecord(len(content), sha256(content))
+
+
+def warn_of_path(here: str, first: str) -> None:
+    """Warn if the path that this rank was given, ``here``, is not that of rank 0, which all ranks use. The text "None"
+    stands for no path."""
+    if here not in (first, "None"):
+        warn_user(
+            f"the ranks were given different paths of one checkpoint: {first!r} on rank 0, which all ranks use, "
+            f"and {here!r} on this rank, which is not used. Pass the same path on all ranks"
+        )
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

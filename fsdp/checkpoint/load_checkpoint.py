@@ -93,7 +93,7 @@ def load(
     order. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
 
     Args:
-        path: a directory of checkpoints, whose latest is loaded, or one checkpoint.
+        path: a directory of checkpoints, whose latest is loaded, or one checkpoint; as for :func:`save`.
         model: as for :func:`save`, wrapped in any way, or plain.
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
@@ -304,11 +304,13 @@ def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Readi
     """Find the checkpoint, and read and verify everything that this rank needs. ``stack`` keeps the files open."""
 
     def find(path: Path) -> tuple[Path, Manifest]:
-        def found() -> tuple[Path, Manifest]:
+        def found() -> tuple[Path, Manifest, str]:
             directory, manifest = files.find(path.absolute())
-            return directory, manifest._replace(files={})  # which each rank reads itself
+            return directory, manifest._replace(files={}), str(path)  # each rank reads the files itself
 
-        return ranks.first("find a checkpoint", found)
+        directory, manifest, given = ranks.first("find a checkpoint", found)
+        files.warn_of_path(str(path), given)
+        return directory, manifest
 
     def read(directory: Path, of_first: Manifest) -> Found:
         own = ranks.rank % of_first.ranks

@@ -64,7 +64,8 @@ def save(
     safetensors files, and there is no pickle unless ``trusted``.
 
     Args:
-        path: the path on rank 0 counts, relative to the working directory of rank 0 at the call.
+        path: relative to the working directory of rank 0 at the call. The path on rank 0 counts; a rank that is given
+            another one warns.
         model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
             (``fully_shard`` makes such models). Each rank writes its shards. Values that are not sharded (buffers,
             ignored parameters, extra state) are written as on rank 0.
@@ -232,7 +233,8 @@ class Save:
     """One checkpoint on the way to the disk. All ranks take the same steps, and an error on one is an error on all."""
 
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
-        self._ranks, self._path, self._keep, self._trusted = ranks, path, keep, trusted
+        self._ranks, self._keep, self._trusted = ranks, keep, trusted
+        self._path, self._given = path, str(path)
         self._pieces: list[Piece] = []  # the parts of tensors that this rank writes
         self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the values that are no tensors
         self.table: index.Table = {}  # a description of both
@@ -362,7 +364,8 @@ class Save:
         """
         size = self._ranks.size
         try:
-            directory = self._ranks.first("begin a checkpoint", self._begun)
+            directory, given = self._ranks.first("begin a checkpoint", self._begun)
+            files.warn_of_path(self._given, given)
             path, older = self._ranks.round(
                 "write a checkpoint",
                 lambda: self._written(directory, progress=progress),
@@ -378,9 +381,9 @@ class Save:
         files.remove_older(path, older)  # without waiting for the remaining ranks
         return path
 
-    def _begun(self) -> Path:
+    def _begun(self) -> tuple[Path, str]:
         self._directory = files.begin(Path(self._path))
-        return self._directory
+        return self._directory, self._given
 
     def _written(self, directory: Path, *, progress: bool) -> _Written:
         rank = self._ranks.rank
