@@ -139,6 +139,16 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     Build the optimizer after wrapping; with ``use_orig_params=True`` it may also be built before. Call the wrapped
     module and not the modules inside it. Run the same units in the same order on every rank.
 
+    Outside of the unit's forward, parameters, gradients and optimizer states are this rank's parts. Code that takes
+    them for whole ones raises no error where the shapes fit:
+
+    * ``p.norm()`` in a loss, or the weight of another unit in a forward: compute it in the forward of the module that
+      owns the parameter.
+    * ``p.normal_()`` on one rank: call it on all ranks, inside ``summon_full_params``.
+    * ``dist.all_reduce(p.grad)``: leave it out. Gradients are averaged already, and ranks have parts of other sizes.
+    * A dict of ``named_parameters()`` as a checkpoint: use ``state_dict()``.
+    * ``AveragedModel`` of the plain module, updated with the wrapped one: make it of the wrapped one.
+
     Args:
         module: the module to wrap, in place.
         process_group: the ranks to shard over; None: the default group. Hybrid strategies take a pair (shard group,
