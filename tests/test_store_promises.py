@@ -40,6 +40,7 @@ from fsdp.checkpoint import (
     rank_file,
     save,
     set_state_dict,
+    values,
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.rank_file import Piece
@@ -554,8 +555,11 @@ def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None
     assert module.extra["deep"][0].tolist() == [2, 3]
 
 
-def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path) -> None:
-    """The order of the data, whose numbers would make the header too large for readers of safetensors."""
+def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the data, whose numbers would make the header too large for readers of safetensors.
+
+    Files that have them in the header load as well.
+    """
     kinds: list[Any] = [
         [*range(-5, 5000)],
         tuple(number / 7 for number in range(5000)),
@@ -570,6 +574,10 @@ def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path) -> Non
     found = load(tmp_path, with_extra())
     assert repr(found) == repr(kinds)
     assert repr(load_plain(tmp_path).extra) == repr([kinds])
+    with monkeypatch.context() as patch:
+        patch.setattr(values, "_LONG", 1 << 60)
+        save(tmp_path, with_extra(), extra=kinds)
+    assert repr(load(tmp_path, with_extra())) == repr(kinds)
     odd: list[Any] = [
         [True] * 300,
         [1, 2.0] * 300,
