@@ -20,7 +20,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ from fsdp.checkpoint.optim_load import Whole
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Copy, RankFile
-from fsdp.checkpoint.save_checkpoint import aligned, classes_of
+from fsdp.checkpoint.save_checkpoint import classes_of
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
@@ -240,9 +239,9 @@ def _load(
                 ranks.together("load what was verified", overwrite)
             except Exception as error:  # of any class: it reached this rank after a peer has begun to overwrite
                 raise RuntimeError(
-                    "the checkpoint was verified, and could not be read a second time, so the model and the optimizer "
-                    "hold old and new values: load again, this checkpoint or another, before they are used. (With "
-                    f"in_place=False they keep the old values in such a case.) {error}"
+                    "the checkpoint was verified, but the load has failed in the second pass, so the model and the "
+                    "optimizer hold old and new values: load again, this checkpoint or another, before they are used. "
+                    f"(With in_place=False they keep the old values in such a case.) {error}"
                 ) from error
         loading.write()
         return found.extra
@@ -415,21 +414,17 @@ class Contents(ExitStack):
         return is_distributed(like) and like.shape == self._shape(key)
 
     def shadow(self, likes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Make CPU memory for tensors: for this rank's part, where ``like`` is distributed and of the same shape.
+        """Make CPU memory for tensors: for this rank's part, where ``like`` is distributed and of the same shape."""
 
-        The parts of sharded parameters are in one piece of memory, which has fewer page faults than many small ones.
-        """
-        alike = {key: like for key, like in likes.items() if self.has_parts_of(key, like)}
-        numels = {key: like.local.numel() for key, like in alike.items() if isinstance(like, RaggedTensor)}
-        sizes = {key: numel * self._dtype(key).itemsize for key, numel in numels.items()}
-        *begins, end = accumulate(map(aligned, sizes.values()), initial=0)
-        memory = host_memory.empty(end, dtype=torch.uint8, device=torch.device("cpu"))
-        made = {key: self.empty(key) for key in likes if key not in alike}
-        for key, begin in zip(sizes, begins):
-            made[key] = alike[key].with_local(memory[begin : begin + sizes[key]].view(self._dtype(key)))
-        for key in alike.keys() - sizes.keys():
-            made[key] = torch.empty_like(alike[key], dtype=self._dtype(key), device="cpu")
-        return made
+        def memory(key: str, like: Any) -> torch.Tensor:
+            dtype, cpu = self._dtype(key), torch.device("cpu")
+            if not self.has_parts_of(key, like):
+                return self.empty(key)
+            if isinstance(like, RaggedTensor):
+                return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
+            return torch.empty_like(like, dtype=dtype, device=cpu)
+
+        return {key: memory(key, like) for key, like in likes.items()}
 
     def empty(self, key: str) -> torch.Tensor:
         """Make CPU memory for a whole tensor."""
