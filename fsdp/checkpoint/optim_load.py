@@ -169,8 +169,8 @@ class _Plan:
         self._problems: list[str] = []
         self._from_rank0 = from_rank0
         self._present, self._kept, self.contents = present, {} if strict else present, contents
-        tensors = [key for key in present if isinstance(key, torch.Tensor)]
-        self._taken = {local_of(param.detach()).data_ptr() for param in tensors}  # addresses
+        stepped = [key for key in present if isinstance(key, torch.Tensor)]
+        self._taken = {None, *map(_address, stepped)} - {0}  # addresses that no state may have
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -272,10 +272,11 @@ class _Plan:
         if type(present) is not type(new) or kind_of(present) != kind_of(new):
             return new
         here, there = ((one.stride(), one.device, getattr(one, "_spec", None)) for one in (present, new))
-        place = local_of(present).data_ptr()
-        if here != there or (place in self._taken and place != 0):
+        place = _address(present)
+        if here != there or place in self._taken:
             return new
-        self._taken.add(place)
+        if place != 0:
+            self._taken.add(place)
         return present
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
@@ -320,6 +321,12 @@ def _of_first(whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
         tensor.copy_(whole.value)
     broadcast([tensor], group)
     return tensor
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return the address of this rank's elements, 0 without elements; None for a class that may have no address."""
+    local = local_of(tensor.detach())
+    return local.data_ptr() if type(local) is torch.Tensor else None
 
 
 def _target(param: nn.Parameter, whole: Whole) -> torch.Tensor:
