@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fsdp.checkpoint import load, save
 from fsdp.checkpoint.files import Disk
 from fsdp.flat.tensor_parallel import local_of
 from tests.harness.disk import on_disk
-from tests.harness.pool import of_all_ranks, on_ranks
+from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.sharded import wrap
 from tests.harness.versions import needs_cpu_events
 
@@ -200,6 +201,23 @@ def test_an_interrupted_second_pass_is_reported_on_the_other_ranks(tmp_path: Pat
     with on_disk(WatchedReads(before)), error:
         load(tmp_path, model, optimizer)
     load(tmp_path, model, optimizer)
+
+
+def load_while_rank_1_dies(root: str) -> str:
+    save(root, *trained(0.25))
+    last = reads_of(Path(root))
+    with on_disk(WatchedReads(lambda count, _: os._exit(9) if count == last and dist.get_rank() == 1 else None)):
+        try:
+            load(root, *trained(0.5))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_dies_in_the_second_pass_is_reported_on_the_others(tmp_path: Path) -> None:
+    text, died = run_fresh(2, load_while_rank_1_dies, str(tmp_path))
+    assert isinstance(died, Died)
+    assert re.search(r"hold old and new values: load again, .*rank 1", text), text
 
 
 class Doubling(nn.Linear):
