@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import warnings
@@ -14,6 +15,7 @@ from torch import nn
 
 from fsdp.__main__ import main
 from fsdp.checkpoint import get_state_dict, save, set_state_dict, to_dcp, to_safetensors
+from tests.harness.disk import FaultyDisk, on_disk
 from tests.harness.models import WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -73,6 +75,28 @@ def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"rank_0\.safetensors has another checksum"):
         to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
     assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("at", range(4), ids=["create", "reserve", "write", "sync"])
+def test_full_disk_is_an_error_with_the_target_and_leaves_no_new_file(at: int, tmp_path: Path) -> None:
+    save(tmp_path / "run", mixed())
+    target = tmp_path / "model.safetensors"
+    target.write_bytes(b"before")
+    disk = FaultyDisk(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with on_disk(disk), pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
+        to_safetensors(tmp_path / "run", target)
+    assert target.read_bytes() == b"before" and sorted(os.listdir(tmp_path)) == [target.name, "run"]
+
+
+def test_converted_file_has_the_mode_of_a_new_file_or_of_the_replaced_one(tmp_path: Path) -> None:
+    save(tmp_path / "run", mixed())
+    target, new = tmp_path / "model.safetensors", tmp_path / "new"
+    new.touch()
+    to_safetensors(tmp_path / "run", target)
+    assert target.stat().st_mode == new.stat().st_mode
+    target.chmod(0o604)
+    to_safetensors(tmp_path / "run", target)
+    assert target.stat().st_mode & 0o777 == 0o604
 
 
 def test_checkpoint_is_converted_to_torchs_format(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-import tempfile
+import secrets
+import stat
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     """Write the model's tensors of a checkpoint to one safetensors file, under the names of the plain model.
 
     Elements are read straight into the mapped file, so the memory of this process does not grow with the model. The
-    file appears under this name when it is complete. Extra state of the model, the
-    optimizer and ``extra`` are left out.
+    file appears under this name when it is complete. Extra state of the model, the optimizer and ``extra`` are left
+    out.
 
     Args:
         path: a directory of checkpoints, whose latest is taken, or one checkpoint.
-        file: the file to write, usually ``model.safetensors``. A file of this name is replaced.
+        file: the file to write, usually ``model.safetensors``. A file of this name is replaced, and keeps its mode.
 
     Returns:
         ``file``.
@@ -36,13 +37,12 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint.
         RuntimeError: a file is damaged or missing, with the path.
+        OSError: the file cannot be written, with the path. Room on the disk is reserved before anything is read.
     """
     file = Path(file)
 
     def convert(directory: Path, manifest: Manifest) -> Path:
-        number, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        os.close(number)
-        temporary = Path(name)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
         with Contents(directory, manifest, Reading()) as contents:
             entries, position = [], 0
             keys = [key for key in contents.tensors if key.startswith(MODEL)]
@@ -53,17 +53,20 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
                 entries.append(safetensors.Entry(key.removeprefix(MODEL), dtype, shape, position, end))
                 position = end
             header = safetensors.pack_header(entries, {"format": "pt"})
+            size = len(header) + position
             try:
-                temporary.write_bytes(header)
-                os.truncate(temporary, len(header) + position)
-                mapped = torch.from_file(str(temporary), shared=True, size=len(header) + position, dtype=torch.uint8)
-                data = mapped[len(header) :]
-                targets = {k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)}
-                contents.read(contents.find(targets))
-                del mapped, data, targets
-                with open(temporary, "rb") as stream:
-                    os.fsync(stream.fileno())
-                os.replace(temporary, file)
+                with files.with_path(file), files.disk.create(temporary) as stream:
+                    if file.exists():
+                        os.fchmod(stream.fileno(), stat.S_IMODE(file.stat().st_mode))
+                    files.disk.reserve(stream, size)  # on a full disk, a write to mapped memory kills the process
+                    files.disk.write(stream, header, 0)
+                    mapped = torch.from_file(str(temporary), shared=True, size=size, dtype=torch.uint8)
+                    data = mapped[len(header) :]
+                    targets = {k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)}
+                    contents.read(contents.find(targets))
+                    del mapped, data, targets
+                    files.disk.sync(stream)
+                    files.disk.rename(temporary, file)
             finally:
                 temporary.unlink(missing_ok=True)
         return file

@@ -67,6 +67,10 @@ class Disk:
         """Open an empty file for writing, without a buffer."""
         return open(path, "wb", buffering=0)
 
+    def reserve(self, stream: BinaryIO, nbytes: int) -> None:
+        """Give an empty file this size, and room on the disk."""
+        os.posix_fallocate(stream.fileno(), 0, nbytes)
+
     def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
         """Write all of ``data`` (bytes) at ``offset``."""
         data = memoryview(data)
