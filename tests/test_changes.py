@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
     return plain, plain.state_dict()
 
 
+TIED = ("embed.weight", "head.weight")
 CASES = [(size, FULL, orig) for size in (1, 2, 3) for orig in (True, False)] + [(2, NONE, True), (4, HYBRID, True)]
 
 
@@ -72,14 +74,18 @@ def test_changes_that_do_not_fit_are_refused_before_a_write() -> None:
     damaged = [first[0], dataclasses.replace(first[1], checksum=b"")]
     low = {name: tensor.float() for name, tensor in state.items()}
     lacking = {name: tensor for name, tensor in state.items() if "embed" not in name and "head" not in name}
+    repeated = {name: tensor[:1].expand_as(tensor) for name, tensor in state.items() if tensor.dim()}
+    untied = {**state, "head.weight": state["head.weight"] + 1}
     for given, parts, version, words in (
         (state, second, 0, "lead to version 2, and the tensors have version 0"),
         (state, first[:1], 0, "expected the changes of ranks 0 to 1, each once, got .0."),
         (state, [first[0], first[0]], 0, "each once"),
         (state, damaged, 0, "the checksum of the changes of rank 1 is wrong"),
         (state, second, 1, "the checksum of the changes of rank 0 is wrong"),  # version 1 was never applied
-        (low, first, 0, "must be a contiguous tensor of torch.bfloat16"),
-        (lacking, first, 0, "which the state dict has not"),
+        (low, first, 0, "must be a tensor of torch.bfloat16"),
+        (lacking, first, 0, "have 'embed.weight' or 'head.weight', which the state dict has not"),
+        (repeated, first, 0, "with memory for each element, but it has torch.bfloat16 and strides .*0"),
+        (untied, first, 0, "the checksum of the changes of rank . is wrong"),
     ):
         with pytest.raises(ValueError, match=words):
             fsdp.export.apply_changes(given, parts, version=version)
@@ -105,3 +111,40 @@ def test_changes_of_complex_tensors() -> None:
             param.view(-1)[:1] += 1j
     fsdp.export.apply_changes(state, of_all_ranks(fsdp.export.changes(model, snapshot)), version=0)
     assert_bit_equal(state, model.state_dict())
+
+
+@on_ranks(2)
+def test_receiver_may_have_any_strides_and_one_name_of_a_tied_parameter() -> None:
+    """The receivers are clones of the weights as they came, transposed ones, and ones with either of two names."""
+    model = build(True)
+    sent = copied(fsdp.export.weights(model, dtype=torch.bfloat16))
+    receivers = [
+        sent,
+        {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor.clone() for name, tensor in sent.items()},
+        *({name: tensor.clone() for name, tensor in sent.items() if name != other} for other in TIED),
+    ]
+    assert not all(tensor.is_contiguous() for tensor in sent.values())
+    snapshot = fsdp.export.snapshot(model, dtype=torch.bfloat16)
+    train(model)
+    parts = of_all_ranks(fsdp.export.changes(model, snapshot))
+    for state in receivers:
+        assert fsdp.export.apply_changes(state, parts, version=0) == 1
+        assert_bit_equal(state, {name: expected(model, torch.bfloat16)[name] for name in state})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@on_ranks(2)
+def test_changes_of_float8_can_be_pickled(dtype: torch.dtype) -> None:
+    model = wrap(nn.Linear(5, 3), FULL, True)
+    state = copied(fsdp.export.weights(model, dtype=dtype))
+    snapshot = fsdp.export.snapshot(model, dtype=dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    parts = of_all_ranks(fsdp.export.changes(model, snapshot))
+    again = [pickle.loads(pickle.dumps(part)) for part in parts]
+    fsdp.export.apply_changes(state, again, version=0)
+    after = copied(fsdp.export.weights(model, dtype=dtype))
+    assert {name: tensor.view(torch.uint8).tolist() for name, tensor in state.items()} == {
+        name: tensor.view(torch.uint8).tolist() for name, tensor in after.items()
+    }

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,11 +32,21 @@ class Change(NamedTuple):
         name: in the plain model.
         indices: of the elements in the flattened tensor (row-major); 1-D, int32 where the tensor is small enough.
         values: the new values; 1-D, in the dtype of the snapshot.
+        tied: other names of the same parameter.
     """
 
     name: str
     indices: torch.Tensor
     values: torch.Tensor
+    tied: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the values as bytes, since torch does not pickle each dtype (float8)."""
+        return _unpickled, (self.name, self.indices, self.values.view(torch.uint8), self.tied, self.values.dtype)
+
+
+def _unpickled(name: str, indices: torch.Tensor, data: torch.Tensor, tied: Any, dtype: torch.dtype) -> Change:
+    return Change(name, indices, data.view(dtype), tied)
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class _Part(NamedTuple):
     start: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    tied: tuple[str, ...] = ()
 
 
 def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
@@ -127,7 +138,8 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
         if not places.numel():
             continue
         values, old = now[places], before[places]
-        change = Change(part.name, _row_major(places + part.start, part.shape, part.stride), values)
+        indices = _row_major(places + part.start, part.shape, part.stride)
+        change = Change(part.name, indices, values, part.tied)
         _add_to(digest, change, old)
         found.append(change)
         before[places] = values
@@ -153,7 +165,8 @@ def apply_changes(state_dict: Mapping[str, torch.Tensor], parts: Iterable[Change
     Everything is checked before anything is written.
 
     Args:
-        state_dict: tensors by name in the plain model, dense, in the dtypes of the snapshot, on any device.
+        state_dict: tensors by name in the plain model, in the dtypes of the snapshot, on any device, with any strides.
+            Of a tied parameter one name is enough.
         parts: one :class:`Changes` of each rank.
         version: the version that the tensors have.
 
@@ -178,28 +191,47 @@ def apply_changes(state_dict: Mapping[str, torch.Tensor], parts: Iterable[Change
         _check(state_dict, part)
     with torch.no_grad():
         for change in (change for part in parts for change in part.tensors):
-            tensor = state_dict[change.name]
-            indices = change.indices.to(tensor.device, torch.int64)
-            tensor.view(-1)[indices] = change.values.to(tensor.device)
+            for _, tensor in _receivers(state_dict, change):
+                view, places = _places(tensor, change)
+                view[places] = change.values.to(tensor.device)
     return version + 1
+
+
+def _receivers(state_dict: Mapping[str, torch.Tensor], change: Change) -> list[tuple[str, torch.Tensor]]:
+    return [(name, state_dict[name]) for name in (change.name, *change.tied) if name in state_dict]
+
+
+def _places(tensor: torch.Tensor, change: Change) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return a view of ``tensor``, and the index of the changed elements in it."""
+    indices = change.indices.to(tensor.device, torch.int64)
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1), (indices,)
+    return tensor.detach(), torch.unravel_index(indices, tensor.shape)
 
 
 def _check(state_dict: Mapping[str, torch.Tensor], part: Changes) -> None:
     digest = hashlib.blake2b(digest_size=16)
+    intact = True
     for change in part.tensors:
-        tensor = state_dict.get(change.name)
-        if tensor is None:
-            raise ValueError(f"the changes of rank {part.rank} have {change.name!r}, which the state dict has not")
-        if tensor.dtype != change.values.dtype or not tensor.is_contiguous():
-            raise ValueError(
-                f"{change.name!r} must be a contiguous tensor of {change.values.dtype}, as the snapshot was, but it "
-                f"has {tensor.dtype} and strides {tensor.stride()}"
-            )
-        indices = change.indices.to(tensor.device, torch.int64)
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < tensor.numel():
-            raise ValueError(f"the changes of {change.name!r} have indices beyond its {tensor.numel()} elements")
-        _add_to(digest, change, tensor.detach().view(-1)[indices])
-    if digest.digest() != part.checksum:
+        found: list[torch.Tensor] = []
+        for name, tensor in _receivers(state_dict, change):
+            repeats = any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride()))
+            if tensor.dtype != change.values.dtype or repeats:
+                raise ValueError(
+                    f"{name!r} must be a tensor of {change.values.dtype}, as the snapshot was, with memory for each "
+                    f"element, but it has {tensor.dtype} and strides {tensor.stride()}"
+                )
+            indices = change.indices
+            if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < tensor.numel():
+                raise ValueError(f"the changes of {name!r} have indices beyond its {tensor.numel()} elements")
+            view, places = _places(tensor, change)
+            found.append(view[places].cpu())
+        if not found:
+            names = " or ".join(map(repr, (change.name, *change.tied)))
+            raise ValueError(f"the changes of rank {part.rank} have {names}, which the state dict has not")
+        intact = intact and not any(bool(_different(other, found[0]).any()) for other in found[1:])
+        _add_to(digest, change, found[0])
+    if not intact or digest.digest() != part.checksum:
         raise ValueError(
             f"the checksum of the changes of rank {part.rank} is wrong: they were damaged on their way, or the tensors "
             "are not those that the sender had in this version. Send all weights anew, and take a new snapshot"
@@ -239,7 +271,8 @@ def _parts(model: nn.Module) -> list[_Part]:
         for member in holder.members if groups.replica_rank == 0 else ():
             piece, record = handle.layout.piece(member.index, groups.shard_rank), member.record
             values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel].detach()
-            found += [_Part(name, values, piece.start, record.shape, record.stride) for name in member.names]
+            name, *tied = member.names
+            found.append(_Part(name, values, piece.start, record.shape, record.stride, tuple(tied)))
     if default_group().rank() == 0:
         for name, tensor in unowned(model):
             flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
