@@ -16,8 +16,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardingStrategy
-from fsdp.comm.versions import ALL_GATHER
 from tests.harness import pool
 from tests.harness.agreeing import (
     EQUAL,
@@ -50,7 +48,6 @@ from tests.harness.agreeing import (
     impatient,
     new_group,
     summon,
-    swap,
     train,
     train_and_raise,
 )
@@ -258,65 +255,6 @@ def test_group_may_be_used_in_some_steps_only(strategy: ShardingStrategy, way: s
             optimizer.zero_grad()
             found.append(loss.item())
         assert found[0] == pytest.approx(found[1], rel=1e-5), f"step {number}: {use}"
-
-
-# -- debug level DETAIL --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def detail() -> Iterator[None]:
-    """Set the debug level DETAIL: groups made inside check each collective."""
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        yield
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-@pytest.mark.parametrize("reduce_unused", [False, True])
-@on_ranks(RANKS)
-@impatient
-def test_detail_compares_handles_in_the_first_training_forward(reduce_unused: bool) -> None:
-    """Each gather of that forward alone is preceded by two gathers of integers: the number of handles, and which."""
-    with detail():
-        model = build(frozen(Chain(UNEQUAL)), new_group(), reduce_unused=reduce_unused)
-        logs = []
-        for training in (False, True, True, False):
-            model.train(training)
-            with record_collectives() as log:
-                (train if training else evaluate)(model)
-            logs.append(log)
-        error = first_error(build(Chain(UNEQUAL), new_group()), swap if dist.get_rank() == ODD else train)
-    assert error.startswith(OUT_OF_STEP) and "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
-    compared = [[r for r in log.records if r.op == "all_gather" and r.dtype is torch.int64] for log in logs]
-    assert [len(records) for records in compared] == [0, 8, 0, 0]
-    calls = [record for record in logs[1].records if record.op == "all_gather" or record.dtype is not torch.int64]
-    gathers = [index for index, record in enumerate(calls) if str(record.label).startswith("gather")]
-    for index in gathers[:3] + gathers[4:5]:  # the fourth gathers the second bucket of the same unit
-        before = calls[index - 2 : index]
-        handles = 2 if calls[index].label == "gather unit 'blocks.1'" else 1
-        assert [record.label for record in before] == [f"agree to {calls[index].label}"] * 2
-        assert [record.numel for record in before] == [RANKS, RANKS * handles]
-    assert not any(str(record.label).startswith("agree to gather") for record in calls[gathers[4] :])
-
-
-def test_detail_raises_where_gathered_handles_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gathered integers are compared, and zeros from a group whose collectives are no-ops agree."""
-    with fake_group(1, 4), detail():
-        train(build(Chain(UNEQUAL), None))
-        model = build(Chain(UNEQUAL), None)
-        real = getattr(dist, ALL_GATHER)
-
-        def gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            assert output.dtype is not torch.int64 or not output.any()
-            work = real(output, *args, **kwargs)
-            if output.dtype is torch.int64:
-                output.copy_(torch.tensor([1, 1, 1, 2])[: output.numel()])
-            return work
-
-        monkeypatch.setattr(dist, ALL_GATHER, gather)
-        with pytest.raises(RuntimeError, match=rf"^{OUT_OF_STEP}.*rank 3 gathers handles \[2\]"):
-            train(model)
 
 
 # -- changes that all ranks make -----------------------------------------------------------------------------------

@@ -240,16 +240,10 @@ class Lane(Issuer):
         Raises:
             OutOfStep: a peer is about to issue a different event.
         """
-        if self._questions or not self._history.follow(event.label, event.number):
-            self._check_event(event)
-
-    def agree_anew(self, event: Event) -> None:
-        """Ask all ranks for ``event``, as if the history were empty."""
-        self._check_event(event, always=True)
-
-    def _check_event(self, event: Event, *, always: bool = False) -> None:
+        if not self._questions and self._history.follow(event.label, event.number):
+            return
         self._look_at_answers()
-        if always or not self._history.has_follower:
+        if not self._history.has_follower:
             self._history.report(event.label, event.number)
             self._check(self.ask(f"agree to {event.label}", event.number))
             self._history.note(event.number)
@@ -257,25 +251,6 @@ class Lane(Issuer):
             self._history.report(event.label, event.number)
             self._announce(event.label, self._history.position, event.number)
             self._history.note(event.number)
-
-    def compare(
-        self, numbers: Sequence[int], doing: str, label: str, gathered: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Compare equally many ``numbers`` on all ranks by a gather, as torch does at debug level DETAIL.
-
-        Args:
-            doing: words that follow "rank 0" in the error: "gathers unit 'blocks.0'".
-            label: words before the numbers of each rank: "gathers handles".
-            gathered: gathers a tensor of every rank, a row per rank.
-
-        Raises:
-            OutOfStep: the numbers differ.
-        """
-        rows = gathered(torch.tensor(list(numbers), device="cpu")).tolist()
-        if any(row != rows[0] for row in rows):
-            found = "; ".join(f"rank {rank} {label} {row}" for rank, row in zip(self.names, rows))
-            where = f"in the {self._latest.what.words}, where rank {self._rank} {doing}"
-            raise self._out_of_step(self._in_words(f"{where}, {found}", {}))
 
     def end(self, number: int | None, *, wait: bool, value: int, listener: Callable[[int], None]) -> None:
         """End the pass or call that is under way.

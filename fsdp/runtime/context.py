@@ -167,7 +167,7 @@ class RootContext:
             self.unsharder.refresh(other)
         self.unsharder.begin_forward(unit, expects_backward=torch.is_grad_enabled(), logged=logs())
         try:
-            forward = Pass(f"forward of {unit.name}", unit, trains=unit.module.training)
+            forward = Pass(f"forward of {unit.name}", unit)
             self.passes.begin(forward, backward_follows=self.unsharder.expects_backward)
             self.unsharder.gathers_follow_compute()
             self._send_buffers()

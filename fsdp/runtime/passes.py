@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.collectives import debug_detail, gather_values
 from fsdp.comm.history import Pass, hash_of
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
+from fsdp.comm.issuing import GATHER_NEARBY, KINDS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane import ORDER_REMEDY, Lane
 from fsdp.runtime.mistakes import warn_of_initial_values, warn_of_steps
 from fsdp.runtime.negotiation import REMEDY, Negotiation
@@ -34,18 +33,14 @@ class LaneUnits:
         lane: of the group.
         number: of the tree in the lane, once the ranks have compared the layouts.
         neighbours: the remaining lanes of the tree.
-        detailed: whether the pass under way compares handles, as torch's FSDP1 does at debug level DETAIL.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.lane = Lane.of(group, device)
         self.number: int | None = None
         self.neighbours: Sequence[Lane] = ()
-        self.detailed = False
-        self._device = device
         self._units: list[weakref.ref[Unit]] = []
         self._places: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
-        self._trained = False  # whether a forward in training mode has begun
         self._compared = False  # whether the initial values were compared, or a pass has failed
         self._steps, self._rates = 0, 0  # of optimizers since the last vote: their number, and a hash of their rates
 
@@ -83,8 +78,6 @@ class LaneUnits:
         if self.lane.under_way is what:
             return False
         remedy = REMEDY if negotiates else ORDER_REMEDY
-        self.detailed = what.trains and not self._trained and debug_detail()
-        self._trained = self._trained or what.trains
         self.lane.enter(what, self._number_of(what), neighbours=self.neighbours, remedy=remedy, asks=not negotiates)
         if not (self._compared or what.call):  # a call may load values
             self._compared = True
@@ -123,16 +116,6 @@ class LaneUnits:
         by_rank = self.lane.compare_values(f"initial values/{self.number}", list(digests.values()), doing)
         if by_rank is not None and self.lane.group.rank() == 0:
             warn_of_initial_values(list(digests), dict(zip(self.lane.names, by_rank)))
-
-    def compare_handles(self, unit: Unit) -> None:
-        """Compare the number of handles that the ranks gather, and the handles, by two gathers of numbers."""
-        handles = [self._places[unit] * MAX_BUCKETS + bucket for bucket in range(len(unit.handles))]
-
-        def gathered(values: torch.Tensor) -> torch.Tensor:
-            return gather_values(values, self.lane.group, self._device, f"agree to gather {unit.name}")
-
-        for numbers in ([len(handles)], handles):
-            self.lane.compare(numbers, f"gathers {unit.name}", "gathers handles", gathered)
 
     def failed(self) -> None:
         """Note that a pass failed, maybe before the initial values were compared."""
@@ -225,11 +208,9 @@ class Passes:
                 self._enter(member, current)
             event = events[full_precision]
             if self._negotiation is None:
-                (lane.agree_anew if member.detailed else lane.agree)(event)
+                lane.agree(event)
             elif lane is self._lanes[0]:
                 self._negotiation.agree(event)
-            if member.detailed and kind == GATHER:
-                member.compare_handles(unit)
         return several[0][1][full_precision] if several else self.event(kind, unit)
 
     def event(self, kind: str, unit: Unit, *, full_precision: bool = False) -> Event:
@@ -315,7 +296,6 @@ class Passes:
         else:
             for member in self._by_group.values():
                 if member.lane.under_way is what:
-                    member.detailed = False
                     member.end(what, wait=wait)
         self._set_under_way(*self._stack[:-1])
         self._begin_negotiated()
