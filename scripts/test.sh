@@ -16,10 +16,18 @@ if [ "${1:-}" = --with-libraries ]; then
 fi
 source scripts/env.sh
 ensure_env "$kind"
+quick=(architecture api layout members wrap wrapper ownership errors optim_state state_dict consensus nested ragged names)
 case "$*" in
   "" | -x | --quick | "--quick -x" | "-x --quick")
     bash scripts/lint.sh --no-types
-    exec "$python" scripts/run_tests.py "$@"
+    files=() options=()
+    [[ "$*" != *--quick* ]] || files=("${quick[@]/%/.py}") # those that most mistakes break first
+    [[ "$*" != *-x* ]] || options=(-x)
+    "$python" -m mypy &
+    types=$! status=0
+    bash scripts/side_by_side.sh "$python" ${options[@]+"${options[@]}"} ${files[@]+"${files[@]/#/tests/test_}"} || status=1
+    wait "$types" || { echo "mypy has found errors" >&2; status=1; }
+    exit "$status"
     ;;
   *)
     bash scripts/lint.sh

@@ -23,7 +23,8 @@ run_with() {
   if { [[ "${*,,}" == *avx512* ]] && ! has avx512f; } || { [[ "${*,,}" == *avx2* ]] && ! has avx2; }; then
     echo "not on this processor"
   else
-    env "$@" "$python" scripts/run_tests.py --no-types "${files[@]}" ${with_offsets[@]+"${with_offsets[@]}"} || failed+=("$*")
+    env "$@" bash scripts/side_by_side.sh "$python" "${files[@]}" ${with_offsets[@]+"${with_offsets[@]}"} ||
+      failed+=("$*")
   fi
 }
 

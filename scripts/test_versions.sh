@@ -15,13 +15,16 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   shift
 done
 [ ${#versions[@]} -gt 0 ] || { echo "usage: bash scripts/test_versions.sh VERSION ... [-- PYTEST ARGUMENTS]" >&2; exit 2; }
-tests=(scripts/run_tests.py --no-types)
-[ $# -le 1 ] || tests=(-m pytest "${@:2}")
+tests=("${@:2}") # after --
 
 failed=()
 for version in "${versions[@]}"; do
   ensure_env "torch-$version"
   echo "== torch $version, $("$python" --version)"
-  "$python" "${tests[@]}" || failed+=("$version")
+  if [ ${#tests[@]} -gt 0 ]; then
+    "$python" -m pytest "${tests[@]}" || failed+=("$version")
+  else
+    bash scripts/side_by_side.sh "$python" || failed+=("$version")
+  fi
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed with torch ${failed[*]}" >&2; exit 1; }

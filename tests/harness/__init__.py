@@ -5,7 +5,6 @@ Processes
     worker           the process of one rank; `template` forks it from one that has imported torch and the package
     threads          ranks as threads of the test's own process: `run_threads(world_size, fn, ...)`
     fake_group       one rank without peers, whose collectives are no-ops
-    handout          pytest plugin of scripts/run_tests.py
 
 Models
     models           the model zoo: small models with sizes that never divide

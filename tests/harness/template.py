@@ -2,8 +2,7 @@
 
 Run as `python -m tests.harness.template` with names of more modules. Importing torch and the package costs seconds,
 a fork costs milliseconds. The template starts no thread, runs no kernel and joins no group, so a fork inherits no
-unfinished state. The pytest processes of `scripts/run_tests.py` are forked the same way, from one that has collected
-the tests (see `handout`).
+unfinished state.
 
 `Template` is the client side, in the requesting process and in processes forked from it. A request is one byte with
 file descriptors. One of them is a socket for this request, which holds the pickled request, receives the process id,
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -157,7 +156,7 @@ def control() -> socket.socket:
     return socket.socket(fileno=int(os.environ.pop(CONTROL)))
 
 
-def serve(control: socket.socket, at_end: Callable[[], object] = bool) -> tuple[Request, list[int]]:
+def serve(control: socket.socket) -> tuple[Request, list[int]]:
     """Fork at every request. Return request and descriptors, in forked processes only."""
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     assert threads == 1, f"{threads} threads: a fork keeps only one of them"
@@ -179,7 +178,6 @@ def serve(control: socket.socket, at_end: Callable[[], object] = bool) -> tuple[
         except ConnectionError:
             found = []
         if not found:
-            at_end()
             os._exit(0)  # all clients have closed their ends
         status, output, *descriptors = found
         connection = Connection(os.dup(status))
