@@ -431,6 +431,23 @@ def main():
     assert not any("wrap before" in finding.advice for finding in Script(text).left)
 
 
+def test_a_copy_in_another_function_than_the_wrapping_is_to_be_moved() -> None:
+    text = """
+import copy
+from torch.nn.parallel import DistributedDataParallel as DDP
+class Trainer:
+    def __init__(self, model, ema):
+        self.model, self.ema = DDP(model), ema
+def main():
+    model = Net()
+    ema = copy.deepcopy(model)
+    return Trainer(model, ema)
+main()
+"""
+    (found,) = [finding for finding in Script(text).left if "copy.deepcopy(model)" in finding.advice]
+    assert found.line == 9 and found.advice.startswith("move this after the wrapping: ")
+
+
 def test_shapes_read_before_wrapping_are_no_finding() -> None:
     text = """
 from torch.nn.parallel import DistributedDataParallel as DDP

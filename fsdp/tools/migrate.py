@@ -293,8 +293,9 @@ class Script:
         function, given = call.func, [self._flow.kind(argument) for argument in call.args[:1]]
         owner = self._flow.kind(function.value) if isinstance(function, ast.Attribute) else ""
         if self._full(function) in COPIES and given and given[0] in SHARDED:
+            copied = ast.unparse(call)
             why = (
-                f"`{ast.unparse(call)}` has to copy the wrapped model; a plain copy has other names, and whole tensors"
+                f"to combine them, `{copied}` has to copy the wrapped model: else it has other names and whole tensors"
             )
         elif owner == OPTIMIZER and given and ast.unparse(function).endswith(".load_state_dict"):
             why = f"{ast.unparse(function)}() needs the wrapped model"

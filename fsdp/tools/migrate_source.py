@@ -68,11 +68,6 @@ class Source:
         """Return the innermost function around ``node``; None at module level."""
         return next((outer for _, outer in self.around(node) if isinstance(outer, FUNCTIONS)), None)
 
-    def statement_of(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement around ``node``, or ``node``."""
-        nodes = (node, *(outer for _, outer in self.around(node)))
-        return next(outer for outer in nodes if isinstance(outer, ast.stmt))
-
     def replace(self, node: Any, text: str) -> Edit:
         start = self.line_start(node.lineno) + node.col_offset
         return Edit(start, self.line_start(node.end_lineno) + node.end_col_offset, text)
