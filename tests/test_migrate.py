@@ -350,6 +350,16 @@ def run(tool):
     if rank == 0:
         tool.save(model)
 """,
+    "a function that wraps": """
+def wrap(module):
+    return DDP(module)
+class Runner:
+    def __init__(self):
+        self.net = wrap(Net())
+    def run(self):
+        if self.rank == 0:
+            self.net(x)
+""",
     "the name of the caller": """
 class Trainer:
     def __init__(self, net):
@@ -446,6 +456,20 @@ main()
 """
     (found,) = [finding for finding in Script(text).left if "copy.deepcopy(model)" in finding.advice]
     assert found.line == 9 and found.advice.startswith("move this after the wrapping: ")
+
+
+def test_the_state_of_each_optimizer_is_that_of_its_model() -> None:
+    text = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+generator, critic = DDP(generator), DDP(critic)
+opt_g, optimizers = torch.optim.SGD(generator.parameters()), {"c": torch.optim.SGD(critic.module.parameters())}
+saved = opt_g.state_dict()
+optimizers["c"].load_state_dict(saved)
+"""
+    advice = {finding.line: finding.advice for finding in Script(text).left}
+    assert "`FSDP.optim_state_dict(generator, opt_g)`" in advice[6]
+    assert "`FSDP.optim_state_dict_to_load(critic, optimizers['c'], saved)`" in advice[7]
 
 
 def test_shapes_read_before_wrapping_are_no_finding() -> None:

@@ -272,7 +272,7 @@ class Script:
             if not (isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")):
                 yield _WHOLE_MATRIX_ADVICE.format(name=name)
         elif kind == OPTIMIZER and name in STATE:
-            yield from self._optimizer_state(call, ast.unparse(owner), name)
+            yield from self._optimizer_state(call, owner, name)
         elif model and name in _MODEL_METHODS:
             yield _MODEL_METHODS[name]
         elif not self._flow.is_after_wrapping(call):
@@ -307,8 +307,9 @@ class Script:
             if not earlier:
                 yield Finding(call.lineno, f"move this after the wrapping: {why}")
 
-    def _optimizer_state(self, call: ast.Call, optimizer: str, method: str) -> Iterator[str]:
-        model, saved = self._flow.model_near(call), "".join(map(self._source.text_of, call.args[:1]))
+    def _optimizer_state(self, call: ast.Call, owner: ast.expr, method: str) -> Iterator[str]:
+        model, optimizer = self._flow.model_near(call, owner), ast.unparse(owner)
+        saved = "".join(map(self._source.text_of, call.args[:1]))
         if method == "state_dict":
             yield (
                 f"call `FSDP.optim_state_dict({model}, {optimizer})` on all ranks, or save by fsdp.checkpoint.save: "

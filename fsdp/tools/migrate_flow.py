@@ -48,7 +48,7 @@ class Value(NamedTuple):
 
     Attributes:
         kind: one of the constants above, or the name of a class of the file.
-        model: for a module inside, the expression of the wrapped model.
+        model: for a module inside and for an optimizer, the expression of the wrapped model.
     """
 
     kind: str
@@ -92,34 +92,40 @@ class Flow:
 
     # -- values --------------------------------------------------------------------------------------------------------
 
-    def _follow_values(self) -> None:
-        assigned: list[tuple[ast.AST, ast.expr]] = []
+    def _assignments(self) -> Iterator[tuple[ast.AST, ast.expr]]:
+        """Yield expressions with the targets that they are assigned to; results with their functions."""
         for node in self._source.nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                        assigned += zip(target.elts, node.value.elts)
+                        yield from zip(target.elts, node.value.elts)
                     else:
-                        assigned.append((target, node.value))
+                        yield target, node.value
             elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value:
-                assigned.append((node.target, node.value))
+                yield node.target, node.value
             elif isinstance(node, ast.Return) and node.value:
-                assigned.append((self._source.function_of(node) or node, node.value))
-        wrapped = [(to, call) for to, value in assigned if (call := _unmoved(value)) in self.wrappings]
-        self._values = {name: Value(MODEL) for to, _ in wrapped if (name := self._key(to))}
-        names, wrapped_here = [(self._key(to), value) for to, value in assigned], set(self._values)
-        plain = {name: ast.unparse(to) for to, call in wrapped if call.args and (name := self._key(call.args[0]))}
-        before: dict[Any, Value] = {}
+                yield self._source.function_of(node) or node, node.value
+
+    def _follow_values(self) -> None:
+        """Set the values of all names: forward from expressions, then back to other names of the wrapped module."""
+        assigned = [(self._key(to), value) for to, value in self._assignments()]
+        plain: dict[Any, str] = {}  # names of the module that is wrapped, with the expression of the wrapped model
+        for to, value in self._assignments():
+            if (call := _unmoved(value)) in self.wrappings and (name := self._key(to)):
+                self._values[name] = Value(MODEL)
+                if isinstance(call, ast.Call) and call.args and (name := self._key(call.args[0])):
+                    plain[name] = ast.unparse(to) if isinstance(to, ast.expr) else "the wrapped model"
+        wrapped, before = set(self._values), dict[Any, Value]()
         while before != self._values:
             before = dict(self._values)
             passed = [pair for call in self.calls for pair in self._arguments(call)]
-            for name, expression in names:
-                self._hold(name, self.value(expression), wrapped_here)
+            for name, expression in assigned:
+                self._hold(name, self.value(expression), wrapped)
             for name, expression in passed:  # advice has the wrapped model passed in the place of the module inside
-                value = self.value(expression)
-                self._hold(name, Value(MODEL) if value and value.kind == INSIDE else value, wrapped_here)
-            if before == self._values:  # last, other names of the module that is wrapped
-                for name, expression in [*names, *passed]:
+                given = self.value(expression)
+                self._hold(name, Value(MODEL) if given and given.kind == INSIDE else given, wrapped)
+            if before == self._values:
+                for name, expression in [*assigned, *passed]:
                     if name in plain and (origin := self._key(expression)):
                         plain.setdefault(origin, plain[name])
                 known = {name for name, value in before.items() if value.kind not in self._classes}
@@ -162,6 +168,9 @@ class Flow:
         if isinstance(node, ast.IfExp):
             parts = [self.value(node.body), self.value(node.orelse)]
             return max((value for value in parts if value), key=self._detail, default=None)
+        if isinstance(node, (ast.Dict, ast.List, ast.Tuple)):  # of one kind
+            elements = [self.value(each) for each in (node.values if isinstance(node, ast.Dict) else node.elts) if each]
+            return elements[0] if elements and len({each and each.kind for each in elements}) == 1 else None
         if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) in (MODEL, COPY):
             return Value(INSIDE, ast.unparse(node.value))
         if isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
@@ -174,7 +183,8 @@ class Flow:
         if made in COPIES:
             return Value(COPY) if given in SHARDED else None
         if _OPTIMIZER_CLASS.fullmatch(made):
-            return Value(OPTIMIZER)
+            models = [model for each in node.args[:1] for part in ast.walk(each) if (model := self.model_of(part))]
+            return Value(OPTIMIZER, models[0] if models else "")
         if isinstance(node.func, ast.Name) and node.func.id in self._classes:
             return Value(node.func.id)
         return next(
@@ -193,13 +203,15 @@ class Flow:
         value = self.value(node)
         return "" if not value or value.kind not in SHARDED else value.model or ast.unparse(node)
 
-    def model_near(self, node: ast.AST) -> str:
-        """Return the wrapped model as the function around ``node``, its class or the script calls it."""
+    def model_near(self, node: ast.AST, optimizer: ast.AST | None = None) -> str:
+        """Return how the function around ``node``, its class or the script calls the wrapped model of ``optimizer``."""
+        made = self.value(optimizer) if optimizer else None
         places = [outer for _, outer in self._source.around(node) if isinstance(outer, (*FUNCTIONS, ast.ClassDef))]
         for place in (*places, self._source.tree):
-            for each in ast.walk(place):
-                if isinstance(each, (ast.Name, ast.Attribute)) and self.kind(each) == MODEL:
-                    return ast.unparse(each)
+            named = [each for each in ast.walk(place) if isinstance(each, (ast.Name, ast.Attribute))]
+            models = [ast.unparse(each) for each in named if self.kind(each) == MODEL]
+            if models:
+                return made.model if made and made.model in models else models[0]
         return "model"
 
     # -- calls ---------------------------------------------------------------------------------------------------------
