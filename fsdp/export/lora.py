@@ -17,10 +17,13 @@ _PREFIX = "base_model.model."
 def lora(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Merge the active LoRA adapters of PEFT's layers, for ``merge=`` of :func:`fsdp.export.weights`.
 
-    A base weight becomes ``base + scaling * B @ A``, computed in float32 (float64 for float64 weights) and rounded once
-    to the dtype of the stream. It is changed in the gathered copy; shards stay as they are. Names are those of the base
-    model. Adapters are left out, and layers that were trained whole (``modules_to_save``) take the place of the
-    originals. Adapters that are disabled, or that PEFT has merged into the base weights already, are not added.
+    A base weight becomes ``base + scaling * B @ A``. The three are gathered in the dtype of the stream, the sum is
+    computed in float32 (float64 for float64 weights), and the result is rounded to the dtype of the stream. So a bf16
+    stream of float32 weights may differ in the last place from ``merge_and_unload().bfloat16()``; for equal bits,
+    stream without ``dtype``, and cast what comes. The gathered copy is changed; shards stay as they are. Names are
+    those of the base model. Adapters are left out, and layers that were trained whole (``modules_to_save``) take the
+    place of the originals. Adapters that are disabled, or that PEFT has merged into the base weights already, are not
+    added.
 
     Args:
         model: a model with layers of PEFT: ``base_layer``, ``lora_A``, ``lora_B``, ``scaling``, ``active_adapters``.
