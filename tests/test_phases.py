@@ -105,3 +105,26 @@ def test_offload_is_refused_with_unreduced_gradients_and_in_a_forward() -> None:
     with pytest.raises(ZeroDivisionError), fsdp.offloaded(model):
         raise ZeroDivisionError
     model(torch.zeros(4, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_offload_is_refused_between_a_forward_and_its_backward(use_orig_params: bool) -> None:
+    """It is allowed once the backward has run, or the outputs are deleted, or where there is no graph."""
+    batch = torch.zeros(4, dtype=torch.int64)
+    for strategy in (FULL, NONE):
+        model = build(use_orig_params, strategy)
+        loss = model(batch).square().mean()
+        with torch.no_grad():
+            model(batch)
+        with pytest.raises(RuntimeError, match=r"between a forward of .* and its backward: run the backward before"):
+            fsdp.offload(model)
+        loss.backward()
+        with fsdp.offloaded(model):
+            pass
+        output = model(batch)
+        del output
+        with torch.no_grad():
+            output = model(batch)
+        with fsdp.offloaded(model):
+            assert output.isfinite().all()

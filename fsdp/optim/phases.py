@@ -40,12 +40,13 @@ def offload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -
 
     Raises:
         ValueError: ``model`` has no wrapped modules in it.
-        RuntimeError: a forward or backward is under way; or there are gradients from ``no_sync()``; or the model is
-            offloaded already.
+        RuntimeError: a forward or backward is under way; or the graph of a forward waits for its backward; or there are
+            gradients from ``no_sync()``; or the model is offloaded already.
     """
     units, contexts = _checked(model)
     for context in contexts:
         context.passes.check_available()
+        context.check_no_backward_follows("fsdp.offload()")
     for unit in units:
         unit.check_can_change()
         unit.follow_parameters()

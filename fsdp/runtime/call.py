@@ -209,7 +209,7 @@ class ForwardCall:
                         unsharder.keep_for_group(unit)
                     unsharder.prefetch(unit)
                 # last: an error before it is aborted
-                self.context.exit_forward(unit, backward_follows=bool(differentiable))
+                self.context.exit_forward(unit, backward_of=self if differentiable else None)
         return output
 
     @hooks.untraced
@@ -219,7 +219,7 @@ class ForwardCall:
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.context.fail()
         if outermost:
-            self.context.exit_forward(self.unit, backward_follows=True, failed=True)
+            self.context.exit_forward(self.unit, backward_of=None, failed=True)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 

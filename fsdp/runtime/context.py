@@ -81,6 +81,7 @@ class RootContext:
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # of the outermost forward
         self._unfrozen: list[Unit] = []  # units with leaves that were frozen or unfrozen as the backward began
+        self._awaited: Callable[[], object] = lambda: None  # the last call whose graph waits for a backward
         self._sends_buffers = True  # the next forward may begin with the buffers of rank 0
         self.units: list[Unit] = []
         for index, (name, unit, ancestors) in enumerate(units):
@@ -207,8 +208,9 @@ class RootContext:
         the current stream."""
         return self.streams.joined(self.compute)
 
-    def exit_forward(self, unit: Unit, *, backward_follows: bool, failed: bool = False) -> None:
-        """Note that ``unit`` has run; with the outermost one the forward of the tree is over."""
+    def exit_forward(self, unit: Unit, *, backward_of: object | None, failed: bool = False) -> None:
+        """Note that ``unit`` has run; with the outermost one the forward of the tree is over. ``backward_of`` is the
+        call of which a backward may follow."""
         if hooks.current_backward() != hooks.NO_BACKWARD:
             if not unit.is_running:  # the unit's backward follows
                 self.unsharder.becomes(unit, Residence.RECOMPUTED)
@@ -220,12 +222,22 @@ class RootContext:
         if failed:
             self.reset()
             return
-        self.unsharder.end_forward(backward_follows=backward_follows)
+        self.unsharder.end_forward(backward_follows=backward_of is not None)
         self.unsharder.settle_offloaded()  # even before a backward, which may be left out; shards may be written
-        if not backward_follows:
+        if backward_of is not None:
+            self._awaited = weakref.ref(backward_of)
+        else:
             self.unsharder.forget_slices()
             self.unsharder.rest()
         self.passes.end(wait=False)  # last: where the wait for a prefetched unit fails, the pass has failed
+
+    def check_no_backward_follows(self, call: str) -> None:
+        """Raise RuntimeError if the graph of the last forward is there, and no backward has run since."""
+        if self._awaited() is not None:
+            raise RuntimeError(
+                f"{call} between a forward of {self.root.name} and its backward: run the backward before, or delete "
+                "what the forward returned and the losses of it, or compute it under torch.no_grad()"
+            )
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -243,6 +255,7 @@ class RootContext:
             return
         if self.failed or abandoned:
             self._clear()
+        self._awaited = lambda: None
         self._unfrozen = [other for other in self.units if other.follow_flags()]  # before the ranks compare reductions
         self.unsharder.start_order(unit, backward=True)
         self.passes.begin(Pass("backward"))
