@@ -40,6 +40,7 @@ _LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
 _PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
 _TRIES = 20  # to read a checkpoint while another job replaces it
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
+_OF_TORCH_SAVE = (".bin", ".ckpt", ".pt", ".pth")  # suffixes
 
 Advance = Callable[[int], object]  # called with the number of bytes that were written or read
 FORGED = ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError
@@ -416,6 +417,8 @@ def find(path: Path) -> tuple[Path, Manifest]:
         try:
             text = (path / LATEST).read_bytes().decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError) as error:
+            if (kind := _other_kind(path)) is not None:
+                raise FileNotFoundError(f"{path} is no checkpoint of this package, but {kind}") from error
             raise FileNotFoundError(
                 f"{path} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it "
                 f"has no file {LATEST!r}: nothing was saved there, or the file is lost"
@@ -426,6 +429,27 @@ def find(path: Path) -> tuple[Path, Manifest]:
             if (path / LATEST).read_bytes().decode(errors="replace") == text:
                 raise RuntimeError(str(error)) from error
     raise RuntimeError(f"{path / LATEST} changes faster than the checkpoint that it names can be read")
+
+
+def _other_kind(path: Path) -> str | None:
+    """Return the kind of checkpoint at ``path`` that another program has written, and the calls that load it."""
+    names = os.listdir(path) if path.is_dir() else [path.name] if path.is_file() else []
+    if any(map(_NAME.fullmatch, names)):
+        return None  # of ours, whose ``latest`` is lost
+    if ".metadata" in names:
+        return (
+            "one of torch.distributed.checkpoint: fill the dicts of fsdp.checkpoint.get_state_dict(model, optimizer, "
+            "options=StateDictOptions(ragged=True)) by torch.distributed.checkpoint.load(), under the keys that were "
+            "saved, and load them by fsdp.checkpoint.set_state_dict()"
+        )
+    if any(name.endswith(".safetensors") and not _PARTS.fullmatch(name) for name in names):
+        return "safetensors of a model: load it by fsdp.export.load_safetensors(model, path)"
+    if found := [name for name in sorted(names) if name.endswith(_OF_TORCH_SAVE)]:
+        return (
+            f"{found[0]} is of torch.save(): read it by torch.load(), and load the state dicts in it by "
+            "fsdp.checkpoint.set_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+        )
+    return None
 
 
 def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
