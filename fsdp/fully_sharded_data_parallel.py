@@ -161,7 +161,8 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with their whole subtrees.
         param_init_fn: called on each module of a unit with meta parameters or buffers, to allocate and initialize the
-            module's own ones. Default: each module's ``reset_parameters()``.
+            module's own ones. Default: each module's ``reset_parameters()``. Buffers that are allocated and not written
+            are arbitrary; a load warns of those that the files do not have.
         device_id: the device that the unit computes on; parameters are moved there before they are flattened. Anything
             that ``torch.device()`` accepts. Without it, parameters stay on their accelerator. Parameters on CPU are
             moved to the current accelerator device, with a warning, if there is one.

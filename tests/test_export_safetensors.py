@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy, checkpoint
 from fsdp.checkpoint.safetensors import header_size, parse_header
 from fsdp.export import load_safetensors, safetensors, save_safetensors
 from fsdp.wrap import ModuleWrapPolicy
@@ -133,16 +133,23 @@ def from_meta(init: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
 def test_buffers_that_no_file_has_are_named_if_they_hold_arbitrary_memory(tmp_path: Path) -> None:
     """Buffers that `param_init_fn`, rank 0 or the program has written are not named, nor are those in the files."""
     save_safetensors(build(True), tmp_path)
-    target = from_meta(empty)
+    checkpoint.save(tmp_path, build(True))
     names = ", ".join(f"'blocks.{number}.scratch'" for number in range(3))
-    with pytest.warns(UserWarning, match=f"no file has the buffers {names}, and .*param_init_fn"):
-        load_safetensors(target, tmp_path)
+    loads: list[Callable[[Any], Any]] = [
+        lambda model: checkpoint.load(tmp_path, model),
+        lambda model: load_safetensors(model, tmp_path),
+    ]
+    for load in loads:
+        target = from_meta(empty)
+        with pytest.warns(UserWarning, match=f"the files do not have the buffers {names}, and .*param_init_fn"):
+            load(target)
     for number, block in enumerate(target.module.blocks):
         if number:
             block.scratch.fill_(1)
         else:
             block.module.scratch = torch.ones(2)
-    load_safetensors(target, tmp_path)
+    for load in loads:
+        load(target)
     load_safetensors(from_meta(lambda module: with_scratch(module.to_empty(device="cpu", recurse=False))), tmp_path)
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         module = Model()

@@ -51,6 +51,7 @@ from fsdp.checkpoint.torch_state_dict import (
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
+from fsdp.flat.unwritten import warn_of_unwritten
 from fsdp.placement.boxes import Box, Part, same_cover
 
 
@@ -244,6 +245,7 @@ def _load(
                     f"(With in_place=False they keep the old values in such a case.) {error}"
                 ) from error
         loading.write()
+        warn_of_unwritten(model, "fsdp.checkpoint.load()")
         return found.extra
 
 

@@ -28,10 +28,9 @@ from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
 from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.consensus import Ranks
-from fsdp.comm.user_warnings import warn_user
 from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
-from fsdp.flat.unwritten import unwritten_buffers
+from fsdp.flat.unwritten import warn_of_unwritten
 from fsdp.placement.boxes import Box, Placement, elements_of
 from fsdp.placement.redistribute import Channels, Item, redistribute
 from fsdp.runtime.unit import Unit
@@ -346,12 +345,7 @@ def load_safetensors(
                 target = tensor.value if tensor.held is None else tensor.held.part.local
                 assert target is not None
                 target.copy_(value)
-    if names := unwritten_buffers(model):
-        warn_user(
-            f"load_safetensors(): no file has the buffers {', '.join(map(repr, names))}, and they hold arbitrary "
-            "values, for nobody has written them since param_init_fn gave them memory. Compute them there, or before "
-            "the model is used, as the constructors of their modules do"
-        )
+    warn_of_unwritten(model, "fsdp.export.load_safetensors()")
 
 
 def _read_headers(path: Path) -> dict[str, _Found]:

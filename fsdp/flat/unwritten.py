@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import clean
 
 _MARK = "_fsdp_unwritten"  # an attribute of tensors; a write in place counts up the tensor's version
@@ -41,6 +42,12 @@ def moved(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
     return result
 
 
-def unwritten_buffers(model: nn.Module) -> list[str]:
-    """Return the names in the plain model of the unwritten buffers of ``model``."""
-    return [clean(name) for name, buffer in model.named_buffers() if buffer.numel() and is_unwritten(buffer)]
+def warn_of_unwritten(model: nn.Module, call: str) -> None:
+    """Warn of the unwritten buffers of ``model`` after ``call``, which has loaded it."""
+    buffers = model.named_buffers()
+    if names := [repr(clean(name)) for name, buffer in buffers if buffer.numel() and is_unwritten(buffer)]:
+        warn_user(
+            f"{call}: the files do not have the buffers {', '.join(names)}, and they hold arbitrary values, for nobody "
+            "has written them since param_init_fn gave them memory. Compute them there, or before the model is used, "
+            "as the constructors of their modules do"
+        )
