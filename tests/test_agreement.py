@@ -230,6 +230,7 @@ def test_group_may_be_used_in_some_steps_only(strategy: ShardingStrategy, way: s
     )
     module = copy.deepcopy(plain)
     module.expert = build(module.expert, pair if shares else alone, strategy)
+    module.expert.set_gradient_divide_factor(2 if shares else 1, recurse=True)
     module.tail = wrap(module.tail, strategy, process_group=everyone, wrap_policy=None)
     model = wrap(module, strategy, process_group=everyone, wrap_policy=None)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (model, plain)]

@@ -303,13 +303,15 @@ def test_one_collective_per_shard_group() -> None:
 
 @on_ranks(4)
 def test_units_sharded_over_subgroups() -> None:
-    """Norms of units sharded over a pair are summed over the pair, the remaining norms over all four ranks."""
+    """Norms of units sharded over a pair are summed over the pair, the remaining norms over all four ranks. The pairs
+    hold copies, as the divisor says."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
     for orig in (True, False):
         for p in (2.0, 1.0, math.inf):
             model = build()
             model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=pair)
+            model.first.set_gradient_divide_factor(2)
             wrapped = wrap(model, FULL, orig, wrap_policy=None)
             backward(wrapped, seed=0)
             plain = build()

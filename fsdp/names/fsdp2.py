@@ -213,11 +213,15 @@ class FSDP2Names(nn.Module):
         reduce_accumulated(join(self._fsdp_unit), units_of(self))
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Set the divisor of the sum of this unit's gradients over all ranks.
+        """Set the divisor of the sum of this unit's gradients over its ranks.
+
+        A unit over fewer ranks than the root holds experts by default: other ranks hold other parameters in its place,
+        and its gradients are divided by the number of the root's ranks. The number of the unit's own ranks says that
+        the others hold copies, which this package does not keep equal.
 
         Args:
-            factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks, which
-                gives the mean.
+            factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks of the
+                root's data parallelism, which gives the mean.
             recurse: set all units of this module. The default sets this unit alone, as in FSDP2.
 
         Raises:

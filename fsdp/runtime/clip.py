@@ -10,6 +10,10 @@ contributes 1/N of the p-th powers (for the infinity norm, all of it). These are
 * gradients of parameters that no unit manages, which may differ between ranks;
 * the sums over groups that are not the root's.
 
+A unit over fewer ranks than the root holds experts, which differ between its group and the others. The sum of such a
+group of n ranks counts whole: each rank contributes 1/n of it. Where the root has replicas, of which the result is the
+mean, each contributes that many times as much.
+
 The norm is NaN or infinite where any gradient is. Replicas of a sharded root have equal gradients, bit for bit, and so
 equal norms. An all-reduce over the replicas follows only if contributions that may differ are in the norm. With tensor
 parallelism, a sum over those ranks is first: each contributes the local parts of parameters that are cut, and a share
@@ -62,7 +66,7 @@ class _PowerSum:
         """Return the contribution of tensors with these ``norms``."""
         return norms.pow(self.p).sum().view(1)
 
-    def share(self, part: torch.Tensor, ranks: int) -> torch.Tensor:
+    def share(self, part: torch.Tensor, ranks: float) -> torch.Tensor:
         """Return the contribution of each of ``ranks`` ranks that all have ``part``; together they contribute it
         once."""
         return part / ranks
@@ -85,7 +89,7 @@ class _Largest:
         greatest = torch.cat([norms, norms.new_zeros(1)]).amax()
         return torch.stack([greatest.nan_to_num(nan=math.inf, posinf=math.inf), greatest.isnan().to(norms.dtype)])
 
-    def share(self, part: torch.Tensor, ranks: int) -> torch.Tensor:
+    def share(self, part: torch.Tensor, ranks: float) -> torch.Tensor:
         return part
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -130,12 +134,17 @@ def clip_grad_norm_(
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
     sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank
+    experts: dict[tuple[Any, int], _Grads] = {}  # by shard group, None for a single rank, and number of ranks
     whole, tp_group = _Grads([], []), _tp_group(handles, others)
     for param in others:
         whole.add_unmanaged(param)
     for unit in units:
         for views in unit.views:
-            home = sharded.setdefault(unit.groups.shard, _Grads([], [])) if unit.groups.sharded else whole
+            group = unit.groups.shard if unit.groups.sharded else None
+            if unit.holds_experts(unit.position.ranks):
+                home = experts.setdefault((group, unit.groups.data_parallel_size), _Grads([], []))
+            else:
+                home = whole if group is None else sharded.setdefault(group, _Grads([], []))
             home.alike.extend(views.grad_parts())
             home.cut.extend(views.grad_parts(cut=True))
 
@@ -164,10 +173,15 @@ def clip_grad_norm_(
         total = part(whole)
         for group, value in parts.items():
             total = order.join(total, combined(value, group))
+        replicas = math.prod(group.size() for group in over[1:])
+        for (group, ranks), held in experts.items():
+            value = part(held) if group is None else combined(part(held), group)
+            value = order.share(value, ranks / replicas)
+            own = value if own is None else order.join(own, value)
         if everyone is not None and (own is not None or parts or others):  # see [Note: Gradients that count]
             share = order.share(total, everyone.size())
             total = combined(share if own is None else order.join(own, share), everyone)
-            for group in over[1:] if parts or others else ():
+            for group in over[1:] if parts or others or experts else ():
                 total = combined(order.share(total, group.size()), group)
     norm = order.norm(total).to(wide)
 
@@ -178,7 +192,7 @@ def clip_grad_norm_(
         )
     coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch: the host would wait
     for (place, dtype), grads in _by_kind(
-        grad for of_group in (whole, *sharded.values()) for grad in (*of_group.alike, *of_group.cut)
+        grad for of_group in (whole, *sharded.values(), *experts.values()) for grad in (*of_group.alike, *of_group.cut)
     ):
         torch._foreach_mul_(grads, coefficient.to(device=place, dtype=dtype))
     return norm.cpu() if any(handle.keeps_gradients_on_host for handle in handles) else norm

@@ -24,7 +24,7 @@ from fsdp.runtime import hooks
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import log, logs
 from fsdp.runtime.reduction import ReductionQueue
-from fsdp.runtime.unit import Phase, Unit
+from fsdp.runtime.unit import Phase, Unit, data_ranks
 from fsdp.runtime.unshard import Residence, Unsharder
 
 
@@ -84,8 +84,10 @@ class RootContext:
         self._awaited: Callable[[], object] = lambda: None  # the last call whose graph waits for a backward
         self._sends_buffers = True  # the next forward may begin with the buffers of rank 0
         self.units: list[Unit] = []
+        units = list(units)
+        ranks = data_ranks([unit for _, unit, _ in units])
         for index, (name, unit, ancestors) in enumerate(units):
-            unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
+            unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors, ranks)
             self.units.append(unit)
         self.passes = Passes(self.units, root.device, negotiate=root.policy.tree.reduce_unused)
         self.unsharder = Unsharder(root, self.units, self.streams, self.passes, gather_pool)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, agree
-from fsdp.comm.groups import Groups
+from fsdp.comm.groups import Groups, group_ranks, rank_names
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
@@ -57,6 +57,7 @@ class Position:
         ancestors: the indices of the units around it.
         communicator: of the unit's groups; None outside of a tree.
         nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy names a number.
+        ranks: the number of ranks of the tree that see other data each, see ``data_ranks``; 0 outside of a tree.
     """
 
     context: Callable[[], Any] = lambda: None
@@ -64,6 +65,7 @@ class Position:
     ancestors: frozenset[int] = frozenset()
     communicator: Communicator | None = None
     nearby: Communicator | None = None
+    ranks: int = 0
 
 
 class Progress:
@@ -188,8 +190,8 @@ class Unit:
             )
         return context
 
-    def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int]) -> None:
-        """Become unit ``index`` of ``tree``, which is held weakly."""
+    def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int], ranks: int) -> None:
+        """Become unit ``index`` of ``tree``, which is held weakly; see ``Position``."""
         before = self.context
         if before is not None and before is not tree:
             before.release(self)
@@ -198,7 +200,8 @@ class Unit:
         if self.policy.reshard_ranks:
             group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
             nearby = Communicator(Groups.of(group, replicate=False), streams)
-        self.position = Position(weakref.ref(tree), index, ancestors, Communicator(self.groups, streams), nearby)
+        communicator = Communicator(self.groups, streams)
+        self.position = Position(weakref.ref(tree), index, ancestors, communicator, nearby, ranks)
         self._follow_policy()
         self.set_name(name)
         self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
@@ -264,7 +267,8 @@ class Unit:
         if not self.gradients.synchronize or not trainable:
             return "reduces nothing (no_sync)" if not self.gradients.synchronize else "reduces nothing (frozen)"
         policy = self.policy
-        divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
+        divisor = self.divisor(self.position.ranks)
+        divided = "" if divisor is None else f", divided by {divisor}"
         partly = "" if policy.requires_all_reduce else ", but not over replicas"
         return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
 
@@ -329,8 +333,24 @@ class Unit:
         self.policy = self.policy.replaced(**choices)
         self._follow_policy()
 
+    def divisor(self, ranks: int) -> float | None:
+        """Return the divisor of the sum of gradients in a tree with ``ranks`` of ``data_ranks``; None for the number of
+        the unit's own ranks.
+
+        A unit over fewer ranks holds experts: other ranks hold other parameters in its place, and the loss of each of
+        all ``ranks`` has a part in its gradient.
+        """
+        chosen = self.policy.gradient_divide_factor
+        return float(ranks) if chosen is None and ranks > self.groups.data_parallel_size else chosen
+
+    def holds_experts(self, ranks: int) -> bool:
+        """Whether other ranks of a tree with ``ranks`` of ``data_ranks`` hold other parameters in the place of the
+        unit's, and not copies, as the program says by the number of the unit's own ranks as the divisor."""
+        own = self.groups.data_parallel_size
+        return own < ranks and self.divisor(ranks) != own
+
     def _follow_policy(self) -> None:
-        policy = self.policy
+        policy = self.policy.replaced(gradient_divide_factor=self.divisor(self.position.ranks))
         self.gradients.follow(policy)
         if self.position.communicator is not None:
             self.position.communicator.divide_by(policy.gradient_divide_factor, sums_only=policy.force_sum_reduction)
@@ -556,6 +576,17 @@ class Unit:
             agree(values, group, self.device, f"agree on {self.name}")
 
 
+def data_ranks(units: Sequence[Unit]) -> int:
+    """Return the number of ranks of the tree of ``units``, the root first, that see other data each: all ranks of the
+    root, or if these include the ranks of tensor parallelism, which see the same data, a part of them."""
+    groups = units[0].groups
+    over = groups.shard if groups.sharded else groups.replica
+    members = set() if over is None else set(rank_names(over))
+    inside = [unit.groups.tp for unit in units if unit.groups.tp is not None]
+    same = max((tp.size() for tp in inside if members.issuperset(group_ranks(tp))), default=1)
+    return groups.data_parallel_size // same
+
+
 def every_unit() -> list[Unit]:
     """Return the units of this process, in no order."""
     return list(hooks.units)
@@ -580,6 +611,16 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
 def units_of(module: nn.Module) -> list[Unit]:
     """Return every unit in ``module``, in the order of ``units_in``."""
     return [unit for _, unit, _ in units_in(module)]
+
+
+def with_data_ranks(module: nn.Module) -> Iterator[tuple[str, Unit, int]]:
+    """Iterate like ``units_in``, with ``data_ranks`` of the tree that the outermost unit in ``module`` makes."""
+    trees: dict[int, list[tuple[str, Unit]]] = {}  # by the place of the root
+    for place, (name, unit, around) in enumerate(units_in(module)):
+        trees.setdefault(min(around, default=place), []).append((name, unit))
+    for tree in trees.values():
+        ranks = data_ranks([unit for _, unit in tree])
+        yield from ((name, unit, ranks) for name, unit in tree)
 
 
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
-from fsdp.runtime.unit import Unit, units_in
+from fsdp.runtime.unit import Unit, units_in, with_data_ranks
 from fsdp.tools.text import Report, counted, in_bytes, in_dtype
 
 TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
@@ -30,6 +30,7 @@ class UnitDescription:
         depth: number of units around it.
         strategy: sharding strategy, with deviations from it.
         shards: number of ranks that it is sharded over.
+        divisor: of the sum of the gradients of its ranks.
         numel: elements of the parameters over all ranks, without padding; ``frozen_numel`` of them require no grad.
         padding: elements of padding over all ranks.
         dtypes: dtypes of parameters, compute and reduction, per bucket.
@@ -43,6 +44,7 @@ class UnitDescription:
     depth: int
     strategy: str
     shards: int
+    divisor: float
     numel: int
     frozen_numel: int
     padding: int
@@ -117,12 +119,14 @@ def describe(model: nn.Module) -> Description:
             "FullyShardedDataParallel, or ask fsdp.plan(model, world_size=...) what that would give"
         )
     strategies = {unit_of(wrapper): wrapper.sharding_strategy.name for wrapper in wrappers_in(model)}
-    units = tuple(_described(name, unit, len(around), strategies[unit]) for name, unit, around in found)
+    ranks = {unit: ranks for _, unit, ranks in with_data_ranks(model)}
+    units = tuple(_described(name, unit, len(around), strategies[unit], ranks[unit]) for name, unit, around in found)
     unmanaged = num_params(model) - sum(unit.numel for unit in units)
     return Description(units, unmanaged, tuple(_remarks(model, found, units, unmanaged)))
 
 
-def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescription:
+def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> UnitDescription:
+    """Describe ``unit``, in a tree with ``ranks`` of ``data_ranks``."""
     layouts = [handle.layout for handle in unit.handles]
     records = [record for layout in layouts for record in layout.params]
     numel, frozen, grads = sum(record.numel for record in records), 0, 0
@@ -132,12 +136,16 @@ def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescript
         grads += handle.shard.nbytes if any(visible.param.requires_grad for visible in views.visible) else 0
     if strategy in ("FULL_SHARD", "HYBRID_SHARD") and unit.policy.reshard_after_forward is False:
         strategy += ", kept after forward"
+    divisor = unit.divisor(ranks) or unit.groups.data_parallel_size
+    if divisor != unit.groups.data_parallel_size:
+        strategy += f", gradients divided by {divisor:g}"
     return UnitDescription(
         name=name,
         kind=", ".join(dict.fromkeys(type(member).__name__ for member in members_of(unit.module).values())),
         depth=depth,
         strategy=strategy,
         shards=unit.groups.shard_size,
+        divisor=divisor,
         numel=numel,
         frozen_numel=frozen,
         padding=sum(layout.padded_numel for layout in layouts) - numel,
