@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, StateDictType
+from fsdp.checkpoint import save
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -157,3 +160,37 @@ def test_ranks_of_tensor_parallelism_are_no_holders_of_other_experts() -> None:
     assert [unit.divisor for unit in fsdp.describe(model).units] == [4, 2, 2]
     model(torch.ones(2, 8)).sum().backward()
     assert model.state_dict()
+
+
+@on_ranks(2)
+def test_states_that_would_lack_the_experts_of_other_ranks_are_refused(tmp_path: Path) -> None:
+    """On every rank, with a remedy; before anything is written or returned, also before the first forward."""
+    rank = dist.get_rank()
+    for use_orig_params, kind in itertools.product((True, False), StateDictType):
+        _, model, _ = built(2, FULL_SHARD, FULL_SHARD, use_orig_params)
+        optimizer = torch.optim.Adam(model.parameters())
+        calls = {
+            "state_dict": model.state_dict,
+            "optim_state_dict": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),  # noqa: B023
+            "state_dict of a save": lambda: save(tmp_path / "saved", model, optimizer),  # noqa: B023
+            "save_safetensors": lambda: fsdp.export.save_safetensors(model, tmp_path / "exported"),  # noqa: B023
+            "weights": lambda: fsdp.export.weights(model, to=0),  # noqa: B023
+        }
+        local = kind is StateDictType.LOCAL_STATE_DICT
+        for _ in range(2):
+            for name, call in calls.items():
+                with FullyShardedDataParallel.state_dict_type(model, kind):
+                    if local and name == "state_dict":
+                        with warnings.catch_warnings():
+                            warnings.filterwarnings("ignore", r"StateDictType.LOCAL_STATE_DICT of unit 'experts'")
+                            assert call()
+                        continue
+                    words = rf"{name.split()[0]}.*unit 'experts' is over 1 of the 2 ranks.*LOCAL_STATE_DICT"
+                    with pytest.raises(NotImplementedError, match=words):
+                        call()
+            model(batch(0, rank)).square().mean().backward()
+            optimizer.step()
+        assert not list(tmp_path.iterdir())
+        assert model.module.experts.state_dict()["weight"].shape == (EXPERTS // 2, WIDTH, WIDTH)
+        model.module.experts.set_gradient_divide_factor(1)
+        assert model.state_dict()

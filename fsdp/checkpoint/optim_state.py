@@ -23,6 +23,7 @@ from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, mark
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
+from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.versions import root_of
@@ -46,6 +47,7 @@ def optim_state_dict(
     Args:
         groups: groups of the optimizer; None for an optimizer built from ``model.parameters()``.
     """
+    check_no_experts(model, "optim_state_dict()")
     params = ModelParams(model, groups)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: as_tensors(state) for key, state in raw["state"].items() if key in by_key}

@@ -32,7 +32,7 @@ from fsdp.placement.boxes import Box, dense_stride, elements_of, memory_order
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import Membership, inside_checkpoint, join, outermost_of
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.unit import Phase, Unit, units_of
+from fsdp.runtime.unit import Phase, Unit, units_of, with_data_ranks
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
@@ -311,6 +311,23 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def check_no_experts(model: nn.Module, call: str) -> None:
+    """Raise NotImplementedError if ``call`` would return the experts of one rank for those of all, under equal names.
+
+    Frozen units over fewer ranks than the unit around them count as copies.
+    """
+    for name, unit, ranks in with_data_ranks(model):
+        own = unit.groups.data_parallel_size
+        if unit.holds_experts(ranks) and unit.gradients.trainable:
+            raise NotImplementedError(
+                f"{call}: unit {name!r} is over {own} of the {ranks} ranks that the model is over, so other ranks hold "
+                "other experts under the same names, and the result would have those of one rank. Save on each rank, "
+                "for the same ranks, its local state (StateDictType.LOCAL_STATE_DICT, with process_group= instead of "
+                "device_mesh=) and optimizer.state_dict(). If the other ranks hold copies, say so by "
+                f"set_gradient_divide_factor({own}) of that unit"
+            )
+
+
 @contextlib.contextmanager
 def calling(call: str, module: nn.Module) -> Iterator[None]:
     """Mark ``call``, which all ranks have to make, as running in all trees of ``module``."""
@@ -427,6 +444,8 @@ def collecting(wrapper: Any) -> Iterator[_Walk]:
     outermost = context not in _walks
     try:
         with context.calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
+            if outermost and not Form.of(settings.state_dict_config).is_flat:  # the local state
+                check_no_experts(wrapper, "state_dict()")
             yield _walks.setdefault(context, _Walk(wrapper))
     except BaseException:
         for inner in wrappers_in(wrapper):

@@ -26,7 +26,7 @@ from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.rank_file import memory_of
 from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
-from fsdp.checkpoint.state_dict import calling, held_param
+from fsdp.checkpoint.state_dict import calling, check_no_experts, held_param
 from fsdp.comm.consensus import Ranks
 from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
@@ -103,13 +103,14 @@ def save_safetensors(
         OSError: a file could not be written.
         ValueError: the size cannot be read; or ``rename`` gives two tensors one name; or a dtype has no name in the
             format.
-        NotImplementedError: a parameter is placed by tensor parallelism.
+        NotImplementedError: a parameter is placed by tensor parallelism, or ranks hold different experts.
         RuntimeError: a forward or backward is under way; or some ranks do not call.
     """
     ranks, path = Ranks.of(None), Path(path)
     suffix = ""
 
     def plan() -> list[_File]:
+        check_no_experts(model, "save_safetensors()")
         tensors = _tensors(model, dtype)
         limit = as_nbytes(max_shard_size, "max_shard_size")
         return _laid_out(tensors, limit, rename, ranks.size, dict(metadata or {"format": "pt"}))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.issuing import GATHER
@@ -89,7 +90,8 @@ def weights(
 
     Raises:
         ValueError: ``model`` has no wrapped modules in it, or there is no rank ``to``.
-        NotImplementedError: a parameter is placed by tensor parallelism.
+        NotImplementedError: a parameter is placed by tensor parallelism; or ``to`` would not get the experts that other
+            ranks hold.
         RuntimeError: while iterating, in a forward or backward, or where some ranks do not iterate.
     """
     return WeightStream(model, dtype, to, merge)
@@ -106,6 +108,8 @@ class WeightStream:
         if to is not None and not 0 <= to < ranks:
             raise ValueError(f"{LABEL}: to must be a rank of the default group, 0 to {ranks - 1}, or None, got {to}")
         check_placements(params, LABEL)
+        if to is not None:
+            check_no_experts(model, LABEL)
         self._model, self._dtype, self._to, self._merge = model, dtype, to, merge
         members = [(holder.handle, member) for holder in params.holders.values() for member in holder.members]
         self._names = {(handle, member.index): member.names for handle, member in members}
