@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp
 from fsdp import FullyShardedDataParallel, StateDictType
-from fsdp.checkpoint import save
+from fsdp.checkpoint import StateDictOptions, save, set_model_state_dict
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
@@ -165,7 +165,7 @@ def test_ranks_of_tensor_parallelism_are_no_holders_of_other_experts() -> None:
 @on_ranks(2)
 def test_states_that_would_lack_the_experts_of_other_ranks_are_refused(tmp_path: Path) -> None:
     """On every rank, with a remedy; before anything is written or returned, also before the first forward."""
-    rank = dist.get_rank()
+    rank, from_rank0 = dist.get_rank(), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     for use_orig_params, kind in itertools.product((True, False), StateDictType):
         _, model, _ = built(2, FULL_SHARD, FULL_SHARD, use_orig_params)
         optimizer = torch.optim.Adam(model.parameters())
@@ -175,6 +175,8 @@ def test_states_that_would_lack_the_experts_of_other_ranks_are_refused(tmp_path:
             "state_dict of a save": lambda: save(tmp_path / "saved", model, optimizer),  # noqa: B023
             "save_safetensors": lambda: fsdp.export.save_safetensors(model, tmp_path / "exported"),  # noqa: B023
             "weights": lambda: fsdp.export.weights(model, to=0),  # noqa: B023
+            "fsdp.export.changes": lambda: fsdp.export.snapshot(model),  # noqa: B023
+            "set_model_state_dict": lambda: set_model_state_dict(model, {}, options=from_rank0),  # noqa: B023
         }
         local = kind is StateDictType.LOCAL_STATE_DICT
         for _ in range(2):

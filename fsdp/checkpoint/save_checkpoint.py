@@ -97,8 +97,8 @@ def save(
         ValueError: ``keep`` is no positive number.
         RuntimeError: a forward or backward is under way; or another process has removed or changed written files; or
             another rank is gone or was interrupted. The next save works.
-        NotImplementedError: the optimizer has states that cannot leave a sharded parameter; or a tensor is sparse,
-            quantized, nested or of a subclass, with the name.
+        NotImplementedError: ranks hold different experts; or the optimizer has states that cannot leave a sharded
+            parameter; or a tensor is sparse, quantized, nested or of a subclass, with the name.
 
     Example::
 

@@ -312,7 +312,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def check_no_experts(model: nn.Module, call: str) -> None:
-    """Raise NotImplementedError if ``call`` would return the experts of one rank for those of all, under equal names.
+    """Raise NotImplementedError if ``call`` would take the experts of one rank for those of all, under equal names.
 
     Frozen units over fewer ranks than the unit around them count as copies.
     """

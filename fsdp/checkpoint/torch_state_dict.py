@@ -38,7 +38,7 @@ from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.snapshot import Snapshot
-from fsdp.checkpoint.state_dict import calling
+from fsdp.checkpoint.state_dict import calling, check_no_experts
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
@@ -154,6 +154,8 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     plain = PlainNames(entered(model, options)).plain
     with calling("set_model_state_dict()", model):
         from_first = options.broadcast_from_rank0 and torch.distributed.is_initialized()
+        if from_first:
+            check_no_experts(model, "set_model_state_dict(broadcast_from_rank0)")
         found = _loaded(load_from_first if from_first else load_alike, model, model_state_dict, options)
         return type(found)(*(list(map(plain, keys)) for keys in found))
 

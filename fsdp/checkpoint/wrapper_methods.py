@@ -105,6 +105,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
 
         Raises:
             RuntimeError: a forward or backward is running; or ``LOCAL_STATE_DICT`` with a device mesh.
+            NotImplementedError: ranks hold different experts, and the kind is not ``LOCAL_STATE_DICT``.
         """
         with collecting(self) as walk:
             state: dict[str, Any] = super().state_dict(
@@ -242,7 +243,8 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             KeyError: the optimizer holds parameters that are not in the model.
             RuntimeError: the optimizers of some ranks lack states.
             AssertionError: the ranks have different values of a state that has one value.
-            NotImplementedError: a state is neither a scalar nor has one element per element of the parameter.
+            NotImplementedError: a state is neither a scalar nor has one element per element of the parameter; or ranks
+                hold different experts.
         """
         form = _optim_form(model)
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict

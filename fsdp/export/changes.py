@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.comm.groups import default_group
 from fsdp.export.weights import check_placements, target_dtype, unowned
 from fsdp.flat.layout import contiguous_stride
@@ -123,6 +124,7 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
     Raises:
         ValueError: the parameters of the model are not those of the snapshot.
         RuntimeError: a forward or backward is under way.
+        NotImplementedError: ranks hold different experts.
     """
     parts = _parts(model)
     if [part.name for part in parts] != list(snapshot.values) or any(
@@ -262,6 +264,7 @@ def _parts(model: nn.Module) -> list[_Part]:
     if not params.units:
         raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
     check_placements(params, "fsdp.export.changes()")
+    check_no_experts(model, "fsdp.export.changes()")
     for unit in params.units:
         join(unit)
         unit.check_idle("compare shards outside of that")
