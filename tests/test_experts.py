@@ -5,6 +5,7 @@ The reference is one process with all experts and the whole batch, in float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -90,9 +91,11 @@ def built(ep: int, root: Any, inner: Any, use_orig_params: bool) -> tuple[Mixtur
 
 
 def step(model: nn.Module, optimizer: Any, number: int, ranks: list[int], norm_type: float, clip: Any) -> Any:
-    """Train by the mean loss of ``ranks``; return the norm."""
-    for rank in ranks:
-        (model(batch(number, rank)).square().mean() / len(ranks)).backward()
+    """Train by the mean loss of ``ranks`` over two batches, the first without synchronization; return the norm."""
+    for micro, rank in itertools.product(range(2), ranks):
+        unsynchronized = model.no_sync() if micro == 0 and hasattr(model, "no_sync") else contextlib.nullcontext()
+        with unsynchronized:
+            (model(batch(2 * number + micro, rank)).square().mean() / len(ranks)).backward()
     norm = clip(0.01, norm_type)
     optimizer.step()
     optimizer.zero_grad()
