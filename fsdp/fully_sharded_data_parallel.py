@@ -79,7 +79,7 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.moving import apply_to_unit
 from fsdp.runtime.options import WrapOptions
-from fsdp.runtime.ranges import ranged
+from fsdp.runtime.undo import undone_by
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
@@ -343,20 +343,15 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
     @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call, args, kwargs = self._enter_forward(args, kwargs)
+        call = ForwardCall(self._fsdp_unit, self._join_context())
         try:
+            args, kwargs = call.enter((args, kwargs))
             with call:
                 output = function(*args, **kwargs)
             return call.leave(output, self._fsdp_place)
         except BaseException:
             call.abort()
             raise
-
-    @ranged("_pre_forward", "_fsdp_unit.name")
-    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[ForwardCall, Any, Any]:
-        call = ForwardCall(self._fsdp_unit, self._join_context())
-        args, kwargs = call.enter((args, kwargs))
-        return call, args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to each module with the full parameters, and write them back to the shards.
@@ -484,13 +479,15 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self._assert_state(TrainingState.IDLE)
         units = units_of(self)
         before = [unit.gradients.synchronize for unit in units]
-        for unit in units:
-            unit.gradients.set_synchronize(False)
-        try:
-            yield
-        finally:
+
+        def synchronize() -> None:
             for unit, value in zip(units, before):
                 unit.gradients.set_synchronize(value)
+
+        with undone_by(synchronize):
+            for unit in units:
+                unit.gradients.set_synchronize(False)
+            yield
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -333,22 +333,20 @@ class Segment:
             if block.reserved:
                 total += block.nbytes
                 largest = max(largest, block.nbytes)
-        if (total <= nbytes and largest <= block_nbytes) or not self._lock.acquire(blocking=False):
+        if (total <= nbytes and largest <= block_nbytes) or self._lock.locked():
             return
-        try:
+        with self._lock:
             for block in [block for block in self._free if block.reserved and block.nbytes > block_nbytes]:
                 block.wait_for(readers)
                 if block.is_read:
                     self._give_back(block)
             self._shrink_to(nbytes)
-        finally:
-            self._lock.release()
 
     def trim(self, readers: Readers | None = None) -> None:
         """Return free memory without readers to the system; wait for ``readers`` first."""
-        if not self._lock.acquire(blocking=False):
+        if self._lock.locked():
             return
-        try:
+        with self._lock:
             for block in tuple(self._free):
                 block.wait_for(readers)
             self._shrink_to(0)
@@ -357,8 +355,6 @@ class Segment:
                 self._free.remove(block)
                 self._forget_storage(block)
                 self._end = block.offset
-        finally:
-            self._lock.release()
 
     def _trim_idle(self) -> bool:
         """Trim; return whether some memory still has readers."""

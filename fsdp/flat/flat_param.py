@@ -359,12 +359,12 @@ class FlatParamHandle:
     def release(self, pool: MemoryPool, last_use: StreamEvent) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
         copy = self.copy
-        if copy.state is not BufferState.UNSHARDED:
+        if copy.pooled is None or copy.state is BufferState.GATHERING:
             return
-        copy.enter(BufferState.SHARDED)
+        pool.free(copy.pooled, last_use)  # first: after an interrupt, the call is repeated
         copy.pending = None
-        assert copy.pooled is not None
-        pool.free(copy.pooled, last_use)
+        if copy.state is BufferState.UNSHARDED:
+            copy.enter(BufferState.SHARDED)
 
     def leave_buffer(self) -> None:
         """Replace the full buffer by a new one, without memory: a gather that cannot be waited for may still write to

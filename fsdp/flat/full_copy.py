@@ -148,7 +148,9 @@ class FullCopy:
         if state is BufferState.SHARDED:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
-            self._versions = list(map(version_of, self.all_leaves))
+            versions = list(map(version_of, self.all_leaves))
+            if RELEASED_VERSION not in versions:  # else an interrupt has ended this before
+                self._versions = versions
             set_versions(self.all_leaves, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
             set_versions(self.all_leaves, self._versions)

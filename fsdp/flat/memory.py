@@ -38,15 +38,19 @@ class PooledTensor:
 
     def attach(self, block: torch.UntypedStorage) -> None:
         """Use the memory of ``block``."""
-        self._storage._swap_data_ptr_(block)
-        self._block = block
+        # in one line: an interrupt must leave both or neither
+        _, self._block = self._storage._swap_data_ptr_(block), block
 
     def detach(self) -> torch.UntypedStorage | None:
         """Return the block in use, which has its memory again; None without one. Idempotent."""
-        block, self._block = self._block, None
+        block = self._block
         if block is not None:
-            self._storage._swap_data_ptr_(block)
+            _, self._block = self._storage._swap_data_ptr_(block), None
         return block
+
+    @property
+    def has_memory(self) -> bool:
+        return self._block is not None if STORAGES_SWAP else self._storage.nbytes() > 0
 
 
 class MemoryPool:

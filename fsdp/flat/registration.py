@@ -249,8 +249,8 @@ class Registration:
 
     def set_base(self, layer: Layer) -> None:
         """Register ``layer`` as the base, and drop the layer of leaves, which may keep a former full buffer alive."""
-        self.base = layer
         self._make_entries(layer)
+        self.base = layer
         if not self.shows_leaves:
             self._leaves, self._leaves_of = Layer([]), []
         self.show()
@@ -264,8 +264,9 @@ class Registration:
         """Register the leaves of the full buffer in use."""
         leaves = self.handle.copy.all_leaves
         if leaves is not self._leaves_of:
-            self._leaves, self._leaves_of = Layer(leaves, hidden=self._home is not None), leaves
-            self._make_entries(self._leaves)
+            layer = Layer(leaves, hidden=self._home is not None)
+            self._make_entries(layer)
+            self._leaves, self._leaves_of = layer, leaves
         self.shows_leaves = True
         self.show()
 
@@ -276,25 +277,32 @@ class Registration:
 
     def push(self, layer: Layer, *, summoned: bool = False) -> None:
         """Register ``layer`` as the uppermost one."""
+        self._make_entries(layer)
         if summoned:
             self.summoned = layer
         else:
             self.placeholders = layer
-        self._make_entries(layer)
         self.show()
 
     def pop(self, layer: Layer) -> list[Any]:
-        """Remove ``layer``, the uppermost one, and return the tensors that were registered in the end."""
-        found = self.registered()
-        if layer is self.placeholders:
-            self.placeholders = None
-        else:
-            self.summoned = None
+        """Remove ``layer``, of placeholders, and return the tensors that were registered in the end."""
+        found = self.registered() if self._written is layer else layer.tensors  # an interrupt may have ended ``push``
+        self.placeholders = None
         if layer.flat_place is not None:
             module, name = layer.flat_place
             del module._parameters[name]
         self.show()
         return found
+
+    @property
+    def shows_summoned(self) -> bool:
+        """Whether full parameters were shown on all modules; an interrupt may have ended ``push``."""
+        return self.summoned is not None and (self.placeholders is not None or self._written is self.summoned)
+
+    def pop_summoned(self) -> None:
+        """Remove the layer of full parameters; idempotent."""
+        self.summoned = None
+        self.show()
 
     def unregister(self) -> None:
         """Remove the registrations of the bucket until ``show``."""
@@ -308,9 +316,9 @@ class Registration:
     def show(self) -> None:
         """Write the uppermost layer to the modules, unless they show it."""
         layer = self.placeholders or self.summoned or (self._leaves if self.shows_leaves else self.base)
-        before, self._written = self._written, layer
-        if before is layer:
+        if self._written is layer:
             return
+        self._written = None  # an interrupt leaves a part of either
         shows_originals = self._home is not None and not layer.hidden and layer.flat_place is None
         if layer.hidden:
             for entries, name in self._free:
@@ -330,6 +338,7 @@ class Registration:
         elif layer is not self.placeholders:  # the modules can compute
             for dictionary, key, _ in self._guards:
                 dictionary.pop(key, None)
+        self._written = layer
 
     def _make_entries(self, layer: Layer) -> None:
         hidden, tensors = layer.hidden, layer.tensors

@@ -48,6 +48,7 @@ class CommonViews:
         self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params: list[Any] = [each.param for each in visible]
         self.shows_grads = False
+        self._ended: Layer | None = None  # the layer of full parameters, while ``end_summon`` takes over the changes
 
     def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -127,6 +128,12 @@ class CommonViews:
 
     # -- full parameters -----------------------------------------------------------------------------------------------
 
+    def _pop_summoned(self) -> Layer | None:
+        """Register the layer below the summoned one. Return that, also if an interrupt ended ``end_summon`` before."""
+        self._ended = self.registration.summoned or self._ended
+        self.registration.pop_summoned()
+        return self._ended
+
     def drop_casts(self) -> None:
         """Let summoned parameters that were cast or moved show their memory again; their values are not kept."""
         layer = self.registration.summoned
@@ -173,7 +180,9 @@ class OriginalViews(CommonViews):
         registration = Registration(handle, [item.sites for item in owned], None, guards)
         super().__init__(handle, registration, visible)
         handle.flat_param._params = self.params
-        self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
+        # while summoned: the gradients of the shards, and at the end those that users have left
+        self._hidden_grads: list[torch.Tensor | None] | None = None
+        self._left_grads: list[torch.Tensor | None] | None = None
         self.follow_shard()
         if any(changed):
             registration.forbid_copies()
@@ -278,14 +287,18 @@ class OriginalViews(CommonViews):
         return shown
 
     def end_summon(self, *, write_grads: bool) -> None:
-        """Register the base again, with the gradients that users have set if ``write_grads``."""
-        hidden, with_grads = self._hidden_grads, self.shows_grads
-        self._hidden_grads, self.shows_grads = [], False
-        layer = self.registration.summoned
-        assert layer is not None
-        self.registration.pop(layer)
-        shown = [local_of(tensor.grad) for tensor in (layer.tensors if with_grads else self.params)]
-        for original, tensor in zip(self.params, layer.tensors):
+        """Register the base again, with the gradients that users have set if ``write_grads``.
+
+        Completes a call of this, or of ``summon``, that an interrupt has ended; else idempotent.
+        """
+        hidden, layer, with_grads = self._hidden_grads, self._pop_summoned(), self.shows_grads
+        if hidden is None:
+            return
+        if self._left_grads is None:
+            tensors = layer.tensors if with_grads and layer is not None else self.params
+            self._left_grads = hidden if layer is None else [local_of(tensor.grad) for tensor in tensors]
+        shown = self._left_grads
+        for original, tensor in zip(self.params, self.params if layer is None else layer.tensors):
             original.grad = None
             original.requires_grad_(tensor.requires_grad)
         point_at(self.params, [memory for memory in self.registration.base.memory or () if memory is not None])
@@ -299,6 +312,8 @@ class OriginalViews(CommonViews):
                 self.set_grad(index, before)
                 if write_grads and now is not before:
                     self.take_grad(index, now)
+        self._hidden_grads = self._left_grads = self._ended = None
+        self.shows_grads = False
 
 
 class FlatViews(CommonViews):
@@ -413,14 +428,15 @@ class FlatViews(CommonViews):
         self.registration.push(Layer(params, values), summoned=True)
 
     def end_summon(self, *, write_grads: bool) -> None:
-        """Register the base again, with the gradients that users have set if ``write_grads``."""
-        layer = self.registration.summoned
-        assert layer is not None
-        self.registration.pop(layer)
+        """Register the base again, as ``OriginalViews.end_summon`` does."""
+        layer = self._pop_summoned()
+        if layer is None:
+            return
         if write_grads:
             self.take_changes(layer, layer.tensors, layer.written(layer.tensors))
         else:
             self.take_flags([tensor.requires_grad for tensor in layer.tensors])
+        self._ended = None
 
 
 BucketViews = OriginalViews | FlatViews

@@ -116,6 +116,11 @@ class Arrivals:
                 self.held[number] = {}
         return taken
 
+    def drop(self) -> None:
+        """Drop what a failed backward has left on the leaves, where an interrupt ended a hook."""
+        for _, leaf in self._leaves():
+            leaf.grad = None
+
     def forget(self) -> None:
         """Forget the backward, which is over or has failed."""
         if self._until_found:

@@ -73,10 +73,14 @@ class Place(NamedTuple):
 class ForwardCall:
     """One call of a unit's module, as a context around the module's forward::
 
-        inputs = call.enter(inputs)
-        with call:
-            output = module(*inputs)
-        output = call.leave(output)  # or, after an exception, call.abort()
+        try:
+            inputs = call.enter(inputs)
+            with call:
+                output = module(*inputs)
+            output = call.leave(output)
+        except BaseException:
+            call.abort()
+            raise
 
     With gradients enabled it lives as long as the graph that the forward built, and keeps the unit and the tree's
     context alive with it.
@@ -109,6 +113,14 @@ class ForwardCall:
     )
 
     def __init__(self, unit: Unit, context: RootContext) -> None:
+        """
+        Raises:
+            RuntimeError: inside ``summon_full_params`` with ``rank0_only`` or ``offload_to_cpu``, or a functional
+                transform.
+            NotImplementedError: a forward of the tree runs on another thread.
+        """
+        _check_callable(unit)
+        context.check_thread(unit)
         self.unit, self.context = unit, context
         self.tracked = torch.is_grad_enabled()
         self.in_summon = unit.summoned is not None
@@ -122,38 +134,28 @@ class ForwardCall:
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
+    @ranged("_pre_forward", "unit.name")
     def enter(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit, and prefetch the next units. Return the inputs (args, kwargs), cast; those of the root
-        on the device.
-
-        Raises:
-            RuntimeError: inside ``summon_full_params`` with ``rank0_only`` or ``offload_to_cpu``, or a functional
-                transform.
-        """
+        on the device."""
         unit, context = self.unit, self.context
-        _check_callable(unit)
         context.enter_forward(unit)
-        unit.progress.enter()
-        try:
-            if unit is context.root:
-                inputs = to_device(inputs, unit.device)
-            self.start = hooks.next_node_number()
-            if self.in_summon:  # it computes with the parameters and in the dtypes that are registered
-                unit.precision.cast_buffers(unit.device, full_precision=True)
-            else:
-                if not self.full_precision:
-                    inputs = unit.precision.cast_inputs(
-                        inputs, is_root=unit is context.root, has_params=bool(unit.handles)
-                    )
-                self._gather()
-            if self.tracked:
-                args, kwargs = inputs
-                for value in (*args, *kwargs.values()):
-                    if isinstance(value, torch.Tensor):
-                        self._hook_input(value)
-        except BaseException:
-            self.abort()
-            raise
+        unit.progress.enter(self)
+        if unit is context.root:
+            inputs = to_device(inputs, unit.device)
+        self.start = hooks.next_node_number()
+        if self.in_summon:  # it computes with the parameters and in the dtypes that are registered
+            unit.precision.cast_buffers(unit.device, full_precision=True)
+        else:
+            if not self.full_precision:
+                has_params = bool(unit.handles)
+                inputs = unit.precision.cast_inputs(inputs, is_root=unit is context.root, has_params=has_params)
+            self._gather()
+        if self.tracked:
+            args, kwargs = inputs
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    self._hook_input(value)
         self._range = profiled("forward", unit.name)
         return inputs
 
@@ -201,7 +203,7 @@ class ForwardCall:
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if self.tracked else []
         self.hook_outputs(differentiable)
         with hooks.own_operations():
-            if unit.progress.leave():
+            if unit.progress.leave(self):
                 if hooks.current_backward() == hooks.NO_BACKWARD and not self.in_summon:
                     if not unit.progress.has_several_modules or unit.progress.note_ran(module, unsharder.generation):
                         unsharder.leave_forward(unit)
@@ -214,11 +216,11 @@ class ForwardCall:
 
     @hooks.untraced
     def abort(self) -> None:
-        """End a forward that raised. Checkpointing ends a recomputation early in this way, which is no fault."""
-        outermost = self.unit.progress.leave()
+        """End a forward that raised, maybe as it began. Checkpointing ends a recomputation early in this way, which is
+        no fault."""
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.context.fail()
-        if outermost:
+        if self.unit.progress.leave(self):
             self.context.exit_forward(self.unit, backward_of=None, failed=True)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

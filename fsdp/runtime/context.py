@@ -33,18 +33,18 @@ class _EndOfBackward:
 
     def __init__(self, context: RootContext) -> None:
         self._context = context
-        self._called = False
+        self._ended = False
 
     @hooks.untraced
     def __call__(self) -> None:
-        self._called = True
         self._context.finish_backward()
+        self._ended = True
 
     def __del__(self) -> None:
-        # Not called: the backward raised. Where autograd's device thread is the last to drop the graph task, the
+        # The backward raised. Where autograd's device thread is the last to drop the graph task, the
         # program runs on beside it, and resets the tree at the next call.
         context = self._context
-        if not self._called and context._end_of_backward() is self and context.is_on_thread:
+        if not self._ended and context._end_of_backward() is self and context.is_on_thread:
             context.reset_failed_backward()
 
 
@@ -142,11 +142,7 @@ class RootContext:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit) -> None:
-        """Note that ``unit`` is about to run; the outermost one begins a new forward of the tree.
-
-        Raises:
-            NotImplementedError: a forward of the tree runs on another thread.
-        """
+        """Note that ``unit`` is about to run; the outermost one begins a new forward of the tree."""
         if hooks.current_backward() != hooks.NO_BACKWARD:
             with hooks.own_operations():
                 self.enter_backward(unit)
@@ -154,7 +150,12 @@ class RootContext:
             with hooks.own_operations(), profiled("_root_pre_forward", unit.name):
                 self._begin_forward(unit)
             self._thread = threading.get_ident()
-        elif self._thread != threading.get_ident():
+
+    def check_thread(self, unit: Unit) -> None:
+        """Raise NotImplementedError if ``unit`` is about to run while a forward of the tree runs on another thread."""
+        if hooks.current_backward() != hooks.NO_BACKWARD or self.passes.forward is None:
+            return
+        if self._thread != threading.get_ident():
             raise NotImplementedError(
                 f"the forward of {unit.name} was called on another thread than the forward that is under way around "
                 "it: the units of one tree run one after the other. Call wrapped modules on one thread, and only what "
@@ -169,14 +170,10 @@ class RootContext:
         for other in self.units:
             self.unsharder.refresh(other)
         self.unsharder.begin_forward(unit, expects_backward=torch.is_grad_enabled(), logged=logs())
-        try:
-            forward = Pass(f"forward of {unit.name}", unit)
-            self.passes.begin(forward, backward_follows=self.unsharder.expects_backward)
-            self.unsharder.gathers_follow_compute()
-            self._send_buffers()
-        except BaseException:
-            self.reset()  # the unit has not begun, and does not end
-            raise
+        forward = Pass(f"forward of {unit.name}", unit)
+        self.passes.begin(forward, backward_follows=self.unsharder.expects_backward)
+        self.unsharder.gathers_follow_compute()
+        self._send_buffers()
 
     def _send_buffers(self) -> None:
         """Broadcast the buffers of rank 0, if the policy asks for it, at the forwards at which DDP does: not after a
@@ -294,6 +291,7 @@ class RootContext:
                     unit.check_unfrozen()
                 for unit in self.units:
                     self._end_backward_of(unit)
+                self.reductions.start_last()  # before the vote: whoever fails here fails in the pass
                 self.passes.end(wait=True)
                 if self.root.policy.tree.is_last_backward:
                     self.reductions.drain(attach=True)
@@ -378,6 +376,7 @@ class RootContext:
             for unit in self.units:
                 unit.gradients.abandon(self.reductions)
                 unit.progress.reset()
+                unit.arrivals.drop()
                 self._forget_backward(unit)
                 self.unsharder.drop_failed(unit)
         self.passes.give_up()

@@ -7,6 +7,7 @@ forward inside computes with these. On exit each rank copies its part back into 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,10 @@ from fsdp.flat.params import ParamGuard
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.undo import undone_by
 from fsdp.runtime.unit import Unit, units_in
+
+_Grads = list[list[torch.Tensor | None]]  # by bucket and parameter, in full shape
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
             for context in dict.fromkeys(context for _, context in units):
                 calls.enter_context(context.calling(options.call, often=True))
             for unit, context in units:
-                stack.enter_context(_summon_one(unit, context, options))
+                values, grads = _gather_values(unit, context, options)
+                stack.enter_context(undone_by(functools.partial(_end_summon, unit, values, options)))
+                _begin_summon(unit, values, grads, options)
         yield
 
 
@@ -82,48 +88,57 @@ def is_device(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@contextlib.contextmanager
-def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Iterator[None]:
+def _gather_values(
+    unit: Unit, context: RootContext, options: SummonOptions
+) -> tuple[list[torch.Tensor], _Grads | None]:
+    """Return the vectors to show, none where this rank shows none, and the full gradients."""
     unit.follow_parameters()
     with torch.no_grad():
         full_grads = _full_grads(unit) if options.with_grads else None
         context.unsharder.reshard(unit)
         values = unit.gather_vectors([handle.shard for handle in unit.handles])
-    offloaded = options.offload_to_cpu and is_device(unit.device)
-    writes = options.writeback or not unit.groups.sharded  # parameters that are not sharded are shown themselves
     if options.rank0_only and unit.groups.shard_rank != 0:
         values = []
-    elif offloaded:
+    elif options.offload_to_cpu and is_device(unit.device):
         values = [value.to("cpu", copy=True) for value in values]
+    return values, full_grads
+
+
+def _begin_summon(unit: Unit, values: list[torch.Tensor], grads: _Grads | None, options: SummonOptions) -> None:
+    offloaded = options.offload_to_cpu and is_device(unit.device)
     unit.begin_summon(everywhere=not (offloaded or options.rank0_only))
-    try:
-        for position, (views, value) in enumerate(zip(unit.views, values)):
-            grads = None if full_grads is None else full_grads[position]
-            views.summon(parameter_views(views.handle.layout, value), grads)
-        yield
-    finally:
-        with torch.no_grad(), contextlib.ExitStack() as undo:  # all callbacks run, even if one raises
-            undo.callback(unit.end_summon)
-            for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # in reverse
-                undo.callback(_end_summon, views, guard, value, writes=writes, casts=options.writeback)
+    for position, (views, value) in enumerate(zip(unit.views, values)):
+        views.summon(parameter_views(views.handle.layout, value), None if grads is None else grads[position])
 
 
-def _end_summon(views: BucketViews, guard: ParamGuard, value: torch.Tensor, *, writes: bool, casts: bool) -> None:
+def _end_summon(unit: Unit, values: list[torch.Tensor], options: SummonOptions) -> None:
+    writes = options.writeback or not unit.groups.sharded  # parameters that are not sharded are shown themselves
+    with torch.no_grad(), contextlib.ExitStack() as undo:  # all callbacks run, even if one raises
+        undo.callback(unit.end_summon)
+        for views, guard, value in reversed(list(zip(unit.views, unit.guards, values))):  # in reverse
+            undo.callback(_end_summon_of_bucket, views, guard, value, writes=writes, casts=options.writeback)
+
+
+def _end_summon_of_bucket(
+    views: BucketViews, guard: ParamGuard, value: torch.Tensor, *, writes: bool, casts: bool
+) -> None:
     """Register shards again, and with ``writes`` copy this rank's part of ``value``, the shown vector, to its shard.
 
     With ``casts``, parameters that users have cast or moved count as well.
     """
+    handle = views.handle
     try:
+        if not views.registration.shows_summoned:  # an interrupt has ended the begin, or the first call of this
+            return
         if not casts:
             views.drop_casts()
         if writes:
             guard.take_over()
+            if value is not handle.shard:
+                start, end = handle.layout.shard_range(handle.groups.shard_rank)
+                handle.shard.copy_(value[start:end])
     finally:
         views.end_summon(write_grads=writes)
-    handle = views.handle
-    if writes and value is not handle.shard:
-        start, end = handle.layout.shard_range(handle.groups.shard_rank)
-        handle.shard.copy_(value[start:end])
 
 
 @contextlib.contextmanager
@@ -150,7 +165,7 @@ def without_shards(unit: Unit) -> Iterator[None]:
             assign_grad(param, grad)
 
 
-def _full_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
+def _full_grads(unit: Unit) -> _Grads:
     """Return each bucket's gradients in full shape; zeros from ranks without one, and None if no rank has one."""
     result = []
     for bucket, handle in enumerate(unit.handles):

@@ -242,14 +242,15 @@ class ReductionQueue:
         if item.bucket.handle.groups.sharded:
             self._reading.append(item)
         if self._unaveraged is not None:  # see [Note: Stages of a reduction]
-            self._average_last()
+            self.start_last()
         if item.averages:
             self._unaveraged = item
             if not self.streams.asynchronous_work:
-                self._average_last()
+                self.start_last()
         self._complete_all_but(self.max_buffers)
 
-    def _average_last(self) -> None:
+    def start_last(self) -> None:
+        """Start the all-reduce that the last reduction waits with. Ranks have agreed on it."""
         item, self._unaveraged = self._unaveraged, None
         if item is not None:
             item.average()
@@ -277,8 +278,8 @@ class ReductionQueue:
             if item.source.pooled is not None:
                 self.pool.free(item.source.pooled, None)
             item.source = None
-            if item in self._reading:
-                self._reading.remove(item)
+        if item in self._reading:  # also after an interrupt just before this line
+            self._reading.remove(item)
 
     def _settle(self, items: Collection[Reduction]) -> None:
         """Wait for all collectives of ``items``, and divide the sums."""
@@ -290,8 +291,6 @@ class ReductionQueue:
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""
-        if attach:
-            self._average_last()  # before waiting for one
         self._unaveraged = None
         self._settle(self._in_flight)
         while self._in_flight:

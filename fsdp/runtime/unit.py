@@ -75,31 +75,35 @@ class Progress:
 
     Attributes:
         has_several_modules: the unit is a group of modules.
-        depth: number of calls of the unit's modules that are under way.
         open_calls: the ``ForwardCall`` s that a backward has entered and not passed.
     """
 
-    __slots__ = ("_changed_by", "_ran", "depth", "has_several_modules", "open_calls")
+    __slots__ = ("_calls", "_changed_by", "_ran", "has_several_modules", "open_calls")
 
     def __init__(self, module: nn.Module) -> None:
-        self.depth = 0
+        self._calls: set[Any] = set()  # the ``ForwardCall`` s of the unit's modules that are under way
         self.open_calls: set[Any] = set()
         self._ran = dict.fromkeys(members_of(module), -1)  # the last forward of the tree in which each module ran
         self.has_several_modules = len(self._ran) > 1
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # see ``is_first_to_change``
 
-    def enter(self) -> None:
-        """Note that a module of the unit runs."""
-        self.depth += 1
+    @property
+    def depth(self) -> int:
+        """The number of calls of the unit's modules that are under way."""
+        return len(self._calls)
 
-    def leave(self) -> bool:
-        """Note that a module has run; return whether no call of the unit is left under way."""
-        self.depth = max(0, self.depth - 1)  # a failed backward inside a forward has reset it
-        return self.depth == 0
+    def enter(self, call: Any) -> None:
+        """Note that ``call`` of a module of the unit is under way."""
+        self._calls.add(call)
+
+    def leave(self, call: Any) -> bool:
+        """Note that ``call`` is over, or has failed; return whether no call of the unit is left under way."""
+        self._calls.discard(call)
+        return not self._calls
 
     def reset(self) -> None:
         """Forget forwards that have failed."""
-        self.depth = 0
+        self._calls.clear()
 
     def note_ran(self, module: str, generation: int) -> bool:
         """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
@@ -400,6 +404,11 @@ class Unit:
             if handle.copy.state is BufferState.SHARDED:
                 return False
         return True
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether a pool has lent memory to a full buffer."""
+        return any(handle.copy.pooled is not None and handle.copy.pooled.has_memory for handle in self.handles)
 
     def wait(self) -> None:
         """Wait until the full buffers are filled (for the current stream)."""

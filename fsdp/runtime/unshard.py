@@ -235,20 +235,22 @@ class Unsharder:
         filled the buffer and will gather it.
         """
         unit.show_shards()
-        found = self.becomes(unit, Residence.SHARDED)
-        if found is None:
+        found = self._found(unit)
+        if found is None and not unit.has_memory:
             return
         for handle in unit.handles:
             if handle.copy.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
                 handle.wait()
         last_use = self._streams.record()
-        nearby = unit.position.nearby if backward_follows and found.generation == self.generation else None
+        slices = backward_follows and found is not None and found.generation == self.generation
+        nearby = unit.position.nearby if slices else None
         with self._streams.on_gather_stream():
             if nearby is not None and unit.policy.unshard_in_backward:
                 for handle in unit.handles:
                     handle.keep_slice(nearby.groups)
             for handle in unit.handles:
                 handle.release(self.pool, last_use)
+        self.becomes(unit, Residence.SHARDED)  # last: an interrupt leaves a unit that is resharded again
         torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
     def drop_prefetched(self, unit: Unit) -> None:

@@ -22,6 +22,7 @@ from fsdp.comm.issuing import REDUCE
 from fsdp.names.ddp import JOIN_REMEDY
 from fsdp.runtime import build
 from fsdp.runtime.nested import tensors_in, to_device
+from fsdp.runtime.undo import undone_by
 from fsdp.runtime.unit import Unit, units_of
 
 _Batch = TypeVar("_Batch")
@@ -84,17 +85,19 @@ class UnevenBatches(Generic[_Batch]):
         """Yield ``batch``, whose gradients count ``weight`` times. With weight zero, restore the buffers afterwards."""
         before = {} if weight else {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         units = units_of(self._model)
-        for unit in units:
-            unit.gradients.set_weight(weight)
-        try:
-            yield batch
-        finally:
+
+        def undo() -> None:
             for unit in units:
                 unit.gradients.set_weight(1.0)
             for name, buffer in self._model.named_buffers() if before else ():
                 if name in before:
                     with torch.no_grad():
                         buffer.copy_(before[name])
+
+        with undone_by(undo):
+            for unit in units:
+                unit.gradients.set_weight(weight)
+            yield batch
 
 
 def _from_another(latest: Any, active: torch.Tensor, group: Any, device: torch.device) -> Any:

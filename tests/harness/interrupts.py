@@ -1,0 +1,58 @@
+"""An exception at a chosen line of the package, as an interrupt from the keyboard raises it."""
+
+from __future__ import annotations
+
+import opcode
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import fsdp
+
+_PACKAGE = str(Path(fsdp.__file__).parent)
+
+
+class Lines:
+    """Counts the lines of the package that this thread executes, and raises ``error`` at number ``at``, from 0 on.
+
+    Attributes:
+        count: the number of lines so far.
+        place: file, line and function where ``error`` was raised; "" before that.
+    """
+
+    def __init__(self, at: int = -1, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.count, self.place = 0, ""
+        self._at, self._error = at, error
+
+    @contextmanager
+    def traced(self) -> Iterator[Lines]:
+        """Count inside the context."""
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield self
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and not _leaves_with(frame):
+            number, self.count = self.count, self.count + 1
+            if number == self._at:
+                code = frame.f_code
+                self.place = f"{code.co_filename[len(_PACKAGE) + 1 :]}:{frame.f_lineno} {code.co_qualname}"
+                sys.settrace(None)
+                raise self._error(self.place)
+        return self._line
+
+
+def _leaves_with(frame: FrameType) -> bool:
+    """Whether the line is that of a ``with`` statement which is being left: Python lets no signal in between there."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    loads = [code[at + 2 * number : at + 2 * number + 2] for number in range(3)]
+    return code[at] == opcode.opmap["LOAD_CONST"] and loads[0] == loads[1] == loads[2]
