@@ -143,9 +143,8 @@ class Posts:
             words[place] = where
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
         work = Condition(self._channel, holds, finish)
-        self.number = number
         self.under_way.append((number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
-        words[at] = number
+        self.number = words[at] = number  # in one line: an interrupt must leave a post that is counted, or neither
         return work
 
     def is_read(self, number: int) -> bool:

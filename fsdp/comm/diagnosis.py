@@ -26,7 +26,8 @@ class Report(NamedTuple):
     words: str  # for the pass
     is_call: bool
     begun: int  # a hash of the pass and of all events of the one before
-    failure: Sequence[Any] | None  # the pass that failed: number, position and description
+    progress: Sequence[int]  # the collectives that the rank has issued; see ``Lane._progress``
+    failure: Sequence[Any] | None  # the fields of ``Failure`` in ``lane.py``
     announces: int | None  # the position for which the rank waits until all ranks announce the same event
     recent: list[Entry]
 
@@ -124,7 +125,10 @@ def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]
     failure = reports[other].failure
     if failure is None:
         return None
-    number, count, words = failure
-    if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
+    number, count, words, issued = failure
+    if own.number < number:
+        return None
+    has_issued_more = any(there < here for there, here in zip(issued, own.progress))
+    if own.number == number and own.place[1] < count and not own.is_call and not has_issued_more:
         return None
     return f"rank {other} failed in the {words} (collective {max(count, 0)}), and rank {rank} {own.where}"

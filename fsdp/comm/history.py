@@ -92,6 +92,7 @@ class History:
 
     Attributes:
         meetings: the number of meetings of all ranks after a failure.
+        latest: the latest pass that has begun.
         passes: the number of passes that have begun.
         rounds: the number of these without backwards, each of which belongs to the forward before it.
         position: the number of events in the latest pass.
@@ -105,6 +106,7 @@ class History:
         self._followers: dict[int, tuple[int, int]] = {}
         self._capacity = _PER_UNIT
         self._habit = Habit()
+        self.latest: Pass | None = None
         self.meetings = self.passes = self.rounds = self.position = 0
         self.so_far = self.begun = 0
         self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # the fields of ``Entry``
@@ -117,11 +119,10 @@ class History:
         """Begin the pass ``what``; return the number of the pass that was expected."""
         expected = self._habit.expected
         self._habit.note(number, what)
-        before, self.so_far = self.so_far, hash_of(str(number))
-        self.begun = (before * 1000003 + self.so_far) & _MASK
-        self.position = 0
-        self.passes += 1
-        self.rounds += not what.is_backward
+        so_far = hash_of(str(number))
+        self.begun, self.so_far, self.position = (self.so_far * 1000003 + so_far) & _MASK, so_far, 0
+        # in one line: an interrupt must leave a pass that has begun and is counted, or neither
+        self.latest, self.passes, self.rounds = what, self.passes + 1, self.rounds + (not what.is_backward)
         return expected
 
     def follow(self, label: str, number: int) -> bool:

@@ -130,6 +130,8 @@ class Issuer(Watch):
         sharing: the memory that the ranks share, if they do.
         issued: the number of collectives that this rank has issued on the carrier.
         epoch: the number of times that the collectives in flight were abandoned.
+        due: what the ranks have agreed on last is still to be issued.
+        in_doubt: a collective raised while it was started, so that the peers may have a part of it.
         broken: the error of every further collective, until the carrier is replaced.
         visible: whether collectives go through ``torch.distributed`` although the ranks share memory.
     """
@@ -142,6 +144,7 @@ class Issuer(Watch):
         self.sharing = Sharing.of(group)
         self.issued = 0
         self.epoch = 0
+        self.due = self.in_doubt = False
         self.broken: OutOfStep | None = None
         self.visible = False
         self._routes: dict[tuple[str, bool, bool, bool, Any], _Route] = {}  # see ``_new_route``
@@ -182,7 +185,7 @@ class Issuer(Watch):
         if not in_memory:
             if self.broken is not None:
                 raise OutOfStep(str(self.broken))
-            self.issued += 1
+            self.in_doubt = True
         _label.text = event.label
         try:
             handle = start()
@@ -196,7 +199,12 @@ class Issuer(Watch):
         finally:
             _label.text = None
         handles = () if handle is None else handle if isinstance(handle, list) else (handle,)
-        return Work(handles, self, event.label, on_host=on_host, ends_alone=ends_alone)
+        work = Work(handles, self, event.label, on_host=on_host, ends_alone=ends_alone)
+        if not in_memory:
+            self._messages.extend(map(weakref.ref, work.host_works))
+            self.issued, self.in_doubt = self.issued + 1, False
+        self.due = False
+        return work
 
     def collective(
         self, name: str, event: Event, *tensors: Any, asynchronous: bool, control: bool = False, **options: Any
@@ -249,9 +257,7 @@ class Issuer(Watch):
     def transfer(self, transfers: Sequence[Transfer], event: Event, device: torch.device) -> Work:
         """Issue all ``transfers``, from and to memory on ``device``, at once."""
         start = functools.partial(native.start_transfers, transfers, self.carrier.group)
-        work = self.issue(event, start, on_host=device.type == "cpu")
-        self._messages.extend(weakref.ref(each) for each in work.host_works)
-        return work
+        return self.issue(event, start, on_host=device.type == "cpu")
 
     def in_memory(self, event: Event, starts: Iterable[Callable[[], HostWork]]) -> Work:
         """Issue the operations ``starts`` in the memory that the ranks share."""
@@ -338,7 +344,7 @@ class Issuer(Watch):
             raise RuntimeError(f"{why}. Therefore {NEW_GROUP}") from error
         self._routes.clear()
         self.epoch += 1
-        self.broken = None
+        self.broken, self.in_doubt = None, False
         self._held.clear()
 
     def _note_closed(self, error: Exception) -> str:

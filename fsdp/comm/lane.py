@@ -62,11 +62,13 @@ _REPLIES = timedelta(seconds=1)  # how long to wait for the reports of the peers
 
 
 class Failure(NamedTuple):
-    """The pass that failed on this rank: its number, the position reached (-1 if it had not begun), and words."""
+    """The pass that failed on this rank: its number, the events in it that were issued (-1: it had not begun, or none
+    may have been), words, and ``Lane._progress``."""
 
     number: int
     position: int
     words: str
+    progress: list[int]
 
 
 class Entered(NamedTuple):
@@ -215,11 +217,11 @@ class Lane(Issuer):
             remedy: for errors.
             asks: whether the events of the pass have to be the same on all ranks.
         """
+        self.under_way, self.due = what, True  # before it counts: an error from here on is one of this pass
         expected = self._history.begin(number, what)
         if self._joins:  # all ranks have just met
             self._joins, expected = False, None
         self._latest = Entered(what, number, remedy, neighbours)
-        self.under_way = what
         self.begin_pass()
         if self._calls is not None:
             progress = [self._history.meetings, self._history.passes]
@@ -240,12 +242,14 @@ class Lane(Issuer):
         Raises:
             OutOfStep: a peer is about to issue a different event.
         """
+        self.due = True
         if not self._questions and self._history.follow(event.label, event.number):
             return
         self._look_at_answers()
         if not self._history.has_follower:
             self._history.report(event.label, event.number)
             self._check(self.ask(f"agree to {event.label}", event.number))
+            self.due = True
             self._history.note(event.number)
         elif not self._history.follow(event.label, event.number):
             self._history.report(event.label, event.number)
@@ -329,6 +333,7 @@ class Lane(Issuer):
         self.note(label)
         digest = hash_of(f"{history.passes} {self._latest.number} {understood}")
         chosen = self.ask(f"agree to {label}", digest, largest=proposal).result()
+        self.due = True
         history.position += chosen is not None
         return chosen
 
@@ -352,23 +357,21 @@ class Lane(Issuer):
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def fail(self, what: Pass) -> None:
-        """Report that ``what`` failed on this rank. All ranks have to meet before the next pass or call.
-
-        ``what`` may not have reached this lane.
-        """
+    def fail(self, what: Pass, why: str = "") -> None:
+        """Report that ``what``, which may not have reached this lane, failed on this rank, and ``why`` if peers should
+        know. All ranks have to meet before the next pass or call."""
         self._questions.clear()
         self.hold_messages()
         if self._calls is None:
             return
         self._calls.failed()
         if self.failure is None:
-            history = self._history
-            if self.under_way is not None:
-                self.failure = Failure(history.passes, history.position, what.words)
-            else:
-                self.failure = Failure(history.passes + 1, -1, what.words)
+            history, words = self._history, f"{what.words}, because {why}" if why else what.words
+            place = history.passes, history.position - self.due
+            if self.under_way is None or self.under_way is not history.latest:
+                place = history.passes + 1, -1
                 history.rounds += not what.is_backward
+            self.failure = Failure(*place, words, self._progress())
         self.under_way = None
         self.end_pass()
         if not self._accused:  # else the peers have the reason
@@ -416,7 +419,7 @@ class Lane(Issuer):
 
     def _state(self) -> State:
         history, since = self._history, self.issued - self._at_meeting
-        broken = self.broken is not None or self.carrier.is_destroyed
+        broken = self.broken is not None or self.in_doubt or self.carrier.is_destroyed
         counts = history.meetings, history.passes, history.rounds, history.position, history.so_far
         return State(*counts, self.issued, since, broken)
 
@@ -518,10 +521,9 @@ class Lane(Issuer):
 
     def _report(self) -> Report:
         what, number, *_ = self._latest
-        said = number, what.words, bool(what.call), self._history.begun
-        return Report(
-            self._history.meetings, self._history.passes, *said, self.failure, self._announces, self._history.entries
-        )
+        history = self._history
+        said = number, what.words, bool(what.call), history.begun, self._progress(), self.failure
+        return Report(history.meetings, history.passes, *said, self._announces, history.entries)
 
     def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
         """Post this rank's report, and return the reports of ranks that have met as often, by rank.

@@ -1,0 +1,116 @@
+"""One rank fails where all ranks have agreed on a collective: every rank raises soon, and training resumes right."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp import FullyShardedDataParallel
+from fsdp.comm.channel import Posts
+from fsdp.comm.collectives import Communicator
+from fsdp.comm.issuing import Issuer
+from fsdp.flat.memory import MemoryPool, SharedPool
+from tests.harness.agreeing import ODD, UNEQUAL, Chain, build, impatient, new_group, new_pair, train
+from tests.harness.pool import on_ranks
+from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD
+
+SOON = 10.0  # seconds
+
+# Where a rank raises: in the allocation before a collective, before that is issued, or while it is started.
+POSITIONS: dict[str, list[tuple[type, str]]] = {
+    "allocation": [(MemoryPool, "allocate"), (SharedPool, "allocate")],
+    "gather": [(Communicator, "gather")],
+    "reduction": [(Communicator, "reduce")],
+    "average": [(Communicator, "average")],
+    "issue": [(Issuer, "issue")],
+    "post": [(Posts, "post")],
+}
+FORWARD, BACKWARD = ("allocation", 2), ("reduction", 2)
+
+
+@contextlib.contextmanager
+def failing(position: str, count: int, error: type[BaseException]) -> Iterator[None]:
+    """Raise `error` when a function of `position` is called for the `count`-th time."""
+    left = [count]
+
+    def failing_once(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise error("there is no more")
+            return real(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in POSITIONS[position]:
+            stack.enter_context(mock.patch.object(owner, name, failing_once(vars(owner)[name])))
+        yield
+
+
+def assert_trains_right(model: Any, plain: Chain) -> None:
+    """Load the values of `plain`, and train both."""
+    reference = copy.deepcopy(plain)
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for _ in range(2):
+        for each, optimizer in zip((model, reference), optimizers):
+            optimizer.zero_grad()
+            train(each)
+            optimizer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for (name, ours), theirs in zip(model.module.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=name)
+    model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "cases"),
+    [
+        (2, "auto", [FORWARD, BACKWARD, ("allocation", 6), ("gather", 3), ("post", 2), ("post", 9)]),
+        (2, "native", [FORWARD, ("allocation", 6), ("gather", 1), ("issue", 12)]),
+        (2, "direct", [FORWARD, BACKWARD, ("gather", 6), ("issue", 11)]),
+        (3, "auto", [("gather", 2), ("reduction", 4), ("post", 3)]),
+        (3, "direct", [("allocation", 3), ("reduction", 1)]),
+        (4, "direct", [("average", 1), ("average", 4)]),
+    ],
+)
+@on_ranks("size")
+@impatient
+def test_error_of_one_rank_between_agreement_and_collective_reaches_all_ranks(
+    size: int, way: str, cases: list[tuple[str, int]]
+) -> None:
+    """Out of memory or interrupted, in the first step, where ranks vote on each collective, or in a later one.
+
+    The error of the other ranks names the rank that failed, the pass, and the unit. Four ranks are two replicas.
+    """
+    os.environ["FSDP_COLLECTIVES"] = way
+    odd, hybrid = dist.get_rank() == ODD, size == 4
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL)
+    for number, (position, count) in enumerate(cases):
+        for later in (False, True):
+            error = (MemoryError, KeyboardInterrupt)[(number + later) % 2]
+            group, strategy = (new_pair(), HYBRID_SHARD) if hybrid else (new_group(), FULL_SHARD)
+            model = build(copy.deepcopy(plain), group, strategy)
+            for _ in range(2 if later else 0):
+                train(model)
+                model.zero_grad()
+            started = time.monotonic()
+            fault = failing(position, count, error) if odd else contextlib.nullcontext()
+            with fault, pytest.raises(error if odd else RuntimeError) as caught:
+                train(model)
+            what, words = f"{error.__name__} at {position} {count}, {later=}", str(caught.value)
+            assert time.monotonic() - started < SOON, f"{what}: {words}"
+            if not odd:
+                assert f"rank {ODD} failed in the " in words and "unit" in words, f"{what}: {words}"
+            assert_trains_right(model, plain)
