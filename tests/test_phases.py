@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.optim import WholeParamOptimizer
+from tests.harness.agreeing import impatient, new_group, raises_soon
 from tests.harness.exports import FULL, NONE, WORDS, build
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
@@ -128,3 +129,28 @@ def test_offload_is_refused_between_a_forward_and_its_backward(use_orig_params: 
             output = model(batch)
         with fsdp.offloaded(model):
             assert output.isfinite().all()
+
+
+@pytest.mark.parametrize(("used", "forgets"), [(False, False), (True, False), (True, True)])
+@on_ranks(2)
+@impatient
+def test_forward_of_a_model_that_one_rank_has_offloaded_raises_on_all_ranks(used: bool, forgets: bool) -> None:
+    """Also where that rank alone has forgotten `onload`, or the model was not used before. Training then goes on."""
+    odd, batch = dist.get_rank() == 1, torch.zeros(4, dtype=torch.int64)
+    model = build(True, process_group=new_group())
+    for _ in range(2 if used else 0):
+        model(batch).sum().backward()
+    if odd or forgets:
+        fsdp.offload(model)
+    if forgets and not odd:
+        fsdp.onload(model)
+    with raises_soon() as caught:
+        model(batch)
+    error = str(caught.value)
+    assert "the model is offloaded: call fsdp.onload(model, optimizer) before" in error, error
+    assert odd or "rank 1 failed in the forward of the root unit" in error, error
+    if odd:
+        fsdp.onload(model)
+    model.zero_grad()
+    model(batch).sum().backward()
+    assert all(param.grad is not None for param in model.parameters() if param.numel())

@@ -69,8 +69,11 @@ class Disk:
         return open(path, "wb", buffering=0)
 
     def reserve(self, stream: BinaryIO, nbytes: int) -> None:
-        """Give an empty file this size, and room on the disk."""
-        os.posix_fallocate(stream.fileno(), 0, nbytes)
+        """Give an empty file this size, and room on the disk where the system can reserve it."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(stream.fileno(), 0, nbytes)
+        else:
+            stream.truncate(nbytes)
 
     def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
         """Write all of ``data`` (bytes) at ``offset``."""

@@ -31,8 +31,9 @@ def offload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -
 
     Shards, ``.grad`` and the optimizer's tensors move; parameters stay the same objects, and scalars such as ``step``
     stay where they are. Full buffers, reduce buffers and the pools that they come from are released. Buffers of modules
-    stay. On CPU only the pools are released. There is no communication, but all ranks should call. Until
-    :func:`onload`, every call that communicates is an error: forwards, steps, state dicts, clipping, checkpoints.
+    stay. On CPU only the pools are released. All ranks have to call; they meet if the model was not used before. Until
+    :func:`onload`, every call that communicates is an error, also on ranks that are not offloaded: forwards, steps,
+    state dicts, clipping, checkpoints.
 
     Args:
         model: a wrapped model, or a module with wrapped modules in it.
@@ -50,6 +51,8 @@ def offload(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] = ()) -
     for unit in units:
         unit.check_can_change()
         unit.follow_parameters()
+    for context in contexts:
+        context.passes.join()
     events: list[tuple[Streams, StreamEvent]] = []
 
     def to_host(streams: Streams) -> Callable[[torch.Tensor], torch.Tensor]:

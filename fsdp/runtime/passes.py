@@ -172,13 +172,19 @@ class Passes:
         """Refuse passes and calls from now on, with ``why`` as the message; allow them again if it is empty."""
         self.suspended = why
 
-    def check_available(self) -> None:
-        """
-        Raises:
-            RuntimeError: passes and calls are suspended.
-        """
+    def check_available(self, what: Pass | None = None) -> None:
+        """Raise RuntimeError if passes and calls are suspended; ranks in ``what``, the pass or call that so fails on
+        this rank, would wait for this one, and get an error as well."""
         if self.suspended:
+            if what is not None:
+                for lane in self._lanes:
+                    lane.fail(what, self.suspended)
             raise RuntimeError(self.suspended)
+
+    def join(self) -> None:
+        """Meet all ranks, unless the tree was used before, so that they hear of failures of each other."""
+        for member in self._by_group.values():
+            member.join()
 
     def _set_under_way(self, *passes: Pass) -> None:
         """Set the passes that are under way, innermost last, and the attributes that follow from them."""
@@ -242,11 +248,12 @@ class Passes:
         if self._stack:
             yield
             return
-        self.check_available()
+        what = Pass(words, call=call, often=often)
+        self.check_available(what)
         if self.diverged:
             self.give_up()
         self.meet()
-        self._set_under_way(Pass(words, call=call, often=often))
+        self._set_under_way(what)
         try:
             yield
             self.end(wait=False)
@@ -260,7 +267,7 @@ class Passes:
         A failure between a forward and the reductions of its backward is reported to the replicas, and to the ranks
         nearby. The layouts are therefore compared before.
         """
-        self.check_available()
+        self.check_available(what)
         if backward_follows:
             for member in self._further:
                 member.join()
