@@ -1,14 +1,12 @@
 """Checkpoints as directories: published whole or not at all.
 
-``fsdp/checkpoint/README.md`` describes the files. ``.checkpoint_00000004.tmp`` is an unfinished save.
+``fsdp/checkpoint/README.md`` describes the files. ``.checkpoint_00000004.tmp`` is an unfinished save or removal.
 
 [Note: Ownership of files]
-A checkpoint is a directory with such a name and a valid manifest. An unfinished save is a directory with such a name
-that holds files with names that a save uses. Links with these names are read, but a removal never removes or enters
-them. The removal of a checkpoint first renames the manifest to ``retired``, so that half a checkpoint is never taken
-for one. Then it removes the files with names that a save uses, and the directory if that is empty. A user's files stay,
-under the same path. An empty directory with the name of a checkpoint is left from an interrupted removal. The next save
-that removes checkpoints repeats a failed removal.
+A checkpoint is a directory with such a name and a valid manifest. Hidden directories with the name of an unfinished one
+belong to this package, with everything in them. The removal of a checkpoint first renames it to such a name, so that
+half a checkpoint is never taken for one, and the next save that removes checkpoints repeats a failed removal. Links to
+directories are read, but a removal never enters them.
 
 [Note: Atomic publishing]
 A checkpoint is written under a temporary name. When every file and the directory are on the disk, one rename gives it
@@ -24,7 +22,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -32,13 +29,12 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from fsdp.checkpoint.checksums import sha256
 from fsdp.comm.user_warnings import warn_user
 
-MANIFEST, LATEST, INDEX, RETIRED = "manifest.json", "latest", "index.json", "retired"
+MANIFEST, LATEST, INDEX = "manifest.json", "latest", "index.json"
 FORMAT, VERSION = "fsdp checkpoint", 1
 _NAME = re.compile(r"checkpoint_(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
 _PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
-_TRIES = 20  # to read a checkpoint while another job replaces it
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
 _OF_TORCH_SAVE = (".bin", ".ckpt", ".pt", ".pth")  # suffixes
 
@@ -106,31 +102,8 @@ class Disk:
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
+        """Remove a directory and its content. Links in it are not followed, and a link as ``path`` is an error."""
         shutil.rmtree(path)
-
-    def remove_file(self, path: Path) -> None:
-        """Remove a file or a link, unless it is gone already. Fail if the directory that holds it is a link."""
-        try:
-            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                os.unlink(path.name, dir_fd=directory)
-            finally:
-                os.close(directory)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            error.filename = str(path)
-            raise
-
-    def remove_empty(self, path: Path) -> None:
-        """Remove a directory, unless it holds files, or is gone already."""
-        try:
-            path.rmdir()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
 
 
 disk = Disk()
@@ -193,10 +166,10 @@ def begin(root: Path) -> Path:
     if latest.is_dir() or (newest == 0 and latest.exists() and not latest.read_bytes().startswith(b"checkpoint_")):
         text = "expected a file that names the latest checkpoint; move it, or save into another directory"
         raise FileExistsError(errno.EEXIST, text, str(latest))
-    number = 1 + max([newest, *_unfinished(root).values()])
+    number = 1 + max([newest, *_numbered(root, _UNFINISHED).values()])
     while True:
         final = root / f"checkpoint_{number:08d}"
-        temporary = root / f".{final.name}.tmp"
+        temporary = _temporary(final)
         number += 1
         if os.path.lexists(final):
             continue
@@ -252,68 +225,33 @@ def discard(temporary: Path) -> None:
             disk.remove(final)
 
 
-Share = list[tuple[Path, list[str]]]  # directories, and names of files in each
+def remove_older(newest: Path, keep: int) -> None:
+    """Remove all but the last ``keep`` checkpoints up to ``newest``, and older saves and removals that died.
 
-
-def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
-    """Retire all but the last ``keep`` checkpoints up to ``newest``; see [Note: Ownership of files].
-
-    Warn of checkpoints that cannot be retired.
-
-    Returns:
-        for each rank, the files to remove: of retired checkpoints, and of dead saves.
+    Warn of directories that cannot be removed, after the removal of all that can.
     """
-    shares: list[Share] = [[] for _ in range(ranks)]
-    root, number = newest.parent, _numbered(newest.parent, _NAME)[newest.name]
-    older = [name for name, at in _directories(root, _NAME) if at < number]
-    whole = [root / name for name in older if _is_checkpoint(root / name)]
-    leaving = [root / name for name in older if _is_retired(root / name)]
-    leaving += [root / name for name, at in _unfinished(root).items() if at < number]
-    for directory in whole[: max(len(whole) + 1 - keep, 0)]:
-        try:
-            disk.rename(directory / MANIFEST, directory / RETIRED)
-            disk.sync_directory(directory)
-        except OSError as error:
-            _warn_of_older(newest, directory, error)
-        else:
-            leaving.append(directory)
-    for directory in leaving:
-        try:
-            names = sorted(_own_files(directory))
-        except OSError as error:
-            _warn_of_older(newest, directory, error)
-            continue
-        for rank, share in enumerate(shares):
-            share.append((directory, names[rank::ranks]))
-    return shares
+    root = newest.parent
+    with _as_warning(newest):
+        number = _numbered(root, _NAME)[newest.name]
+        unfinished = [root / name for name, at in _directories(root, _UNFINISHED) if at < number]
+        older = [root / name for name, at in _directories(root, _NAME) if at < number]
+        older = [directory for directory in older if _is_checkpoint(directory)]
+        for directory in unfinished:
+            with _as_warning(newest):
+                disk.remove(directory)
+        for directory in older[: max(len(older) + 1 - keep, 0)]:
+            with _as_warning(newest):
+                disk.rename(directory, leaving := _temporary(directory))
+                disk.sync_directory(root)
+                disk.remove(leaving)
 
 
-def remove_older(newest: Path, share: Share) -> None:
-    """Remove a rank's share of the retired files; the last rank to finish removes the directories.
-
-    Warn of files that cannot be removed, after the removal of all that can.
-    """
-    for directory, names in share:
-        errors = []
-        for name in names:
-            try:
-                disk.remove_file(directory / name)
-            except OSError as error:
-                errors.append(error)
-        try:
-            if not _own_files(directory):
-                disk.remove_file(directory / RETIRED)
-                disk.remove_empty(directory)
-        except FileNotFoundError:  # another rank was faster
-            pass
-        except OSError as error:
-            errors.append(error)
-        if errors:
-            _warn_of_older(newest, directory, errors[0])
-
-
-def _warn_of_older(newest: Path, older: Path, error: OSError) -> None:
-    warnings.warn(f"{newest} is saved, but the older {older} could not be removed: {error}", stacklevel=3)
+@contextlib.contextmanager
+def _as_warning(newest: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warn_user(f"{newest} is saved, but something older could not be removed: {error}")
 
 
 def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:
@@ -328,37 +266,16 @@ def _directories(root: Path, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
     return sorted(numbered, key=lambda item: item[1])
 
 
-def _own_files(directory: Path) -> list[str]:
-    """List the files in ``directory`` with names that a save uses."""
-    with os.scandir(directory) as found:
-        return [each.name for each in found if _PARTS.fullmatch(each.name) and not each.is_dir(follow_symlinks=False)]
-
-
-def _unfinished(root: Path) -> dict[str, int]:
-    """List the directories of unfinished saves, and their numbers, without those that this user may not read."""
-    found = {}
-    for name, number in _directories(root, _UNFINISHED):
-        with contextlib.suppress(PermissionError, FileNotFoundError):
-            if _own_files(root / name) or not os.listdir(root / name):
-                found[name] = number
-    return found
-
-
-def _is_retired(path: Path) -> bool:
-    """True if a removal of this checkpoint has begun; the last file that it removes is the retired manifest."""
+def _is_checkpoint(path: Path) -> bool:
     try:
-        empty = not os.listdir(path)
-    except OSError:  # this user may not read it, or another saver was faster
-        return False
-    return empty or _is_checkpoint(path, RETIRED)
-
-
-def _is_checkpoint(path: Path, manifest: str = MANIFEST) -> bool:
-    try:
-        _read_manifest(path / manifest)
+        _read_manifest(path / MANIFEST)
     except (OSError, RuntimeError):
         return False
     return True
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")
 
 
 def _final(temporary: Path) -> Path:
@@ -416,22 +333,9 @@ def find(path: Path) -> tuple[Path, Manifest]:
     """
     if (path / MANIFEST).is_file():
         return path, _read_manifest(path / MANIFEST)
-    for _ in range(_TRIES):
-        try:
-            text = (path / LATEST).read_bytes().decode(errors="replace")
-        except (FileNotFoundError, NotADirectoryError) as error:
-            if (kind := _other_kind(path)) is not None:
-                raise FileNotFoundError(f"{path} is no checkpoint of this package, but {kind}") from error
-            raise FileNotFoundError(
-                f"{path} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it "
-                f"has no file {LATEST!r}: nothing was saved there, or the file is lost"
-            ) from error
-        try:
-            return _named_by(path, text)
-        except (OSError, RuntimeError) as error:
-            if (path / LATEST).read_bytes().decode(errors="replace") == text:
-                raise RuntimeError(str(error)) from error
-    raise RuntimeError(f"{path / LATEST} changes faster than the checkpoint that it names can be read")
+    with contextlib.suppress(OSError, RuntimeError):
+        return _latest(path)
+    return _latest(path)  # once more, for another job may have replaced the latest checkpoint meanwhile
 
 
 def _other_kind(path: Path) -> str | None:
@@ -455,7 +359,16 @@ def _other_kind(path: Path) -> str | None:
     return None
 
 
-def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
+def _latest(root: Path) -> tuple[Path, Manifest]:
+    try:
+        text = (root / LATEST).read_bytes().decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if (kind := _other_kind(root)) is not None:
+            raise FileNotFoundError(f"{root} is no checkpoint of this package, but {kind}") from error
+        raise FileNotFoundError(
+            f"{root} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it "
+            f"has no file {LATEST!r}: nothing was saved there, or the file is lost"
+        ) from error
     match = _LATEST.fullmatch(text)
     if match is None or not (root / match[1]).is_dir():
         raise RuntimeError(
@@ -472,10 +385,11 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
 
 
 def _read_manifest(path: Path) -> Manifest:
-    if not path.is_file():
-        raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
-    with with_path(path):
-        text = path.read_bytes()
+    try:
+        with with_path(path):
+            text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise RuntimeError(f"{path} is missing: the checkpoint is damaged") from error
     try:
         content = json.loads(text)
         checksum = str(content.pop("checksum"))
@@ -504,20 +418,24 @@ _T = TypeVar("_T")
 
 
 def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable[[Path], tuple[Path, Manifest]]) -> _T:
-    """Call ``read`` with the checkpoint that ``find`` finds, and again if another job has removed it meanwhile. A
-    removed file is a RuntimeError; a FileNotFoundError means that there was no checkpoint at the call."""
+    """Call ``read`` with the checkpoint that ``find`` finds, and once more with the next one if another job has removed
+    it meanwhile. A removed file is a RuntimeError; a FileNotFoundError means that there was no checkpoint at the call.
+    """
     directory, manifest = find(path)
-    for _ in range(_TRIES):
+    try:
+        return _read_whole(read, directory, manifest)
+    except RuntimeError as error:
         try:
-            return read(directory, manifest)
-        except (RuntimeError, FileNotFoundError) as error:
-            failed, before = error, directory
-            if isinstance(error, FileNotFoundError):
-                failed = RuntimeError(f"{directory} was removed while it was read: {error}")
-            try:
-                directory, manifest = find(path)
-            except FileNotFoundError:  # there was one
-                raise failed from None
-            if directory == before:
-                raise failed from error.__cause__
-    raise RuntimeError(f"{path}: another job replaces the latest checkpoint faster than it can be read")
+            newer, manifest = find(path)
+        except FileNotFoundError:  # there was one
+            raise error from error.__cause__
+        if newer == directory:
+            raise
+    return _read_whole(read, newer, manifest)
+
+
+def _read_whole(read: Callable[[Path, Manifest], _T], directory: Path, manifest: Manifest) -> _T:
+    try:
+        return read(directory, manifest)
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{directory} was removed while it was read: {error}") from error

@@ -77,10 +77,10 @@ def save(
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
             but no NumPy arrays and no objects of further classes. NumPy scalars become Python numbers, here and in the
             optimizer's groups. May differ from rank to rank.
-        keep: the number of checkpoints to keep in ``path``, with this one; None for all. Older ones, and files of saves
-            that died, are removed after this one is published, each rank a part, with a warning where that fails; the
-            next save with ``keep`` tries again. A user's files stay, in a checkpoint's directory too, and links are
-            neither followed nor removed. Two jobs may save into one directory at the same time only without it.
+        keep: the number of checkpoints to keep in ``path``, with this one; None for all. After this one is published,
+            rank 0 removes the directories of older ones, with everything that was put there, and of saves that died. A
+            failed removal is a warning, and the next save with ``keep`` tries again. Links are never followed. Two jobs
+            may save into one directory at the same time only without it.
         trusted: extra state of modules, and entries of the optimizer, may hold objects of any class, which are pickled.
             Then only ``load(..., trusted=True)`` takes the checkpoint. Without it such objects are refused here.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
@@ -366,7 +366,7 @@ class Save:
         try:
             directory, given = self._ranks.first("begin a checkpoint", self._begun)
             files.warn_of_path(self._given, given)
-            path, older = self._ranks.round(
+            path = self._ranks.round(
                 "write a checkpoint",
                 lambda: self._written(directory, progress=progress),
                 lambda written: self._published(written, size),
@@ -378,7 +378,8 @@ class Save:
             raise
         finally:
             self._pieces, self._packed = [], {}
-        files.remove_older(path, older)  # without waiting for the remaining ranks
+        if self._keep is not None and self._directory is not None:
+            files.remove_older(path, self._keep)  # on rank 0, and the other ranks do not wait
         return path
 
     def _begun(self) -> tuple[Path, str]:
@@ -394,16 +395,14 @@ class Save:
         files.disk.sync_directory(directory)
         return _Written({name: record}, self.table)
 
-    def _published(self, written: _Written, ranks: int) -> Sequence[tuple[Path, files.Share]]:
-        """Publish the checkpoint on rank 0; return the path, and the files that each rank has to remove."""
+    def _published(self, written: _Written, ranks: int) -> Sequence[Path]:
+        """Publish the checkpoint on rank 0; return the path for each rank."""
         assert self._directory is not None
         index.check_complete(written.table, self._keys)
         records = {**written.records}
         records[files.INDEX] = files.write_durably(self._directory / files.INDEX, index.packed(written.table))
         files.seal(self._directory, records, ranks)
-        path = files.publish(self._directory)
-        older = [[]] * ranks if self._keep is None else files.retire(path, self._keep, ranks)
-        return [(path, share) for share in older]
+        return [files.publish(self._directory)] * ranks
 
 
 def _optimizer_state(

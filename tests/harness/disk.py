@@ -106,11 +106,3 @@ class FaultyDisk(Disk):
     def remove(self, path: Path) -> None:
         self._step(path)
         super().remove(path)
-
-    def remove_file(self, path: Path) -> None:
-        self._step()
-        super().remove_file(path)
-
-    def remove_empty(self, path: Path) -> None:
-        self._step()
-        super().remove_empty(path)
