@@ -314,14 +314,13 @@ def test_codes_in_an_unknown_layout_are_refused(layout: str, tmp_path: Path) -> 
         FSDP.optim_state_dict(model, optimizer, shown)
 
 
-@pytest.mark.parametrize("slope", [0.0, 1.0])
 @on_ranks(2)
-def test_own_blocks_are_not_taken_for_another_ranks_state(slope: float) -> None:
-    """A code book has as many elements as the second rank's part of the weight, and is the same on both ranks."""
+def test_own_blocks_are_not_taken_for_another_ranks_state() -> None:
+    """A code book has as many elements as the second rank's part of the weight."""
     model = FSDP(nn.Linear(2, 512), use_orig_params=True)
     assert [param.numel() for param in model.parameters()] == ([256, 512] if dist.get_rank() else [768, 0])
     optimizer, fresh = made("stand-in", model), made("stand-in", model)
-    (slope * model(torch.ones(1, 2)).sum()).backward()
+    model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     fresh.load_state_dict(optimizer.state_dict())
     fresh.step()
