@@ -109,6 +109,7 @@ def test_different_layouts_raise_at_first_use(layout: str, use: str) -> None:
     _, usual, odd = LAYOUTS[layout]
     first, second = error.split("rank 0 has ")[1].split("; rank 1 has ")
     assert usual in first and odd in second, error
+    assert error.endswith("Build and wrap the same model on every rank"), error
 
 
 class Renamed(Chain):

@@ -358,12 +358,26 @@ def test_create_graph_is_refused_and_changes_nothing() -> None:
 
 
 @on_ranks(2)
+def test_a_second_backward_without_retain_graph_is_an_error() -> None:
+    """Torch's own, and the following step is right."""
+    reference = Reference(seeded(mlp), one_pass)
+    for mode in MODES:
+        model = wrapped(seeded(mlp), mode, MlpBlock)
+        loss = loss_of(model, torch.randn(3, WIDTH))
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
+            loss.backward()
+        clear(model)
+        reference.check(model, f"the step after, {describe(mode)}")
+
+
+@on_ranks(2)
 def test_function_transforms_are_refused() -> None:
     """The following step is right."""
     reference = Reference(seeded(mlp), one_pass)
     for mode in by_turns(0)[:2]:  # without sharding nothing is gathered
         model = wrapped(seeded(mlp), mode, MlpBlock)
-        with pytest.raises(RuntimeError, match=r"^the root unit is called inside of torch.vmap or a transform of"):
+        with pytest.raises(RuntimeError, match=r"inside of torch.vmap or .* Transform functions inside of its f"):
             torch.vmap(model)(torch.randn(3, WIDTH))
         reference.check(model, f"the step after, {describe(mode)}")
 

@@ -41,6 +41,16 @@ from tests.harness.sharded import wrap
 from tests.harness.versions import RELEASE
 
 
+@on_ranks(2)
+def test_a_part_of_a_flat_parameter_cannot_be_frozen() -> None:
+    """The error names the parameters that are frozen together, and the option to freeze them one by one."""
+    model = wrapped(seeded(mlp), (FULL, False), MlpBlock)
+    model.blocks[1].module.linear.weight.requires_grad_(False)
+    words = r"'linear.weight', 'linear.bias'.* are one flat parameter, .*Pass use_orig_params=True to freeze them one"
+    with pytest.raises(RuntimeError, match=words):
+        loss_of(model, torch.randn(3, WIDTH))
+
+
 def _freeze(
     model: nn.Module, data: Data, *, prefix: str, starts: bool = True, need_input: bool = True
 ) -> Iterator[Any]:

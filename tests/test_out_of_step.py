@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,6 +53,7 @@ from tests.harness.pool import Died, on_ranks, run_fresh, run_ranks
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 UNITS_0_AND_1 = ("unit 'blocks.0'", "unit 'blocks.1'")
+AHEAD = ("rank 1 runs the forward of the root unit", "runs the backward")
 FORK = {"others": "fork", "usual": "fork"}  # a model whose caller orders the backwards
 DIRECT = {"way": "direct"}  # messages carry tags: on a mismatch ranks wait and read each other's progress
 
@@ -63,13 +65,13 @@ DEVIATIONS: list[tuple[str, tuple[int, ...], int, tuple[str, ...], dict[str, Any
     ("swap", UNEQUAL, 3, UNITS_0_AND_1, DIRECT),
     ("fork reversed", EQUAL, 0, ("in the backward", "unit 'left'", "unit 'right'"), FORK),
     ("fork reversed", UNEQUAL, 3, ("in the backward", "unit 'left'", "unit 'right'"), FORK),
-    ("skip a unit", EQUAL, 0, ("unit 'blocks.1'",), {}),
+    ("skip a unit", EQUAL, 0, ("unit 'blocks.1'", "unless the model is wrapped with reduce_unused=True"), {}),
     ("skip the last unit", UNEQUAL, 3, ("unit 'blocks.2'",), {}),
     ("skip the last unit", UNEQUAL, 3, ("unit 'blocks.1'", "unit 'blocks.2'"), DIRECT),
     ("repeat a unit", UNEQUAL, 0, ("unit 'blocks.0'",), {}),
     ("cut the graph", EQUAL, 3, ("in the backward", "unit 'blocks.0'", "end the pass"), {}),
-    ("one eval more", EQUAL, 0, ("rank 1 runs the forward of the root unit", "runs the backward"), {}),
-    ("one forward more", UNEQUAL, 3, ("rank 1 runs the forward of the root unit", "runs the backward"), {}),
+    ("one eval more", EQUAL, 0, (*AHEAD, "If one rank evaluates alone, evaluate on all ranks"), {}),
+    ("one forward more", UNEQUAL, 3, (*AHEAD, "loop with `for batch in fsdp.join(model, loader)`"), {}),
     ("raise early", UNEQUAL, 0, ("rank 1 failed in the forward of the root unit",), {}),
     ("raise late", EQUAL, 3, (), {}),  # later steps fail one pass further: all gathers were in flight
     ("raise in backward", EQUAL, 0, ("rank 1 failed in the backward",), {}),
@@ -563,6 +565,37 @@ def test_new_model_on_some_ranks_is_an_error() -> None:
     assert all(
         "the process of rank 1 has ended" in error and "make a new process group" in error for error in (first, last)
     )
+
+
+# Calls that rank 0 alone makes after the last step of rank 1, and their names in errors.
+AT_THE_END: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
+    "step": (lambda model, folder: train(model), "gather the root unit"),
+    "state_dict": (lambda model, folder: model.state_dict(), CALLS["state_dict"][1]),
+    "save": (
+        lambda model, folder: checkpoint.save(folder, model, process_group=model.process_group, progress=False),
+        "fsdp.checkpoint.save()",
+    ),
+}
+
+
+@impatient
+def calls_of_the_last_rank(folder: Path) -> dict[str, str]:
+    models = {name: build(Chain(UNEQUAL), new_group()) for name in AT_THE_END}
+    for model in models.values():
+        train(model)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    return {name: first_error(models[name], partial(call, folder=folder)) for name, (call, _) in AT_THE_END.items()}
+
+
+def test_a_call_after_the_end_of_another_rank_is_an_error_with_the_remedy(tmp_path: Path) -> None:
+    """A rank with fewer batches ends, while another trains on, gathers the state, or saves."""
+    errors, died = run_fresh(2, calls_of_the_last_rank, tmp_path / "saved")
+    assert died == Died(0)
+    for name, error in errors.items():
+        assert AT_THE_END[name][1] in error and "the process of rank 1 has ended" in error, error
+        assert "left out" in error and "fsdp.join(model, loader)" in error, error
+    assert not (tmp_path / "saved").exists()
 
 
 @impatient

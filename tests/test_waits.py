@@ -242,3 +242,4 @@ def test_a_long_wait_is_reported_once_on_stderr(tmp_path: Any, ranks: int) -> No
         (line,) = found
         assert f" s in {words}" in line and line.startswith(("rank 0 has waited ", "rank 1 has waited ")), line
         assert "if rank == 0" in line and "fsdp.join(model, loader)" in line, line
+        assert ("use FullStateDictConfig(rank0_only=True)" in line) is (name == "state_dict"), line

@@ -270,7 +270,7 @@ def test_a_tree_with_wrappers_is_refused_and_unchanged(policy: Any) -> None:
     ids=["module", "custom", "callable"],
 )
 def test_a_policy_without_a_match_warns(policy: Any) -> None:
-    with pytest.warns(UserWarning, match="matched no submodule of Sequential"):
+    with pytest.warns(UserWarning, match="matched no submodule of Sequential: .* Check the policy's"):
         assert auto_wrap(mlp(), policy, set(), set(), Wrapper, {}) == 0
 
 

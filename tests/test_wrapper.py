@@ -125,11 +125,20 @@ def test_a_wrapped_module_cannot_be_ignored_nor_wrapped_again_by_a_policy() -> N
         FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.ReLU}))
 
 
+@both_modes
+@on_ranks(2)
+def test_a_wrapper_directly_around_another_one_trains(use_orig_params: bool) -> None:
+    """The outer one has no parameters of its own."""
+    model = build(build(net(), use_orig_params=use_orig_params), use_orig_params=use_orig_params)
+    train(model)
+    assert_bit_equal(full_parameters(model), train_plain(net(), 2))
+
+
 def test_warnings_at_construction() -> None:
     """No warning concerns CPU or NO_SHARD."""
     group = StandIn()
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.warns(UserWarning, match=f"wraps a {type(container).__name__}, which has no forward"):
+        with pytest.warns(UserWarning, match=f"wraps a {type(container).__name__}, which has no forward: .* Wrap its"):
             FullyShardedDataParallel(container, group)
     module = net()
     with pytest.warns(UserWarning, match="the module being wrapped is in ignored_modules"):

@@ -289,6 +289,17 @@ def test_replaced_parameters_that_do_not_fit_are_refused_at_every_entry() -> Non
 
 
 @on_ranks(2)
+def test_parameters_shared_after_wrapping_are_refused() -> None:
+    """The optimizer would train two parameters where the program means one. The error names both."""
+    _, model = pair((FULL, True))
+    first, second = (layer_of(model, index).linear for index in range(2))
+    second.weight = first.weight
+    words = r"'linear.weight' of .*was replaced by 'linear.weight' of .* sharded already. Share parameters before wrap"
+    with pytest.raises(RuntimeError, match=words):
+        loss_of(model)
+
+
+@on_ranks(2)
 def test_a_forward_computes_with_what_was_written_since_the_last_pass() -> None:
     """The forward follows a write at once: nothing else, such as a state dict, comes between."""
     writes: list[Callable[[nn.Parameter], Any]] = [
