@@ -32,7 +32,8 @@ from fsdp.placement.boxes import Box, dense_stride, elements_of, memory_order
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import Membership, inside_checkpoint, join, outermost_of
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.unit import Phase, Unit, units_of, with_data_ranks
+from fsdp.runtime.data_ranks import with_data_ranks
+from fsdp.runtime.unit import Phase, Unit, units_of
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
 

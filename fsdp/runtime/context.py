@@ -21,10 +21,11 @@ from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
+from fsdp.runtime.data_ranks import data_ranks
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import log, logs
 from fsdp.runtime.reduction import ReductionQueue
-from fsdp.runtime.unit import Phase, Unit, data_ranks
+from fsdp.runtime.unit import Phase, Unit
 from fsdp.runtime.unshard import Residence, Unsharder
 
 

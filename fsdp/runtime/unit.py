@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, agree
-from fsdp.comm.groups import Groups, group_ranks, rank_names
+from fsdp.comm.groups import Groups
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
@@ -585,17 +585,6 @@ class Unit:
             agree(values, group, self.device, f"agree on {self.name}")
 
 
-def data_ranks(units: Sequence[Unit]) -> int:
-    """Return the number of ranks of the tree of ``units``, the root first, that see other data each: all ranks of the
-    root, or if these include the ranks of tensor parallelism, which see the same data, a part of them."""
-    groups = units[0].groups
-    over = groups.shard if groups.sharded else groups.replica
-    members = set() if over is None else set(rank_names(over))
-    inside = [unit.groups.tp for unit in units if unit.groups.tp is not None]
-    same = max((tp.size() for tp in inside if members.issuperset(group_ranks(tp))), default=1)
-    return groups.data_parallel_size // same
-
-
 def every_unit() -> list[Unit]:
     """Return the units of this process, in no order."""
     return list(hooks.units)
@@ -620,16 +609,6 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
 def units_of(module: nn.Module) -> list[Unit]:
     """Return every unit in ``module``, in the order of ``units_in``."""
     return [unit for _, unit, _ in units_in(module)]
-
-
-def with_data_ranks(module: nn.Module) -> Iterator[tuple[str, Unit, int]]:
-    """Iterate like ``units_in``, with ``data_ranks`` of the tree that the outermost unit in ``module`` makes."""
-    trees: dict[int, list[tuple[str, Unit]]] = {}  # by the place of the root
-    for place, (name, unit, around) in enumerate(units_in(module)):
-        trees.setdefault(min(around, default=place), []).append((name, unit))
-    for tree in trees.values():
-        ranks = data_ranks([unit for _, unit in tree])
-        yield from ((name, unit, ranks) for name, unit in tree)
 
 
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:

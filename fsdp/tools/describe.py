@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
+from fsdp.runtime.data_ranks import with_data_ranks
 from fsdp.runtime.tensors import num_params
-from fsdp.runtime.unit import Unit, units_in, with_data_ranks
+from fsdp.runtime.unit import Unit, units_in
 from fsdp.tools.text import Report, counted, in_bytes, in_dtype
 
 TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
