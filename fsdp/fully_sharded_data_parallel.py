@@ -79,6 +79,7 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.moving import apply_to_unit
 from fsdp.runtime.options import WrapOptions
+from fsdp.runtime.ranges import ranged
 from fsdp.runtime.undo import undone_by
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
@@ -343,15 +344,22 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
     @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = ForwardCall(self._fsdp_unit, self._join_context())
+        calls: list[ForwardCall] = []
         try:
-            args, kwargs = call.enter((args, kwargs))
-            with call:
+            args, kwargs = self._enter_forward(calls, args, kwargs)
+            with calls[0]:
                 output = function(*args, **kwargs)
-            return call.leave(output, self._fsdp_place)
+            return calls[0].leave(output, self._fsdp_place)
         except BaseException:
-            call.abort()
+            for call in calls:
+                call.abort()
             raise
+
+    @ranged("_pre_forward", "_fsdp_unit.name")
+    def _enter_forward(self, calls: list[ForwardCall], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Enter a new call, which is appended to ``calls`` before that: the caller aborts it after an error here."""
+        calls.append(ForwardCall(self._fsdp_unit, self._join_context()))
+        return calls[0].enter((args, kwargs))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to each module with the full parameters, and write them back to the shards.

@@ -201,7 +201,8 @@ class Issuer(Watch):
         handles = () if handle is None else handle if isinstance(handle, list) else (handle,)
         work = Work(handles, self, event.label, on_host=on_host, ends_alone=ends_alone)
         if not in_memory:
-            self._messages.extend(map(weakref.ref, work.host_works))
+            if not ends_alone:
+                self._messages.extend(map(weakref.ref, work.host_works))
             self.issued, self.in_doubt = self.issued + 1, False
         self.due = False
         return work

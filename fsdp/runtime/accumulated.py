@@ -27,7 +27,6 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
                 used = unit.gradients.used()
                 unit.agree_on_maximum(used)
                 unit.gradients.note_used(used.tolist())
-        context.reductions.start_last()
         context.reductions.drain(attach=True)
 
 

@@ -117,10 +117,8 @@ class ForwardCall:
         Raises:
             RuntimeError: inside ``summon_full_params`` with ``rank0_only`` or ``offload_to_cpu``, or a functional
                 transform.
-            NotImplementedError: a forward of the tree runs on another thread.
         """
         _check_callable(unit)
-        context.check_thread(unit)
         self.unit, self.context = unit, context
         self.tracked = torch.is_grad_enabled()
         self.in_summon = unit.summoned is not None
@@ -134,10 +132,13 @@ class ForwardCall:
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
-    @ranged("_pre_forward", "unit.name")
     def enter(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit, and prefetch the next units. Return the inputs (args, kwargs), cast; those of the root
-        on the device."""
+        on the device.
+
+        Raises:
+            NotImplementedError: a forward of the tree runs on another thread.
+        """
         unit, context = self.unit, self.context
         context.enter_forward(unit)
         unit.progress.enter(self)
@@ -219,6 +220,8 @@ class ForwardCall:
         """End a forward that raised, maybe as it began. Checkpointing ends a recomputation early in this way, which is
         no fault."""
         if hooks.current_backward() == hooks.NO_BACKWARD:
+            if self.context.passes.forward is not None and not self.context.is_on_thread:
+                return  # ``enter`` has refused the call, and the forward on the other thread goes on
             self.context.fail()
         if self.unit.progress.leave(self):
             self.context.exit_forward(self.unit, backward_of=None, failed=True)
@@ -316,7 +319,7 @@ class ForwardCall:
         unit.progress.open_calls.discard(self)
         if not unit.is_running:
             unsharder.end_backward(unit)
-        elif unit.progress.has_several_modules and not unit.progress.open_calls and unit.progress.depth == 0:
+        elif unit.progress.has_several_modules and not (unit.progress.open_calls or unit.progress.calls):
             unsharder.keep_for_group(unit)  # the backward of another module may follow
 
     def forget_backward(self) -> None:

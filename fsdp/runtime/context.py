@@ -143,20 +143,19 @@ class RootContext:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit) -> None:
-        """Note that ``unit`` is about to run; the outermost one begins a new forward of the tree."""
+        """Note that ``unit`` is about to run; the outermost one begins a new forward of the tree.
+
+        Raises:
+            NotImplementedError: a forward of the tree runs on another thread.
+        """
         if hooks.current_backward() != hooks.NO_BACKWARD:
             with hooks.own_operations():
                 self.enter_backward(unit)
         elif self.passes.forward is None:
+            self._thread = threading.get_ident()
             with hooks.own_operations(), profiled("_root_pre_forward", unit.name):
                 self._begin_forward(unit)
-            self._thread = threading.get_ident()
-
-    def check_thread(self, unit: Unit) -> None:
-        """Raise NotImplementedError if ``unit`` is about to run while a forward of the tree runs on another thread."""
-        if hooks.current_backward() != hooks.NO_BACKWARD or self.passes.forward is None:
-            return
-        if self._thread != threading.get_ident():
+        elif self._thread != threading.get_ident():
             raise NotImplementedError(
                 f"the forward of {unit.name} was called on another thread than the forward that is under way around "
                 "it: the units of one tree run one after the other. Call wrapped modules on one thread, and only what "
@@ -280,7 +279,7 @@ class RootContext:
             self.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
             with profiled("_post_backward_hook", unit.name):
                 self.reduce(unit)
-                if not (unit.progress.depth or unit.progress.open_calls):
+                if not (unit.progress.calls or unit.progress.open_calls):
                     self.unsharder.end_backward(unit)
                     self.unsharder.prefetch(unit)
 
@@ -292,7 +291,8 @@ class RootContext:
                     unit.check_unfrozen()
                 for unit in self.units:
                     self._end_backward_of(unit)
-                self.reductions.start_last()  # before the vote: whoever fails here fails in the pass
+                if not self.root.policy.tree.reduce_unused:  # with it, peers may reduce more until all propose the end
+                    self.reductions.start_last()  # before the vote: a rank that fails here fails in the pass
                 self.passes.end(wait=True)
                 if self.root.policy.tree.is_last_backward:
                     self.reductions.drain(attach=True)
@@ -315,7 +315,7 @@ class RootContext:
                 gradients.open_accumulated(self.reductions)
             self.reduce(unit, at_end=True)
         self._forget_backward(unit)
-        if unit.progress.depth == 0:  # a backward may run inside a forward, whose unit continues to compute
+        if not unit.progress.calls:  # a backward may run inside a forward, whose unit continues to compute
             self.unsharder.end_backward(unit)
 
     def reduce(self, unit: Unit, *, at_end: bool = False) -> None:

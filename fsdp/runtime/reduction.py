@@ -291,6 +291,8 @@ class ReductionQueue:
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""
+        if attach:
+            self.start_last()  # before waiting for one
         self._unaveraged = None
         self._settle(self._in_flight)
         while self._in_flight:

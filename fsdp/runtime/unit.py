@@ -75,35 +75,31 @@ class Progress:
 
     Attributes:
         has_several_modules: the unit is a group of modules.
+        calls: the ``ForwardCall`` s of the unit's modules that are under way.
         open_calls: the ``ForwardCall`` s that a backward has entered and not passed.
     """
 
-    __slots__ = ("_calls", "_changed_by", "_ran", "has_several_modules", "open_calls")
+    __slots__ = ("_changed_by", "_ran", "calls", "has_several_modules", "open_calls")
 
     def __init__(self, module: nn.Module) -> None:
-        self._calls: set[Any] = set()  # the ``ForwardCall`` s of the unit's modules that are under way
+        self.calls: set[Any] = set()
         self.open_calls: set[Any] = set()
         self._ran = dict.fromkeys(members_of(module), -1)  # the last forward of the tree in which each module ran
         self.has_several_modules = len(self._ran) > 1
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # see ``is_first_to_change``
 
-    @property
-    def depth(self) -> int:
-        """The number of calls of the unit's modules that are under way."""
-        return len(self._calls)
-
     def enter(self, call: Any) -> None:
         """Note that ``call`` of a module of the unit is under way."""
-        self._calls.add(call)
+        self.calls.add(call)
 
     def leave(self, call: Any) -> bool:
         """Note that ``call`` is over, or has failed; return whether no call of the unit is left under way."""
-        self._calls.discard(call)
-        return not self._calls
+        self.calls.discard(call)
+        return not self.calls
 
     def reset(self) -> None:
         """Forget forwards that have failed."""
-        self._calls.clear()
+        self.calls.clear()
 
     def note_ran(self, module: str, generation: int) -> bool:
         """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
@@ -290,7 +286,7 @@ class Unit:
         context = self.context
         if context is not None and context.is_on_thread and hooks.current_backward() == hooks.NO_BACKWARD:
             context.reset_failed_backward()
-        if self.progress.depth > 0:
+        if self.progress.calls:
             return Phase.FORWARD
         if self.is_running:
             return Phase.BACKWARD
@@ -299,7 +295,7 @@ class Unit:
     @property
     def is_running(self) -> bool:
         """Whether a forward, or a backward that needs the unit, is under way."""
-        return bool(self.progress.depth or self.progress.open_calls) or self.arrivals.pending
+        return bool(self.progress.calls or self.progress.open_calls) or self.arrivals.pending
 
     @property
     def is_sharded(self) -> bool:

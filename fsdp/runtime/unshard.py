@@ -235,7 +235,7 @@ class Unsharder:
         filled the buffer and will gather it.
         """
         unit.show_shards()
-        found = self._found(unit)
+        found = self._gathered.get(unit) or self._kept.get(unit)
         if found is None and not unit.has_memory:
             return
         for handle in unit.handles:
