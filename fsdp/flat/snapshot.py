@@ -12,6 +12,7 @@ import torch
 version_of = operator.attrgetter("_version")
 flag_of = operator.attrgetter("requires_grad")
 hooks_of = operator.attrgetter("_backward_hooks")
+accumulation_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Values(NamedTuple):

@@ -227,11 +227,6 @@ def refuse_gradients(tensor: Any, name: str, unit_name: str) -> None:
     tensor._post_accumulate_grad_hooks = OrderedDict({OWN_HOOK: refuse, **(tensor._post_accumulate_grad_hooks or {})})
 
 
-def of_users(tensor: Any) -> list[Callable[[torch.Tensor], None]]:
-    """Return the post-accumulate hooks of users on ``tensor``."""
-    return [hook for key, hook in (tensor._post_accumulate_grad_hooks or {}).items() if key != OWN_HOOK]
-
-
 def around_forward(
     module: torch.nn.Module, enter: Callable[[Any, Any, Any], Any], leave: Callable[[Any, Any, Any], Any]
 ) -> None:

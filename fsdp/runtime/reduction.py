@@ -36,7 +36,7 @@ from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
-from fsdp.flat.snapshot import flag_of
+from fsdp.flat.snapshot import accumulation_hooks_of, flag_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.accumulator import Accumulator
@@ -472,7 +472,7 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
         params: Sequence[Any] = self.views.params
-        if any(map(hooks.of_users, params)):
+        if any(found and found.keys() != {hooks.OWN_HOOK} for found in map(accumulation_hooks_of, params)):
             return True
         return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
@@ -483,8 +483,9 @@ class BucketGradients:
             param: Any = held.param
             if held.absent or param.grad is None or not param.requires_grad:
                 continue
-            for hook in hooks.of_users(param):
-                hook(param)
+            for key, hook in tuple((param._post_accumulate_grad_hooks or {}).items()):
+                if key != hooks.OWN_HOOK:
+                    hook(param)
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 optimizer.step()
                 optimizer.zero_grad()
