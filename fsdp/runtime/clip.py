@@ -269,10 +269,10 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
 def watch_torchs_clipping() -> None:
     """Warn, from now on, where torch's clipping computes the norm of this rank's shards alone, or of nothing.
 
-    That is ``clip_grad_norm_`` with sharded parameters, or with those that flat parameters have replaced, and
-    ``get_total_norm`` with sharded gradients. Programs import
-    these functions under names of their own. So the helpers that they call, by names in torch's module, are wrapped.
-    ``clip_grads_with_norm_`` scales by a given norm, and is not checked.
+    ``clip_grad_norm_`` does so with sharded parameters, or with parameters from before the wrapping, and
+    ``get_total_norm`` with sharded gradients. Programs import these functions under names of their own. So the helpers
+    that both call, by names in torch's module, are wrapped. ``clip_grads_with_norm_`` scales by a given norm, and is
+    not checked.
     """
     clips, by_kind = clip_grad._clip_grads_with_norm_, clip_grad._group_tensors_by_device_and_dtype
     names: Any = clip_grad

@@ -1,4 +1,4 @@
-"""What is undone although an interrupt may come at any line."""
+"""Cleanup that an interrupt at any line cannot skip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def undone_by(undo: Callable[[], object]) -> Iterator[None]:
-    """Enclose what ``undo`` undoes, which is idempotent. Enter the context before that is done.
+    """Call ``undo``, which has to be idempotent, when the block ends. Do the work that it undoes inside of the block.
 
     ``undo`` is called twice: a KeyboardInterrupt may end one of the calls, and Python lets none come before the first.
     """
