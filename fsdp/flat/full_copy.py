@@ -149,8 +149,8 @@ class FullCopy:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
             versions = list(map(version_of, self.all_leaves))
-            if RELEASED_VERSION not in versions:  # else an interrupt has ended this before
-                self._versions = versions
+            before = self._versions or versions  # of the leaves that this has set before an interrupt
+            self._versions = [was if now == RELEASED_VERSION else now for was, now in zip(before, versions)]
             set_versions(self.all_leaves, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
             set_versions(self.all_leaves, self._versions)
