@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from fsdp.__main__ import main
 from fsdp.checkpoint import get_state_dict, save, set_state_dict, to_dcp, to_safetensors
-from tests.harness.disk import FaultyDisk, on_disk
+from fsdp.checkpoint.files import Disk
 from tests.harness.models import WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -77,13 +78,14 @@ def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("at", range(4), ids=["create", "reserve", "write", "sync"])
-def test_full_disk_is_an_error_with_the_target_and_leaves_no_new_file(at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["create", "reserve", "write", "sync", "rename"])
+def test_full_disk_is_an_error_with_the_target_and_leaves_no_new_file(step: str, tmp_path: Path) -> None:
     save(tmp_path / "run", mixed())
     target = tmp_path / "model.safetensors"
     target.write_bytes(b"before")
-    disk = FaultyDisk(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with on_disk(disk), pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
+    name = [str(target)] if step in ("create", "rename") else []  # the other system calls have no name to report
+    full = mock.patch.object(Disk, step, side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *name))
+    with full, pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors"):
         to_safetensors(tmp_path / "run", target)
     assert target.read_bytes() == b"before" and sorted(os.listdir(tmp_path)) == [target.name, "run"]
 

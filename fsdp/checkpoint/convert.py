@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import secrets
 import stat
 import warnings
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fsdp.checkpoint import files, safetensors
+from fsdp.checkpoint import files
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.keys import MODEL
 from fsdp.checkpoint.load_checkpoint import Contents, Reading, load_plain
+from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out
 from fsdp.checkpoint.values import torch_dtype
 
 
@@ -44,28 +44,21 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     def convert(directory: Path, manifest: Manifest) -> Path:
         temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
         with Contents(directory, manifest, Reading()) as contents:
-            entries, position = [], 0
             keys = [key for key in contents.tensors if key.startswith(MODEL)]
-            keys.sort(key=lambda key: -torch_dtype(contents.table[key].dtype).itemsize)  # so that all are aligned
-            for key in keys:
-                dtype, shape = torch_dtype(contents.table[key].dtype), contents.table[key].shape
-                end = position + torch.Size(shape).numel() * dtype.itemsize
-                entries.append(safetensors.Entry(key.removeprefix(MODEL), dtype, shape, position, end))
-                position = end
-            header = safetensors.pack_header(entries, {"format": "pt"})
-            size = len(header) + position
+            dtypes = {key: torch_dtype(contents.table[key].dtype) for key in keys}
+            keys.sort(key=lambda key: -dtypes[key].itemsize)  # so that all are aligned
+            entries = laid_out((key.removeprefix(MODEL), dtypes[key], contents.table[key].shape) for key in keys)
             try:
-                with files.with_path(file), files.disk.create(temporary) as stream:
+                with SafetensorsFile.create(temporary, entries, {"format": "pt"}) as out:
                     if file.exists():
-                        os.fchmod(stream.fileno(), stat.S_IMODE(file.stat().st_mode))
-                    files.disk.reserve(stream, size)  # on a full disk, a write to mapped memory kills the process
-                    files.disk.write(stream, header, 0)
-                    mapped = torch.from_file(str(temporary), shared=True, size=size, dtype=torch.uint8)
-                    data = mapped[len(header) :]
+                        temporary.chmod(stat.S_IMODE(file.stat().st_mode))
+                    out.reserve()  # on a full disk, a write to mapped memory kills the process
+                    mapped = torch.from_file(str(temporary), shared=True, size=out.nbytes, dtype=torch.uint8)
+                    data = mapped[len(out.header) :]
                     targets = {k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)}
                     contents.read(contents.find(targets))
                     del mapped, data, targets
-                    files.disk.sync(stream)
+                    out.finish()
                     files.disk.rename(temporary, file)
             finally:
                 temporary.unlink(missing_ok=True)

@@ -64,6 +64,10 @@ class Disk:
         """Open an empty file for writing, without a buffer."""
         return open(path, "wb", buffering=0)
 
+    def open(self, path: Path) -> BinaryIO:
+        """Open a file for reading, without a buffer."""
+        return open(path, "rb", buffering=0)
+
     def reserve(self, stream: BinaryIO, nbytes: int) -> None:
         """Give an empty file this size, and room on the disk where the system can reserve it."""
         if hasattr(os, "posix_fallocate"):

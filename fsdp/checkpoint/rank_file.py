@@ -8,7 +8,6 @@ and the header has the checksums of the data, so both are verified.
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +19,7 @@ import torch
 from fsdp.checkpoint import files, safetensors, values
 from fsdp.checkpoint.checksums import BLOCK, DIGITS, block_checksum, sha256
 from fsdp.checkpoint.files import Advance, FileRecord, no_progress
-from fsdp.checkpoint.safetensors import LENGTH
+from fsdp.checkpoint.safetensors import SafetensorsFile, memory_of
 from fsdp.placement.boxes import Box, Part, rectangles
 
 _WIDEST = 16  # bytes of the largest element
@@ -61,27 +60,20 @@ def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance 
     ordered = sorted([*pieces, *inner], key=lambda piece: -_alignment(piece))
     entries, boxes, dtypes = _laid_out(ordered)
     nbytes = entries[-1].end if entries else 0
-
-    def header(checksums: str) -> bytes:
-        metadata = {"format": "pt", "fsdp.version": str(files.VERSION), "fsdp.block": str(BLOCK)}
-        several = {"boxes": boxes, "dtypes": dtypes, "values": {key: value for key, (value, _) in packed.items()}}
-        for name, content in several.items():
-            metadata[f"fsdp.{name}"] = json.dumps(content, separators=(",", ":"))
-        return safetensors.pack_header(entries, {**metadata, "fsdp.checksums": checksums})
-
-    start = len(header("0" * DIGITS * -(-nbytes // BLOCK)))
-    with files.with_path(path), files.disk.create(path) as stream:
-        checksums = []
-        position = start
+    metadata = {"format": "pt", "fsdp.version": str(files.VERSION), "fsdp.block": str(BLOCK)}
+    several = {"boxes": boxes, "dtypes": dtypes, "values": {key: value for key, (value, _) in packed.items()}}
+    for name, content in several.items():
+        metadata[f"fsdp.{name}"] = json.dumps(content, separators=(",", ":"))
+    metadata["fsdp.checksums"] = "0" * DIGITS * -(-nbytes // BLOCK)  # the length alone is known
+    with SafetensorsFile.create(path, entries, metadata) as file:
+        checksums, position = list[str](), 0
         for block in _blocks(ordered):
             checksums.append(block_checksum(block))
-            files.disk.write(stream, block, position)
+            file.write(block, position)
             position += len(block)
             advance(len(block))
-        content = header("".join(checksums))
-        files.disk.write(stream, content, 0)
-        files.disk.sync(stream)
-    return FileRecord(position, sha256(content))
+        file.finish({**metadata, "fsdp.checksums": "".join(checksums)})
+        return FileRecord(file.nbytes, sha256(file.header))
 
 
 def _alignment(piece: Piece) -> int:
@@ -90,11 +82,10 @@ def _alignment(piece: Piece) -> int:
 
 def _laid_out(pieces: Iterable[Piece]) -> tuple[list[safetensors.Entry], dict[str, Any], dict[str, str]]:
     """Return the tensors of the file, the boxes of those that are parts, and the dtypes of those stored as bytes."""
-    entries: list[safetensors.Entry] = []
+    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
     boxes: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     used: set[str] = set()
-    position = 0
     for key, shape, box, tensor in pieces:
         name = key
         if box != Box.whole(shape):
@@ -106,9 +97,8 @@ def _laid_out(pieces: Iterable[Piece]) -> tuple[list[safetensors.Entry], dict[st
             boxes[name] = [key, box.offsets]
         if not safetensors.is_supported(tensor.dtype):
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        entries.append(safetensors.Entry(name, tensor.dtype, box.sizes, position, position + tensor.nbytes))
-        position += tensor.nbytes
-    return entries, boxes, dtypes
+        tensors.append((name, tensor.dtype, box.sizes))
+    return safetensors.laid_out(tensors), boxes, dtypes
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
@@ -142,11 +132,6 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     for part in flat.split(_STAGED):
         yield memory_of(part.cpu())
-
-
-def memory_of(flat: torch.Tensor) -> memoryview:
-    """View the memory of a dense 1-D tensor on the CPU as bytes."""
-    return flat.view(torch.uint8).numpy().data
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -214,8 +199,10 @@ class RankFile:
         """Open the file, and verify the header."""
         self.path = path
         files.check_size(path, record)
-        with files.with_path(path):
-            self._number = os.open(path, os.O_RDONLY)
+        try:
+            self._file = SafetensorsFile.open(path)
+        except ValueError as error:
+            raise files.damage(f"{path} has another header than when it was written: {error}") from error
         try:
             self._read_header(record)
         except BaseException:
@@ -223,19 +210,14 @@ class RankFile:
             raise
 
     def _read_header(self, record: FileRecord) -> None:
-        try:
-            self._start = safetensors.header_size(self._bytes(0, LENGTH), record.size)
-            content = self._bytes(0, self._start)
-        except ValueError as error:
-            raise files.damage(f"{self.path} has another header than when it was written: {error}") from error
-        if sha256(content) != record.checksum:
+        if sha256(self._file.header) != record.checksum:
             raise files.damage(f"{self.path} has another header than when it was written")
         with files.of_ours(self.path):
-            entries, metadata = safetensors.parse_header(content, record.size)
+            entries, metadata = self._file.parse()
             boxes, dtypes = json.loads(metadata["fsdp.boxes"]), json.loads(metadata["fsdp.dtypes"])
             self._values: dict[str, Any] = json.loads(metadata["fsdp.values"])
             self._checksums, self._block = metadata["fsdp.checksums"], int(metadata["fsdp.block"])
-            self._size = record.size - self._start
+            self._size = record.size - len(self._file.header)
             if len(self._checksums) != DIGITS * -(-self._size // self._block):
                 raise ValueError("it does not have a checksum for each block")
             self._stored: dict[str, list[_Stored]] = defaultdict(list)
@@ -253,7 +235,7 @@ class RankFile:
                 self._stored[key].append(_Stored(box, dtype, begin, end))
 
     def close(self) -> None:
-        os.close(self._number)
+        self._file.close()
 
     def __enter__(self) -> RankFile:
         return self
@@ -322,7 +304,7 @@ class RankFile:
             block = memory_of(scratch)[: end - begin]
         for tries_left in (2, 1, 0):  # a disk, or a network before it, may fail once
             try:
-                self._fill(block, self._start + begin)
+                self._file.read(block, begin)
                 if block_checksum(block) != self._checksums[number * DIGITS : (number + 1) * DIGITS]:
                     raise files.damage(f"{self.path} has another checksum than when it was written")
                 break
@@ -334,16 +316,3 @@ class RankFile:
             source = scratch[: end - begin] if direct is None else torch.frombuffer(block, dtype=torch.uint8)
             for copy in others:
                 copy.put(source, begin)
-
-    def _bytes(self, begin: int, end: int) -> bytes:
-        content = bytearray(end - begin)
-        self._fill(memoryview(content), begin)
-        return bytes(content)
-
-    def _fill(self, memory: memoryview, offset: int) -> None:
-        with files.with_path(self.path):
-            while memory:
-                nbytes = files.disk.read(self._number, memory, offset)
-                if nbytes == 0:
-                    raise files.damage(f"{self.path} ends before its {offset} bytes")
-                memory, offset = memory[nbytes:], offset + nbytes

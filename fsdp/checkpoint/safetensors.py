@@ -1,4 +1,4 @@
-"""The safetensors format: a file of tensors that many programs can open.
+"""The safetensors format: a file of tensors that many programs can open, and the class that writes and reads it.
 
 A file holds 8 bytes with the length of the header (little-endian), the header, and the tensors' bytes. The header is
 JSON: for each tensor ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}``, and ``"__metadata__"``, which
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+
+from fsdp.checkpoint import files
 
 LENGTH = 8  # bytes in front of the header
 _ALIGNMENT = 64  # bytes; where the tensors begin
@@ -53,6 +57,15 @@ class Entry(NamedTuple):
 def is_supported(dtype: torch.dtype) -> bool:
     """True if the format has a name for ``dtype``."""
     return dtype in _NAMES
+
+
+def laid_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> list[Entry]:
+    """Return the places of tensors (name, dtype, shape) that follow each other."""
+    entries, position = list[Entry](), 0
+    for name, dtype, shape in tensors:
+        begin, position = position, position + math.prod(shape) * dtype.itemsize
+        entries.append(Entry(name, dtype, tuple(shape), begin, position))
+    return entries
 
 
 def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -104,3 +117,106 @@ def parse_header(content: bytes, file_size: int) -> tuple[list[Entry], dict[str,
     if len(content) + position != file_size:
         raise ValueError(f"its tensors have {position} bytes, and it has {file_size - len(content)} for them")
     return entries, metadata
+
+
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """View the memory of a dense 1-D tensor on the CPU as bytes."""
+    return flat.view(torch.uint8).numpy().data
+
+
+class SafetensorsFile:
+    """An open file, which is written (:meth:`create`, :meth:`write`, :meth:`finish`) or read (:meth:`open`,
+    :meth:`parse`, :meth:`read`). Offsets are bytes after the header. Errors of the file system name the file.
+
+    Attributes:
+        header: the bytes before the tensors, of the length that they will have if the file is being written.
+    """
+
+    def __init__(self, path: Path, stream: BinaryIO, header: bytes = b"", entries: Sequence[Entry] = ()) -> None:
+        self.path, self._stream, self.header, self._entries = path, stream, header, entries
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> SafetensorsFile:
+        """Create a file for these tensors."""
+        header = pack_header(entries, metadata)
+        return cls(path, files.disk.create(path), header, entries)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file, complete."""
+        return len(self.header) + max((entry.end for entry in self._entries), default=0)
+
+    def reserve(self) -> None:
+        """Give the file its size, and room on the disk."""
+        with files.with_path(self.path):
+            files.disk.reserve(self._stream, self.nbytes)
+
+    def write(self, data: Any, begin: int) -> None:
+        """Write bytes of the tensors at ``begin``."""
+        with files.with_path(self.path):
+            files.disk.write(self._stream, data, len(self.header) + begin)
+
+    def finish(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Write the header, with ``metadata`` of the same length in place of that of ``create``, and sync the file."""
+        if metadata is not None:
+            self.header = pack_header(self._entries, metadata)
+        with files.with_path(self.path):
+            files.disk.write(self._stream, self.header, 0)
+            files.disk.sync(self._stream)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Open a file, and read the header without parsing it.
+
+        Raises:
+            ValueError: no safetensors file begins so.
+        """
+        file = cls(path, files.disk.open(path))
+        try:
+            size, start = file._size(), bytearray(LENGTH)
+            if size >= LENGTH:
+                file.read(memoryview(start), 0)  # of the file, while there is no header
+            header = bytearray(header_size(bytes(start[:size]), size))
+            file.read(memoryview(header), 0)
+            file.header = bytes(header)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _size(self) -> int:
+        return os.fstat(self._stream.fileno()).st_size
+
+    def parse(self) -> tuple[list[Entry], dict[str, str]]:
+        """Return the tensors and the metadata of the header.
+
+        Raises: as :func:`parse_header`.
+        """
+        return parse_header(self.header, self._size())
+
+    def read(self, memory: memoryview, begin: int) -> None:
+        """Fill ``memory`` with the bytes of the tensors from ``begin`` on.
+
+        Raises:
+            RuntimeError: the file has become shorter.
+        """
+        offset = len(self.header) + begin
+        with files.with_path(self.path):
+            while memory:
+                nbytes = files.disk.read(self._stream.fileno(), memory, offset)
+                if nbytes == 0:
+                    raise files.damage(f"{self.path} ends before its byte {offset}: it has become shorter")
+                memory, offset = memory[nbytes:], offset + nbytes

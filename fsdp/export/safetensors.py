@@ -12,10 +12,10 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from fsdp.api import as_nbytes
 from fsdp.checkpoint.files import FORGED, disk, write_durably
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import ModelParams
-from fsdp.checkpoint.rank_file import memory_of
-from fsdp.checkpoint.safetensors import LENGTH, Entry, header_size, is_supported, pack_header, parse_header
+from fsdp.checkpoint.safetensors import Entry, SafetensorsFile, is_supported, laid_out, memory_of, pack_header
 from fsdp.checkpoint.state_dict import calling, check_no_experts, held_param
 from fsdp.comm.consensus import Ranks
 from fsdp.export.weights import check_placements, target_dtype, unowned
@@ -59,11 +58,14 @@ class _Tensor(NamedTuple):
 class _File:
     """A file to write, and the rank that writes it."""
 
-    tensors: list[tuple[_Tensor, Entry]] = field(default_factory=list)
+    tensors: dict[str, _Tensor] = field(default_factory=dict)  # by the name in the file
     nbytes: int = 0
     name: str = SINGLE
     owner: int = 0
-    header: bytes = b""
+
+    @property
+    def entries(self) -> list[Entry]:
+        return laid_out((name, tensor.dtype, tensor.shape) for name, tensor in self.tensors.items())
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -107,13 +109,16 @@ def save_safetensors(
         RuntimeError: a forward or backward is under way; or some ranks do not call.
     """
     ranks, path = Ranks.of(None), Path(path)
-    suffix = ""
+    suffix, strings = "", dict(metadata or {"format": "pt"})
 
     def plan() -> list[_File]:
         check_no_experts(model, "save_safetensors()")
         tensors = _tensors(model, dtype)
         limit = as_nbytes(max_shard_size, "max_shard_size")
-        return _laid_out(tensors, limit, rename, ranks.size, dict(metadata or {"format": "pt"}))
+        files = _divided(tensors, limit, rename, ranks.size)
+        for file in files:
+            pack_header(file.entries, strings)  # raises before anything is sent if a name or string is no JSON
+        return files
 
     def begin() -> str:
         path.mkdir(parents=True, exist_ok=True)
@@ -139,7 +144,8 @@ def save_safetensors(
         files = ranks.together("plan the files", plan)
         suffix = ranks.first("begin to write files", begin)
         try:
-            writing = _Writing(path, suffix, [file for file in files if file.owner == ranks.rank])
+            own = [file for file in files if file.owner == ranks.rank]
+            writing = _Writing(path, suffix, own, strings)
             with calling("save_safetensors()", model):
                 _send(files, writing)
             ranks.together("write the files", writing.finish)
@@ -167,13 +173,7 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
     return found
 
 
-def _laid_out(
-    tensors: list[_Tensor],
-    limit: int,
-    rename: Callable[[str], str] | None,
-    ranks: int,
-    metadata: dict[str, str],
-) -> list[_File]:
+def _divided(tensors: list[_Tensor], limit: int, rename: Callable[[str], str] | None, ranks: int) -> list[_File]:
     """Divide the tensors among files of up to ``limit`` bytes, and the files among ranks; the same on all ranks."""
     files = [_File()]
     names: dict[str, str] = {}
@@ -187,20 +187,19 @@ def _laid_out(
         nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if files[-1].tensors and files[-1].nbytes + nbytes > limit:
             files.append(_File())
-        begin, files[-1].nbytes = files[-1].nbytes, files[-1].nbytes + nbytes
-        files[-1].tensors.append((tensor, Entry(name, tensor.dtype, tensor.shape, begin, files[-1].nbytes)))
+        files[-1].tensors[name] = tensor
+        files[-1].nbytes += nbytes
     load = [0] * ranks
     for number, file in enumerate(files, 1):
         if len(files) > 1:
             file.name = f"model-{number:05}-of-{len(files):05}.safetensors"
         file.owner = min(range(ranks), key=load.__getitem__)
         load[file.owner] += file.nbytes
-        file.header = pack_header([entry for _, entry in file.tensors], metadata)
     return files
 
 
 def _index_of(files: list[_File]) -> bytes:
-    where = {entry.name: file.name for file in files for _, entry in file.tensors}
+    where = {name: file.name for file in files for name in file.tensors}
     index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
     return json.dumps(index, indent=2, sort_keys=True).encode()
 
@@ -208,32 +207,34 @@ def _index_of(files: list[_File]) -> bytes:
 class _Writing:
     """This rank's files while they are written. An error is kept until all ranks ask for it."""
 
-    def __init__(self, path: Path, suffix: str, files: list[_File]) -> None:
-        self._open: dict[_File, BinaryIO] = {}
+    def __init__(self, path: Path, suffix: str, files: list[_File], metadata: Mapping[str, str]) -> None:
+        self._open: dict[_File, SafetensorsFile] = {}
         self._error: OSError | None = None
-        try:
+        with self._error_kept():
             for file in files:
-                self._open[file] = disk.create(_temporary(path / file.name, suffix))
-                disk.write(self._open[file], file.header, 0)
+                there = _temporary(path / file.name, suffix)
+                self._open[file] = SafetensorsFile.create(there, file.entries, metadata)
+
+    @contextlib.contextmanager
+    def _error_kept(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self._error = error
 
     def write(self, file: _File, entry: Entry, values: torch.Tensor) -> None:
         """Write a whole tensor, which is contiguous and on CPU, to the place in the file."""
-        if self._error is not None:
-            return
-        try:
-            disk.write(self._open[file], memory_of(values.view(-1)), len(file.header) + entry.begin)
-        except OSError as error:
-            self._error = error
+        if self._error is None:
+            with self._error_kept():
+                self._open[file].write(memory_of(values.view(-1)), entry.begin)
 
     def finish(self) -> None:
         """Complete the files, and raise the first error since they were begun."""
         try:
             if self._error is not None:
                 raise self._error
-            for stream in self._open.values():
-                disk.sync(stream)
+            for file in self._open.values():
+                file.finish()
         finally:
             while self._open:
                 self._open.popitem()[1].close()
@@ -244,7 +245,7 @@ def _send(files: list[_File], writing: _Writing) -> None:
     me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     by_unit: dict[Unit, list[tuple[Held, Entry, _File]]] = {}
     for file in files:
-        for tensor, entry in file.tensors:
+        for tensor, entry in zip(file.tensors.values(), file.entries):
             if tensor.unit is not None and tensor.held is not None:
                 by_unit.setdefault(tensor.unit, []).append((tensor.held, entry, file))
             elif tensor.value is not None and file.owner == me:
@@ -288,12 +289,10 @@ def _rank_in(unit: Unit, owner: int) -> int | None:
 
 
 class _Found(NamedTuple):
-    """A tensor in a file: ``begin`` is the byte where it begins."""
+    """A tensor in a file."""
 
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
+    file: SafetensorsFile
+    entry: Entry
 
 
 def load_safetensors(
@@ -316,28 +315,19 @@ def load_safetensors(
     Raises, on every rank if on one, with the model as it was:
         FileNotFoundError: there is no such file.
         ValueError: a file is damaged, or no safetensors file.
-        RuntimeError: names, shapes or kinds of dtypes do not fit, with all of them; or a forward or backward is under
-            way; or some ranks do not call.
+        RuntimeError: names, shapes or kinds of dtypes do not fit, with all of them; or a file becomes shorter while it
+            is read; or a forward or backward is under way; or some ranks do not call.
         NotImplementedError: a parameter is placed by tensor parallelism.
     """
     ranks, path = Ranks.of(None), Path(path)
 
     def look() -> list[tuple[_Tensor, _Found]]:
         tensors = _tensors(model, None)
-        return _matched(tensors, _read_headers(path), rename, strict=strict)
+        return _matched(tensors, _opened(path, stack), rename, strict=strict)
 
-    def read() -> list[tuple[_Tensor, torch.Tensor]]:
-        with contextlib.ExitStack() as stack:
-            opened: dict[Path, int] = {}
-            for _, found in pairs:
-                if found.path not in opened:
-                    opened[found.path] = os.open(found.path, os.O_RDONLY)
-                    stack.callback(os.close, opened[found.path])
-            return [(tensor, _read(tensor, found, opened[found.path])) for tensor, found in pairs]
-
-    with ranks.call("fsdp.export.load_safetensors()"):
+    with contextlib.ExitStack() as stack, ranks.call("fsdp.export.load_safetensors()"):
         pairs = ranks.together("look at the files", look)
-        values = ranks.together("read the files", read)
+        values = ranks.together("read the files", lambda: [(tensor, _read(tensor, found)) for tensor, found in pairs])
         with torch.no_grad():
             for unit in dict.fromkeys(tensor.unit for tensor, _ in values if tensor.unit is not None):
                 unit.before_step()
@@ -349,14 +339,14 @@ def load_safetensors(
     warn_of_unwritten(model, "fsdp.export.load_safetensors()")
 
 
-def _read_headers(path: Path) -> dict[str, _Found]:
-    """Return the tensors in the files at ``path``, by name."""
+def _opened(path: Path, stack: contextlib.ExitStack) -> dict[str, _Found]:
+    """Open the files at ``path`` until the end of ``stack``, and return the tensors in them, by name."""
     if path.is_dir():
         index = path / INDEX
         if not index.exists():
             if not (path / SINGLE).exists():
                 raise FileNotFoundError(f"{path} has neither {INDEX} nor {SINGLE}")
-            return _read_header(path / SINGLE)
+            return _open(path / SINGLE, stack)
         try:
             where = json.loads(index.read_bytes())["weight_map"]
             names = sorted({str(name) for name in where.values()})
@@ -366,24 +356,20 @@ def _read_headers(path: Path) -> dict[str, _Found]:
             raise ValueError(f"{index} names {strange[0]!r}, which is no file beside it")
         found: dict[str, _Found] = {}
         for name in names:
-            found.update(_read_header(path / name))
+            found.update(_open(path / name, stack))
         if missing := [name for name in where if name not in found]:
             raise ValueError(f"{index} names {', '.join(map(repr, missing))}, which the files do not have")
         return {name: found[name] for name in where}
-    return _read_header(path)
+    return _open(path, stack)
 
 
-def _read_header(path: Path) -> dict[str, _Found]:
-    """Return the tensors in a file, by name."""
-    with path.open("rb") as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        try:
-            start = file.read(LENGTH)
-            size = header_size(start, nbytes)
-            entries, _ = parse_header(start + file.read(size - LENGTH), nbytes)
-        except FORGED as error:
-            raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
-    return {each.name: _Found(path, each.dtype, each.shape, size + each.begin) for each in entries}
+def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, _Found]:
+    try:
+        file = stack.enter_context(SafetensorsFile.open(path))
+        entries, _ = file.parse()
+    except FORGED as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+    return {entry.name: _Found(file, entry) for entry in entries}
 
 
 def _matched(
@@ -398,14 +384,14 @@ def _matched(
         if there is None:
             missing.append(tensor.names[0])
             continue
-        other = found[there]
-        if other.shape != tensor.shape:
-            problems.append(f"{there!r} has shape {other.shape} in {other.path.name} and {tensor.shape} in the model")
+        (_, dtype, shape, _, _), file = found[there].entry, found[there].file.path.name
+        if shape != tensor.shape:
+            problems.append(f"{there!r} has shape {shape} in {file} and {tensor.shape} in the model")
         elif tensor.value is not None and tensor.value.is_meta:
             problems.append(f"{tensor.names[0]!r} is on the meta device: call to_empty() of the module before")
-        elif _kind(other.dtype) != _kind(tensor.dtype):
-            problems.append(f"{there!r} is of {other.dtype} in {other.path.name} and of {tensor.dtype} in the model")
-        pairs.append((tensor, other))
+        elif _kind(dtype) != _kind(tensor.dtype):
+            problems.append(f"{there!r} is of {dtype} in {file} and of {tensor.dtype} in the model")
+        pairs.append((tensor, found[there]))
     if strict:
         if missing:
             problems.append(f"missing in the files: {', '.join(map(repr, missing))}")
@@ -423,29 +409,21 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating-point" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
-def _read(tensor: _Tensor, found: _Found, descriptor: int) -> torch.Tensor:
+def _read(tensor: _Tensor, found: _Found) -> torch.Tensor:
     """Read this rank's part of a tensor, in the dtype of the file: 1-D in memory order, or all of it."""
+    entry, numel = found.entry, math.prod(found.entry.shape)
+
+    def elements(start: int, end: int) -> torch.Tensor:
+        memory = torch.empty(end - start, dtype=entry.dtype, device="cpu")
+        found.file.read(memory_of(memory), entry.begin + start * entry.dtype.itemsize)
+        return memory
+
     if tensor.held is None:
-        return _pread(found, descriptor, 0, math.prod(found.shape)).view(found.shape)
+        return elements(0, numel).view(entry.shape)
     held = tensor.held.part
-    if held.stride() == contiguous_stride(tuple(held.shape)):
-        return _pread(found, descriptor, held.start, held.local.numel())
-    if not held.local.numel():
-        return torch.empty(0, dtype=found.dtype)
-    whole = _pread(found, descriptor, 0, math.prod(found.shape)).view(found.shape)
-    return elements_of(whole, held.stride())[held.start : held.end]
-
-
-def _pread(found: _Found, descriptor: int, start: int, numel: int) -> torch.Tensor:
-    """Read so many elements from element ``start`` on."""
-    memory = torch.empty(numel, dtype=found.dtype, device="cpu")
-    content, place = memory_of(memory), found.begin + start * found.dtype.itemsize
-    while content:
-        count = disk.read(descriptor, content, place)
-        if count == 0:
-            raise ValueError(f"{found.path} has become shorter while it was read")
-        content, place = content[count:], place + count
-    return memory
+    if not held.local.numel() or held.stride() == contiguous_stride(tuple(held.shape)):
+        return elements(held.start, held.start + held.local.numel())
+    return elements_of(elements(0, numel).view(entry.shape), held.stride())[held.start : held.end]
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
