@@ -136,7 +136,7 @@ def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
     made.symlink_to(archive)
     parts = tmp_path / "parts"
     parts.mkdir()
-    for name in ("manifest.json", "latest", "rank_0.safetensors", "retired"):
+    for name in ("manifest.json", "latest", "rank_0.safetensors", "index.json"):
         (parts / name).write_text(name)
     (root / ".checkpoint_00000002.tmp").symlink_to(parts)
     (root / "checkpoint_00000003").symlink_to(parts)
