@@ -1,10 +1,9 @@
-"""The checks of ``scripts/gpu_check.py`` and ``scripts/gpu_situations.py`` on two ranks of the late device.
+"""The checks of ``scripts/gpu_check.py`` on two ranks of the late device.
 
 python -m tests.device.gpu_scripts [PART_OF_A_NAME ...]
 
-The scripts are written for CUDA. Here a substitute replaces ``torch.cuda``, so that the scripts and checks are tested
-without a GPU. ``kept_leaves`` is left out: this device refuses a kernel on a released buffer with a different message
-(``kept_leaf`` of the situations).
+The scripts are written for CUDA. Here a substitute replaces ``torch.cuda``, so that they are tested without a GPU.
+``SITUATIONS`` are those of ``scripts/gpu_situations.py`` that run on this device; ``tests.device.situations`` has them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import torch
 from tests.device import lag, pool
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-SITUATIONS = (
+NAMES = (
     "means",
+    "kept_leaves",
     "profiler",
     "other_streams",
     "backward_on_another_stream",
@@ -92,7 +92,8 @@ def run_check(kind: str, strategy: str, uop: bool, feature: str, device: torch.d
     return str(getattr(found, f"check_{kind}")(device, found.PASSES["no_sync"], *steps, options))
 
 
-CASES: dict[str, pool.Case] = {f"situation.{name}": functools.partial(run_situation, name) for name in SITUATIONS}
+SITUATIONS: dict[str, pool.Case] = {name: functools.partial(run_situation, name) for name in NAMES}
+CASES: dict[str, pool.Case] = {"memory.offload": functools.partial(run_check, "memory", "FULL_SHARD", False, "offload")}
 for strategy, uop, kind in itertools.product(
     ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True), ("parity", "memory", "host")
 ):

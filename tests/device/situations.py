@@ -1,6 +1,9 @@
-"""Situations of a training beside plain steps, on the late device; each case returns a remark, or raises.
+"""Situations of a training on the late device; each case returns a remark, or raises.
 
 python -m tests.device.situations [PART_OF_A_NAME ...]
+
+The list begins with the situations of ``scripts/gpu_situations.py``, which run on GPUs as well. The cases of this file
+set the lateness of streams, compare with a plain model in float64 on CPU, or count with this device's counters.
 """
 
 from __future__ import annotations
@@ -11,10 +14,9 @@ import functools
 import gc
 import itertools
 import os
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,16 +29,17 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.export
-from fsdp import FullStateDictConfig, LocalStateDictConfig, MixedPrecision, ShardedStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import LocalStateDictConfig, MixedPrecision, ShardedStateDictConfig, StateDictType
 from fsdp import ShardingStrategy as S
 from fsdp.checkpoint import async_save, load, save
 from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
+from tests.device.gpu_scripts import SITUATIONS
 from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on, values_of
 
-CASES: dict[str, pool.Case] = {}
+CASES: dict[str, pool.Case] = dict(SITUATIONS)
 
 
 def case(function: pool.Case) -> pool.Case:
@@ -56,55 +59,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str = "the 
 
 
 # -- host memory that is written at once -------------------------------------------------------------------------------
-
-
-def _spoil_after(
-    device: torch.device, read: Callable[[Pair, torch.Tensor], torch.Tensor | None], **options: Any
-) -> str:
-    """Overwrite offloaded shards right after ``read``: the device must have copied the old values."""
-    pair = Pair(device, **offload(), **options)
-    pair.train(1)
-    x = pair.batch()
-    expected = pair.plain(x).detach()
-    lag.C.synchronize(-1)
-    lag.C.set_lateness(0, {1: 60.0})
-    result = read(pair, x.to(device))
-    before = [p.detach().clone() for p in pair.model.parameters()]
-    for p in pair.model.parameters():
-        p.data.fill_(torch.nan)
-    lag.C.set_lateness(0, {})
-    if result is not None:
-        got = result.detach().cpu()
-        assert torch.isfinite(got).all(), "the device read what was written to the host afterwards"
-        if got.shape == expected.shape:
-            assert_close(got, expected)
-    for p, v in zip(pair.model.parameters(), before):
-        p.data.copy_(v)
-    pair.train(1)
-    return pair.check()
-
-
-def _summoned(pair: Pair, x: torch.Tensor) -> torch.Tensor:
-    with FSDP.summon_full_params(pair.model, writeback=False):
-        return next(pair.model.parameters()).sum()
-
-
-def _stepped_back(pair: Pair, x: torch.Tensor) -> torch.Tensor:
-    pair.model(x).sum().backward()
-    return sum(p.grad.sum() for p in pair.model.parameters() if p.grad is not None)
-
-
-READS: dict[str, Callable[[Pair, torch.Tensor], torch.Tensor | None]] = {
-    "forward_grad": lambda pair, x: pair.model(x),
-    "forward_nograd": torch.no_grad()(lambda pair, x: pair.model(x)),
-    "summon": _summoned,
-    "full_params": lambda pair, x: sum(p.sum() for _, p in fsdp.full_params(pair.model)),
-    "unshard": lambda pair, x: pair.model._unshard(async_op=True).wait(),
-    "state_dict": lambda pair, x: sum(v.sum() for v in pair.model.state_dict().values()),
-    "backward": _stepped_back,
-}
-for _name, _read in READS.items():
-    CASES[f"spoil_{_name}"] = functools.partial(_spoil_after, read=_read)
 
 
 @case
@@ -207,43 +161,6 @@ def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
 for _where, _what in itertools.product(("forward", "backward"), ("go_on", "spoil")):
     for _name, _options in {"": {}, "_offload": offload(), "_sgop": {"sharding_strategy": S.SHARD_GRAD_OP}}.items():
         CASES[f"fail_{_where}{_name}_{_what}"] = functools.partial(_fails, where=_where, what=_what, **_options)
-
-
-@case
-def fail_and_delete(device: torch.device) -> str | None:
-    """Delete an offloaded model right after a failed step: the device has still to read the shards."""
-    for where in ("forward", "backward"):
-        pair = Pair(device, **offload())
-        pair.train(1)
-        lag.C.synchronize(-1)
-        lag.C.set_lateness(0, {1: 80.0, 2: 80.0})
-        fail(pair, where, block=3)
-        del pair
-        gc.collect()
-        assert_no_errors(f"after a failed {where}: ")
-
-
-@case
-def fail_backward_many(device: torch.device) -> str:
-    """Fail in backward 30 times while threads are switched often: each time the next call finds the units at rest."""
-    pair = Pair(device, use_orig_params=True)
-    pair.train(2)
-    sizes = [param.numel() for param in pair.model.parameters()]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for failure in range(30):
-            lag.C.set_lateness((0, 3, 20)[failure % 3], {})
-            fail(pair, "backward")
-            for _ in range(2):
-                assert [param.numel() for param in pair.model.parameters()] == sizes, "parameters are whole"
-            if failure % 2:
-                with torch.no_grad():
-                    pair.model(pair.batch().to(device))
-    finally:
-        sys.setswitchinterval(interval)
-    pair.train(3)
-    return pair.check()
 
 
 @case
@@ -492,25 +409,8 @@ def summon_forward(device: torch.device) -> str | None:
 
 
 @case
-def state_dicts(device: torch.device) -> str | None:
-    """Save and load every kind of state dict while kernels are late."""
-    kinds = [
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
-        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=False)),
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
-        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
-        (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()),
-        (StateDictType.SHARDED_STATE_DICT, fsdp.RaggedStateDictConfig()),
-    ]
-    for options in ({}, {"use_orig_params": True}, offload()):
-        for kind, config in kinds:
-            pair, other = Pair(device, **options), Pair(device, seed=2, **options)
-            lag.C.set_lateness(40, {})
-            pair.train(2)
-            other.plain = pair.plain
-            with FSDP.state_dict_type(pair.model, kind, config), FSDP.state_dict_type(other.model, kind, config):
-                other.model.load_state_dict(pair.model.state_dict())
-            other.check()
+def optimizer_state(device: torch.device) -> str | None:
+    """Save and load the optimizer's state while kernels are late."""
     pair = late_pair(device, use_orig_params=True)
     pair.train(2)
     state = FSDP.optim_state_dict(pair.model, pair.mine)
@@ -766,27 +666,6 @@ def several_forwards(device: torch.device) -> str | None:
 
 
 @case
-def other_device(device: torch.device) -> str | None:
-    """Train on a device that is not the current one."""
-    here, away = device.index, torch.device("lag", (device.index + 1) % lag.C.device_count())
-    group = dist.new_group()
-    pair = late_pair(away, process_group=group)
-    pair.train(5)
-    assert lag.C.current_device() == here
-    pair.zero_grad()
-    pair.backward(), pair.model.clip_grad_norm_(0.01), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
-    pair.update()
-    assert lag.C.current_device() == here
-    result = pair.check()
-    pair = Pair(away, process_group=group, **offload())
-    pair.train(3)
-    pair.check()
-    assert lag.C.current_device() == here, "another device is current"
-    streams = lag.C.stream_count(here)
-    return f"{result}; {streams} streams on the other device"
-
-
-@case
 def tensor_parallel(device: torch.device) -> str | None:
     """Combine with tensor parallelism."""
     mesh = init_device_mesh("lag", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -820,43 +699,7 @@ def debug_mode(device: torch.device) -> str | None:
         del os.environ["FSDP_DEBUG"]
 
 
-@case
-def kept_leaf(device: torch.device) -> str | None:
-    """Read a parameter that was kept from inside a forward: an error or NaN."""
-    pair = Pair(device)
-    kept = []
-    target = pair.blocks[1]
-    hook = target.inner.register_forward_pre_hook(lambda m, _: kept.append(m.weight))
-    pair.train(1)
-    hook.remove()
-    try:
-        value = kept[0].sum().item()
-    except RuntimeError as error:
-        pair.train(1)
-        return f"refused: {str(error)[:90]}"
-    assert value != value, f"a sharded parameter gave {value}"
-    return "NaN"
-
-
 # -- costs -------------------------------------------------------------------------------------------------------------
-
-
-@case
-def memory(device: torch.device) -> str | None:
-    """Compare the peak of allocated memory from step to step."""
-    said = []
-    for options in ({}, {"sharding_strategy": S.SHARD_GRAD_OP}, offload(), {"use_orig_params": True}):
-        pair = Pair(device, **options)
-        lag.C.set_lateness(20, {})
-        peaks = []
-        for _ in range(6):
-            gc.collect()
-            torch.accelerator.reset_peak_memory_stats()
-            pair.step()
-            peaks.append(torch.accelerator.max_memory_allocated())
-        assert len(set(peaks[1:])) == 1, f"{options}: peaks {peaks}"
-        said.append(peaks[1])
-    return str(said)
 
 
 def _allocated_nbytes() -> int:
