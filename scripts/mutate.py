@@ -5,8 +5,8 @@
 Each statement, condition and keyword argument on a line of the package that was added since ``--base`` (HEAD: the
 uncommitted change) is mutated: the statement is deleted, the condition negated, the argument dropped. The tests of
 the file run on a copy of the repository. A mutant that no test notices survives: either a test is missing, or the code
-has no effect. The tests of a file are those that import it, unless ``--tests`` names different ones. The copy is
-deleted. Exits with 0 only if there are no survivors.
+has no effect. It needs a test only if a user would notice the fault. The tests of a file are those that import it,
+unless ``--tests`` names different ones. The copy is deleted. Exits with 0 only if there are no survivors.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--base", default="HEAD", help="the revision that the change is relative to")
     parser.add_argument("--tests", nargs="+", help="tests to run instead of those that import the file")
     parser.add_argument("--jobs", type=int, default=1, help="mutants to try at a time")
-    parser.add_argument("--most", type=int, default=sys.maxsize, help="mutants to try at most, spread over the change")
+    parser.add_argument("--most", type=int, default=100, help="mutants to try at most, spread over the change (100)")
     parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
     arguments = parser.parse_args()
     changed = added_lines(arguments.base)
