@@ -472,7 +472,8 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
         params: Sequence[Any] = self.views.params
-        if any(found and found.keys() != {hooks.OWN_HOOK} for found in map(accumulation_hooks_of, params)):
+        hooked = list(filter(None, map(accumulation_hooks_of, params)))
+        if hooked and any(found.keys() != {hooks.OWN_HOOK} for found in hooked):
             return True
         return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
