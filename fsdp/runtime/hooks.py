@@ -208,9 +208,10 @@ def on_accumulated(leaf: Any, callback: Callable[[torch.Tensor], None]) -> None:
 
 
 def refuse_gradients(tensor: Any, name: str, unit_name: str) -> None:
-    """Raise RuntimeError where autograd adds a gradient to ``tensor.grad``, which is that of a unit's output only.
+    """Let a backward raise RuntimeError where autograd itself adds a gradient to ``tensor.grad``.
 
-    ``tensor`` is parameter ``name`` of a unit that is not sharded, as users hold it, and forward computes with a leaf.
+    ``tensor`` is parameter ``name``, as users hold it, of a unit that is not sharded. Forwards of the unit compute with
+    a leaf instead, and ``tensor.grad`` is reserved for reduced gradients.
     """
     if OWN_HOOK in (tensor._post_accumulate_grad_hooks or ()):
         return
