@@ -190,24 +190,24 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share memory
         gather(Event("gather", 1))
-        handle.wait()
+        handle.copy.wait()
         values = handle.full.clone()
-        handle.release(pool, None)
+        handle.copy.release(pool, None)
     gather(Event("gather", 2))
     if rank == 0:
-        handle.wait()
+        handle.copy.wait()
         handle.shard.add_(1)
         gather(Event("gather", 3))
         dist.barrier()
     else:
         dist.barrier()
-        handle.wait()
+        handle.copy.wait()
         assert torch.equal(handle.full, values)
         gather(Event("gather", 3))
-    handle.wait()
+    handle.copy.wait()
     half = handle.layout.shard_numel
     assert torch.equal(handle.full[:half], values[:half] + 1) and torch.equal(handle.full[half:], values[half:])
-    handle.release(pool, None)
+    handle.copy.release(pool, None)
     if rank == 0:
         handle.shard.copy_(values[:half])
 

@@ -44,7 +44,7 @@ from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, rank_names
 from fsdp.comm.host_memory import place
-from fsdp.comm.streams import StreamEvent, Streams, streams_for
+from fsdp.comm.streams import Streams, streams_for
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
@@ -313,12 +313,12 @@ class FlatParamHandle:
         else:
             source = self._shard  # where the unit is not sharded, the copy moves and casts it
         if copy.state is not BufferState.SHARDED:
-            self.wait()
+            copy.wait()
             if not pool.may_refill(copy.pooled):
-                self.release(pool, None)
+                copy.release(pool, None)
         if copy.state is BufferState.SHARDED:
             pool.allocate(copy.pooled)
-        copy.enter(BufferState.GATHERING)
+        copy.begin()
         return Gather(copy.tensor, source, copy.cut)
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
@@ -347,24 +347,6 @@ class FlatParamHandle:
     def forget_slice(self) -> None:
         """Let the next gather read the shard, which may have changed."""
         self._slice = None
-
-    def wait(self) -> None:
-        """Wait until the full buffer is filled (for the current stream)."""
-        copy = self.copy
-        if copy.pending is not None:  # another stream may have waited before
-            copy.pending.wait()  # after an interrupt, the gather is still in flight
-            if copy.state is BufferState.GATHERING:
-                copy.enter(BufferState.UNSHARDED)
-
-    def release(self, pool: MemoryPool, last_use: StreamEvent) -> None:
-        """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
-        copy = self.copy
-        if copy.pooled is None or copy.state is BufferState.GATHERING:
-            return
-        pool.free(copy.pooled, last_use)  # first: after an interrupt, the call is repeated
-        copy.pending = None
-        if copy.state is BufferState.UNSHARDED:
-            copy.enter(BufferState.SHARDED)
 
     def leave_buffer(self) -> None:
         """Replace the full buffer by a new one, without memory: a gather that cannot be waited for may still write to
@@ -498,8 +480,7 @@ def gather(
         for handle in handles:
             if handle.copy.state is BufferState.GATHERING:
                 if is_over:
-                    handle.copy.enter(BufferState.UNSHARDED)
-                    handle.release(pool, None)
+                    handle.copy.give_up(pool)
                 else:
                     handle.leave_buffer()
         raise

@@ -20,10 +20,11 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from fsdp.comm.streams import StreamEvent
 from fsdp.comm.versions import set_versions
 from fsdp.comm.work import Work
 from fsdp.flat.layout import FlatLayout
-from fsdp.flat.memory import PooledTensor
+from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.flat.snapshot import flag_of, version_of
 from fsdp.flat.tensor_parallel import local_of
 
@@ -42,20 +43,12 @@ def point_at(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
 
 
 class BufferState(Enum):
-    SHARDED = auto()  # the full buffer has no memory
-    GATHERING = auto()  # a gather into it is in flight
-    UNSHARDED = auto()  # it has the values of every parameter
+    SHARDED = auto()  # the full buffer has no memory; then GATHERING
+    GATHERING = auto()  # a gather into it is in flight; then UNSHARDED
+    UNSHARDED = auto()  # it has the values of every parameter; then SHARDED, or GATHERING again
     RESIDENT = auto()  # it is the shard, and is neither gathered nor released
 
     __hash__ = object.__hash__  # Enum's own is a Python function
-
-
-_TRANSITIONS = {
-    BufferState.SHARDED: (BufferState.GATHERING,),
-    BufferState.GATHERING: (BufferState.UNSHARDED,),
-    BufferState.UNSHARDED: (BufferState.SHARDED, BufferState.GATHERING),
-    BufferState.RESIDENT: (),
-}
 
 
 class FullCopy:
@@ -68,7 +61,7 @@ class FullCopy:
         all_leaves: ``leaves``, and behind them one for the whole vector, without padding, if the modules have a flat
             parameter.
         memories: the plain tensor of each leaf: the leaf itself, or the local tensor of a ``DTensor``.
-        state: of the memory; changed by ``enter`` alone.
+        state: of the memory; changed by ``begin``, ``wait`` and ``release``.
         pending: the gather in flight, or the last one.
         pooled: the memory of the buffer; None if it is the shard's, so that a write to a leaf writes the shard.
     """
@@ -141,20 +134,38 @@ class FullCopy:
         self._written = list(map(version_of, self.all_leaves))
         return found
 
-    def enter(self, state: BufferState) -> None:
-        """Change to ``state``."""
-        if state not in _TRANSITIONS[self.state]:
-            raise AssertionError(f"a full buffer went from {self.state.name} to {state.name}")
-        if state is BufferState.SHARDED:
+    def begin(self) -> None:
+        """Note that a gather fills the buffer, which has memory."""
+        if self.state is BufferState.SHARDED and self._versions:
+            set_versions(self.all_leaves, self._versions)
+        self.state = BufferState.GATHERING
+
+    def wait(self) -> None:
+        """Wait until the buffer is filled (for the current stream)."""
+        if self.pending is not None:  # another stream may have waited before
+            self.pending.wait()  # after an interrupt, the gather is still in flight
+            if self.state is BufferState.GATHERING:
+                self.state = BufferState.UNSHARDED
+
+    def release(self, pool: MemoryPool, last_use: StreamEvent) -> None:
+        """Give the memory back; idempotent. The current stream owns ``pool``. A gather in flight keeps the memory."""
+        if self.pooled is None or self.state is BufferState.GATHERING:
+            return
+        pool.free(self.pooled, last_use)  # first: after an interrupt, the call is repeated
+        self.pending = None
+        if self.state is BufferState.UNSHARDED:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
             versions = list(map(version_of, self.all_leaves))
             before = self._versions or versions  # of the leaves that this has set before an interrupt
             self._versions = [was if now == RELEASED_VERSION else now for was, now in zip(before, versions)]
             set_versions(self.all_leaves, self._released)
-        elif self.state is BufferState.SHARDED and self._versions:
-            set_versions(self.all_leaves, self._versions)
-        self.state = state
+            self.state = BufferState.SHARDED
+
+    def give_up(self, pool: MemoryPool) -> None:
+        """Release the memory of a gather that has failed, and writes to it no more."""
+        self.state = BufferState.UNSHARDED
+        self.release(pool, None)
 
     def outdate(self) -> None:
         """Let autograd refuse to read the leaves that it has saved so far."""

@@ -409,7 +409,7 @@ class Unit:
     def wait(self) -> None:
         """Wait until the full buffers are filled (for the current stream)."""
         for handle in self.handles:
-            handle.wait()
+            handle.copy.wait()
 
     def forget_slices(self) -> None:
         """Let the next gather read the shards, which may have changed."""

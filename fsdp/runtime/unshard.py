@@ -183,7 +183,7 @@ class Unsharder:
                 else:
                     found.generation = self.generation
             for handle in unit.handles:
-                handle.wait()
+                handle.copy.wait()
         if not refill:
             for guard in unit.guards:
                 guard.take_assigned()
@@ -240,7 +240,7 @@ class Unsharder:
             return
         for handle in unit.handles:
             if handle.copy.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
-                handle.wait()
+                handle.copy.wait()
         last_use = self._streams.record()
         slices = backward_follows and found is not None and found.generation == self.generation
         nearby = unit.position.nearby if slices else None
@@ -249,7 +249,7 @@ class Unsharder:
                 for handle in unit.handles:
                     handle.keep_slice(nearby.groups)
             for handle in unit.handles:
-                handle.release(self.pool, last_use)
+                handle.copy.release(self.pool, last_use)
         self.becomes(unit, Residence.SHARDED)  # last: an interrupt leaves a unit that is resharded again
         torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
