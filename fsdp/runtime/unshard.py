@@ -77,9 +77,7 @@ class Unsharder:
         self.generation = 0
         self.expects_backward = self.logged = False
         self._root, self._streams = root, streams
-        # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
-        self._gathered: dict[Unit, Gathered] = {}
-        self._kept: dict[Unit, Gathered] = {}
+        self._gathered: dict[Unit, Gathered] = {}  # in the order in which the units got their residence
         self._ahead = 0  # so many of the next units are gathered, as far as they are to be
         self._with_slices = [unit for unit in units if unit.position.nearby is not None]
         self._meetings = 0  # number of meetings of the ranks when the order was begun
@@ -89,24 +87,21 @@ class Unsharder:
 
     def __iter__(self) -> Iterator[Unit]:
         """Iterate over the gathered units."""
-        return iter([*self._kept, *self._gathered])
-
-    def _found(self, unit: Unit) -> Gathered | None:
-        return self._gathered.get(unit) or self._kept.get(unit)
+        return iter([*self._gathered])
 
     def residence_of(self, unit: Unit) -> Residence:
         """Return why ``unit`` is gathered."""
-        found = self._found(unit)
+        found = self._gathered.get(unit)
         return Residence.SHARDED if found is None else found.why
 
     def becomes(self, unit: Unit, why: Residence) -> Gathered | None:
         """Change the residence of ``unit`` if it is gathered, and return what is gathered; else return None."""
-        found = self._gathered.pop(unit, None) or self._kept.pop(unit, None)
+        found = self._gathered.pop(unit, None)
         if found is None:
             return None
         if why is not Residence.SHARDED:
             found.why = why
-            (self._kept if why in _KEPT else self._gathered)[unit] = found
+            self._gathered[unit] = found
         elif found.why is not Residence.IN_USE:
             self._ahead = 0
         return found
@@ -151,8 +146,7 @@ class Unsharder:
             log(what, unit.name, self.generation)
         with profiled(what, unit.name), self._streams.on_gather_stream():
             gather(unit.handles, self.pool, communicator, event, nearby=nearby)
-        for several in (self._gathered, self._kept):  # if it is filled again
-            several.pop(unit, None)
+        self._gathered.pop(unit, None)  # if it is filled again
         self._gathered[unit] = Gathered(why, self.generation)
 
     def unshard(self, unit: Unit, *, refill: bool) -> None:
@@ -169,7 +163,7 @@ class Unsharder:
             unit.forget_slices()
             self.gathers_follow_compute()
         if unit.gathers:
-            found = self._found(unit)
+            found = self._gathered.get(unit)
             if found is None or found.why not in _COMPUTING:
                 self.order.record(unit)
                 self._ahead = 0
@@ -235,7 +229,7 @@ class Unsharder:
         filled the buffer and will gather it.
         """
         unit.show_shards()
-        found = self._gathered.get(unit) or self._kept.get(unit)
+        found = self._gathered.get(unit)
         if found is None and not unit.has_memory:
             return
         for handle in unit.handles:
@@ -290,13 +284,13 @@ class Unsharder:
         modules that did not run."""
         for unit in self.idle if backward_follows else self:
             self.reshard(unit)
-        for unit in [unit for unit, found in self._kept.items() if found.why is Residence.AWAITED]:
+        for unit in [unit for unit, found in self._gathered.items() if found.why is Residence.AWAITED]:
             self.leave_forward(unit)
 
     def end_backward(self, unit: Unit) -> None:
         """Reshard ``unit``, unless it is kept for the next forward: by the policy, or, while gradients accumulate
         unsharded, by the strategy. That forward gathers it again only if a shard was written."""
-        found = self._found(unit)
+        found = self._gathered.get(unit)
         if found is None:
             if not unit.groups.sharded:  # the full buffers are the shards
                 unit.show_shards()
@@ -314,7 +308,7 @@ class Unsharder:
 
     def distrust(self, unit: Unit) -> None:
         """Let the next forward gather ``unit`` again, even if no version of a shard has changed."""
-        found = self._found(unit)
+        found = self._gathered.get(unit)
         if found is not None:
             found.values = None
 
@@ -370,8 +364,9 @@ class Unsharder:
     def _has_room(self, unit: Unit, room: int) -> bool:
         """Whether one more unit fits beside ``room`` gathered ones. The root, the ancestors of ``unit`` and units that
         are kept do not count. While a unit computes, as many more may be gathered as are to be prefetched."""
-        for other in self._gathered:
-            limited = other is not self._root and other.policy.reshard_after_forward is not False
+        for other, found in self._gathered.items():
+            limited = found.why not in _KEPT and other is not self._root
+            limited = limited and other.policy.reshard_after_forward is not False
             room -= limited and other.position.index not in unit.position.ancestors
         return room >= 0
 

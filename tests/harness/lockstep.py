@@ -263,7 +263,7 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 
 def _kept(unit: Any) -> bool:
-    found = None if unit.context is None else unit.context.unsharder._found(unit)
+    found = None if unit.context is None else unit.context.unsharder._gathered.get(unit)
     return found is not None and found.values is not None and not unit.policy.reshard_after_forward
 
 
