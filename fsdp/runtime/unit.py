@@ -422,16 +422,6 @@ class Unit:
         """Iterate over the unit's parameters as optimizers hold them."""
         return (visible.param for views in self.views for visible in views.visible)
 
-    def show_leaves(self) -> None:
-        """Register the leaves of the full buffers on the modules."""
-        for view in self.views:
-            view.registration.push_leaves()
-
-    def show_shards(self) -> None:
-        """Register shards on the modules, or the summoned parameters."""
-        for view in self.views:
-            view.registration.pop_leaves()
-
     def follow_parameters(self) -> None:
         """Take over what users did to the visible parameters."""
         changed = False

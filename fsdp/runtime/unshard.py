@@ -181,7 +181,8 @@ class Unsharder:
         if not refill:
             for guard in unit.guards:
                 guard.take_assigned()
-        unit.show_leaves()
+        for views in unit.views:
+            views.registration.push_leaves()
         self.becomes(unit, Residence.IN_USE)
 
     def unshard_by_hand(self, unit: Unit) -> Callable[[], None]:
@@ -228,7 +229,8 @@ class Unsharder:
         among these, unless an earlier forward has gathered the unit. The gather stream cuts the slice, because it has
         filled the buffer and will gather it.
         """
-        unit.show_shards()
+        for views in unit.views:
+            views.registration.pop_leaves()
         found = self._gathered.get(unit)
         if found is None and not unit.has_memory:
             return
@@ -254,14 +256,15 @@ class Unsharder:
 
     def drop_failed(self, unit: Unit) -> None:
         """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
-        if unit.is_gathering:
-            unit.show_shards()
-        else:
+        if not unit.is_gathering:
             self.reshard(unit)
+        for views in unit.views:
+            views.registration.pop_leaves()
 
     def keep(self, unit: Unit, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass. Users change the shard in between, not the copy."""
-        unit.show_shards()
+        for views in unit.views:
+            views.registration.pop_leaves()
         self.becomes(unit, why)
 
     def keep_for_group(self, unit: Unit) -> None:
@@ -293,7 +296,7 @@ class Unsharder:
         found = self._gathered.get(unit)
         if found is None:
             if not unit.groups.sharded:  # the full buffers are the shards
-                unit.show_shards()
+                self.reshard(unit)
             return
         if unit.position.nearby is not None:
             unit.forget_slices()
