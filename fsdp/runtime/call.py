@@ -40,6 +40,7 @@ from fsdp.runtime.nested import tensors_in, to_device
 from fsdp.runtime.precision import cast_floating
 from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import Summoned, Unit
+from fsdp.runtime.unshard import Residence
 
 _INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
 _NO_THREAD = -1
@@ -94,7 +95,7 @@ class ForwardCall:
         start: the sequence number of the first graph node.
         marks: by bucket, the values of the parameters in the forward; see ``ParamGuard.mark``.
         outer: the call of the unit around, inside which this one was made; None if that one is not tracked.
-        entered: where a backward entered the call; None before that, and when the backward is past the call.
+        is_outermost: the call begins and ends a forward of the tree, unless a backward runs, which it is a part of.
     """
 
     __slots__ = (
@@ -102,9 +103,9 @@ class ForwardCall:
         "_range",
         "_runs",
         "context",
-        "entered",
         "full_precision",
         "in_summon",
+        "is_outermost",
         "marks",
         "outer",
         "start",
@@ -126,7 +127,7 @@ class ForwardCall:
         self.start = 0
         self.marks: list[Mark] = []
         self.outer = _here.innermost
-        self.entered: Place | None = None
+        self.is_outermost = context.passes.forward is None
         self._runs = False
         self._range: AbstractContextManager[Any] = NOTHING
 
@@ -141,7 +142,7 @@ class ForwardCall:
         """
         unit, context = self.unit, self.context
         context.enter_forward(unit)
-        unit.progress.enter(self)
+        unit.calls.add(self)
         if unit is context.root:
             inputs = to_device(inputs, unit.device)
         self.start = hooks.next_node_number()
@@ -204,27 +205,38 @@ class ForwardCall:
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if self.tracked else []
         self.hook_outputs(differentiable)
         with hooks.own_operations():
-            if unit.progress.leave(self):
-                if hooks.current_backward() == hooks.NO_BACKWARD and not self.in_summon:
-                    if not unit.progress.has_several_modules or unit.progress.note_ran(module, unsharder.generation):
+            unit.calls.discard(self)
+            if hooks.current_backward() != hooks.NO_BACKWARD:
+                self._end_recomputation()
+            elif not unit.calls:
+                if not self.in_summon:
+                    if not unit.members.are_several or unit.members.note_ran(module, unsharder.generation):
                         unsharder.leave_forward(unit)
                     else:
                         unsharder.keep_for_group(unit)
                     unsharder.prefetch(unit)
-                # last: an error before it is aborted
-                self.context.exit_forward(unit, backward_of=self if differentiable else None)
+                if self.is_outermost:  # last: an error before it is aborted
+                    self.context.exit_forward(backward_of=self if differentiable else None)
         return output
+
+    def _end_recomputation(self) -> None:
+        if not self.unit.is_running:  # the unit's backward follows
+            self.context.unsharder.becomes(self.unit, Residence.RECOMPUTED)
 
     @hooks.untraced
     def abort(self) -> None:
         """End a forward that raised, maybe as it began. Checkpointing ends a recomputation early in this way, which is
         no fault."""
-        if hooks.current_backward() == hooks.NO_BACKWARD:
-            if self.context.passes.forward is not None and not self.context.is_on_thread:
-                return  # ``enter`` has refused the call, and the forward on the other thread goes on
-            self.context.fail()
-        if self.unit.progress.leave(self):
-            self.context.exit_forward(self.unit, backward_of=None, failed=True)
+        unit, context = self.unit, self.context
+        if hooks.current_backward() != hooks.NO_BACKWARD:
+            unit.calls.discard(self)
+            self._end_recomputation()
+        elif context.passes.forward is None or context.is_on_thread:
+            context.fail()
+            unit.calls.discard(self)
+            if self.is_outermost and not unit.calls:
+                context.exit_forward(backward_of=None, failed=True)
+        # else ``enter`` has refused the call, and the forward on the other thread goes on
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -284,7 +296,6 @@ class ForwardCall:
         context.enter_backward(unit)
         unsharder = context.unsharder
         unsharder.compute_in(unit, self.full_precision)
-        unit.progress.open_calls.add(self)
         self._note_place()
         expected = unit.arrivals.enter()
         if unit.policy.unshard_in_backward or unit.is_gathered:  # recomputations inside use the leaves
@@ -298,16 +309,15 @@ class ForwardCall:
         place = Place.now()
         if place.node < self.start:  # another thread computed the output; the numbers are unrelated
             place = place._replace(thread=_NO_THREAD)
-        if self.entered is None:
-            self.entered = place
-        elif self.entered.thread != place.thread:  # it is unknown which of the two passes the call first
-            self.entered = place._replace(thread=_NO_THREAD)
-        elif place.task < self.entered.task:
-            self.entered = place
+        entered = self.unit.open_calls.get(self)
+        if entered is None or (entered.thread == place.thread and place.task < entered.task):
+            self.unit.open_calls[self] = place
+        elif entered.thread != place.thread:  # it is unknown which of the two passes the call first
+            self.unit.open_calls[self] = place._replace(thread=_NO_THREAD)
         _here.entered[weakref.ref(self)] = None
         close_passed(place, but=self)
         outer = self.outer
-        if outer is not None and outer.entered is None and not outer._runs:
+        if outer is not None and outer not in outer.unit.open_calls and not outer._runs:
             # The graph leads on to what the outer call computed before this one. Usually that call was entered through
             # an output; here an output of the inner call was a side output of it.
             outer.reached()
@@ -315,16 +325,11 @@ class ForwardCall:
     def close(self) -> None:
         """Note that the backward has passed the call, and reshard the unit if no call is open any more."""
         unit, unsharder = self.unit, self._context_now().unsharder
-        self.entered = None
-        unit.progress.open_calls.discard(self)
+        unit.open_calls.pop(self, None)
         if not unit.is_running:
             unsharder.end_backward(unit)
-        elif unit.progress.has_several_modules and not (unit.progress.open_calls or unit.progress.calls):
+        elif unit.members.are_several and not (unit.open_calls or unit.calls):
             unsharder.keep_for_group(unit)  # the backward of another module may follow
-
-    def forget_backward(self) -> None:
-        """Forget that a backward has entered the call."""
-        self.entered = None
 
     def prefetch_next(self) -> None:
         """Gather the units that follow in backward, which has passed the call."""
@@ -343,11 +348,11 @@ def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> No
     """Close the calls that the backward has passed: the gradient of an argument of a call is there. The graph of an
     argument may outlive the call's."""
     call = call_ref()
-    inside = call is not None and call.entered is not None
+    inside = call is not None and call in call.unit.open_calls
     place = Place.now()
     if place != _here.place:  # else an output of another unit was reached at the same node
         close_passed(place)
-    if call is not None and inside and call.entered is None:
+    if call is not None and inside and call not in call.unit.open_calls:
         call.prefetch_next()
 
 
@@ -391,8 +396,9 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
     _here.place = place
     for reference in list(_here.entered):
         call = reference()
-        if call is not None and call.entered is not None:
-            if call is but or not place.is_past(call.start, call.entered):
+        entered = None if call is None else call.unit.open_calls.get(call)
+        if call is not None and entered is not None:
+            if call is but or not place.is_past(call.start, entered):
                 continue
             call.close()
         _here.entered.pop(reference, None)  # it was closed now, or with the backward that it was part of

@@ -26,7 +26,7 @@ from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import log, logs
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.unit import Phase, Unit
-from fsdp.runtime.unshard import Residence, Unsharder
+from fsdp.runtime.unshard import Unsharder
 
 
 class _EndOfBackward:
@@ -207,16 +207,8 @@ class RootContext:
         the current stream."""
         return self.streams.joined(self.compute)
 
-    def exit_forward(self, unit: Unit, *, backward_of: object | None, failed: bool = False) -> None:
-        """Note that ``unit`` has run; with the outermost one the forward of the tree is over. ``backward_of`` is the
-        call of which a backward may follow."""
-        if hooks.current_backward() != hooks.NO_BACKWARD:
-            if not unit.is_running:  # the unit's backward follows
-                self.unsharder.becomes(unit, Residence.RECOMPUTED)
-            return
-        forward = self.passes.forward  # None: a backward inside it has failed
-        if forward is not None and forward.caller is not unit:
-            return
+    def exit_forward(self, *, backward_of: object | None, failed: bool = False) -> None:
+        """Note that the forward of the tree is over. ``backward_of`` is the call of which a backward may follow."""
         self.unsharder.order.stop()
         if failed:
             self.reset()
@@ -279,7 +271,7 @@ class RootContext:
             self.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
             with profiled("_post_backward_hook", unit.name):
                 self.reduce(unit)
-                if not (unit.progress.calls or unit.progress.open_calls):
+                if not (unit.calls or unit.open_calls):
                     self.unsharder.end_backward(unit)
                     self.unsharder.prefetch(unit)
 
@@ -314,8 +306,9 @@ class RootContext:
             if gradients.synchronize and not gradients.are_written:
                 gradients.open_accumulated(self.reductions)
             self.reduce(unit, at_end=True)
-        self._forget_backward(unit)
-        if not unit.progress.calls:  # a backward may run inside a forward, whose unit continues to compute
+        unit.arrivals.forget()
+        unit.open_calls.clear()
+        if not unit.calls:  # a backward may run inside a forward, whose unit continues to compute
             self.unsharder.end_backward(unit)
 
     def reduce(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -347,12 +340,6 @@ class RootContext:
             pending = unit.communicator.gather(parts, event)
         pending.wait()  # on the compute stream: a later write to the shard must not overtake the gather
 
-    def _forget_backward(self, unit: Unit) -> None:
-        unit.arrivals.forget()
-        for call in unit.progress.open_calls:
-            call.forget_backward()
-        unit.progress.open_calls.clear()
-
     def fail(self) -> None:
         """Note that the pass under way fails."""
         self.failed = True
@@ -376,9 +363,10 @@ class RootContext:
         with self.joined(), without_waiting():
             for unit in self.units:
                 unit.gradients.abandon(self.reductions)
-                unit.progress.reset()
+                unit.calls.clear()
+                unit.open_calls.clear()
                 unit.arrivals.drop()
-                self._forget_backward(unit)
+                unit.arrivals.forget()
                 self.unsharder.drop_failed(unit)
         self.passes.give_up()
         self.failed = True

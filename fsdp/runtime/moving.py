@@ -48,7 +48,7 @@ def apply_to_unit(
         for views in unit.views:
             views.registration.show()
     device = unit.device
-    if unit.progress.is_first_to_change(fn, place):
+    if unit.members.is_first_to_change(fn, place):
         with torch.no_grad():
             device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=device)).device
     if unit.context is not None:

@@ -68,38 +68,19 @@ class Position:
     ranks: int = 0
 
 
-class Progress:
-    """The forwards and backwards of one unit that are under way.
-
-    A unit has several modules where the program declared a group.
+class Members:
+    """The modules of one unit: several, where the program declared a group.
 
     Attributes:
-        has_several_modules: the unit is a group of modules.
-        calls: the ``ForwardCall`` s of the unit's modules that are under way.
-        open_calls: the ``ForwardCall`` s that a backward has entered and not passed.
+        are_several: the unit is a group of modules.
     """
 
-    __slots__ = ("_changed_by", "_ran", "calls", "has_several_modules", "open_calls")
+    __slots__ = ("_changed_by", "_ran", "are_several")
 
     def __init__(self, module: nn.Module) -> None:
-        self.calls: set[Any] = set()
-        self.open_calls: set[Any] = set()
         self._ran = dict.fromkeys(members_of(module), -1)  # the last forward of the tree in which each module ran
-        self.has_several_modules = len(self._ran) > 1
+        self.are_several = len(self._ran) > 1
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # see ``is_first_to_change``
-
-    def enter(self, call: Any) -> None:
-        """Note that ``call`` of a module of the unit is under way."""
-        self.calls.add(call)
-
-    def leave(self, call: Any) -> bool:
-        """Note that ``call`` is over, or has failed; return whether no call of the unit is left under way."""
-        self.calls.discard(call)
-        return not self.calls
-
-    def reset(self) -> None:
-        """Forget forwards that have failed."""
-        self.calls.clear()
 
     def note_ran(self, module: str, generation: int) -> bool:
         """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
@@ -131,7 +112,9 @@ class Unit:
         precision: the dtypes that the unit computes in.
         gradients: slots, reductions and accumulated gradients.
         arrivals: the gradients that backwards under way still have to deliver.
-        progress: forwards and backwards under way.
+        members: the unit's modules.
+        calls: the ``ForwardCall`` s of the unit's modules that are under way.
+        open_calls: the ``ForwardCall`` s that a backward has entered and not passed, with the ``Place`` of entry.
         position: in the tree.
         summoned: where full parameters are shown; None outside of ``summon_full_params``.
         initial: digests of the buckets' first values; empty if all ranks have those of rank 0.
@@ -157,7 +140,9 @@ class Unit:
         self.policy, self.precision = policy, precision
         keep_low_precision = precision.asked.keep_low_precision_grads
         self.gradients = UnitGradients(views, policy, keep_low_precision=keep_low_precision)
-        self.progress = Progress(module)
+        self.members = Members(module)
+        self.calls: set[Any] = set()
+        self.open_calls: dict[Any, Any] = {}
         self.position = Position()
         self.initial = initial
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
@@ -286,7 +271,7 @@ class Unit:
         context = self.context
         if context is not None and context.is_on_thread and hooks.current_backward() == hooks.NO_BACKWARD:
             context.reset_failed_backward()
-        if self.progress.calls:
+        if self.calls:
             return Phase.FORWARD
         if self.is_running:
             return Phase.BACKWARD
@@ -295,7 +280,7 @@ class Unit:
     @property
     def is_running(self) -> bool:
         """Whether a forward, or a backward that needs the unit, is under way."""
-        return bool(self.progress.calls or self.progress.open_calls) or self.arrivals.pending
+        return bool(self.calls or self.open_calls) or self.arrivals.pending
 
     @property
     def is_sharded(self) -> bool:
