@@ -49,7 +49,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
-from fsdp.flat.tensor_parallel import TensorParallel, local_of
+from fsdp.flat.tensor_parallel import TensorParallel
 
 LOST_WRITE = (
     "where it is a gathered copy: that would be lost. If forward is to change it, make it a buffer (register_buffer). "
@@ -261,30 +261,6 @@ class FlatParamHandle:
     def keeps_gradients_on_host(self) -> bool:
         """Whether reduced gradients leave the device that computes them."""
         return self.offload.gradients and self.device.type != "cpu"
-
-    def refuse_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Check the outputs of a forward of the unit.
-
-        Raises:
-            RuntimeError: one of them is a parameter, or a view of one, whose memory the unit releases.
-        """
-        if self.copy.pooled is None or self.copy.state is BufferState.SHARDED:
-            return
-        start = self.copy.tensor.data_ptr()
-        end = start + self.copy.pooled.nbytes
-        for output in outputs:
-            plain = output if type(output) is torch.Tensor else local_of(output)
-            if (
-                type(plain) in (torch.Tensor, nn.Parameter)
-                and plain.layout == torch.strided
-                and start <= plain.data_ptr() < end
-            ):
-                offset = (plain.data_ptr() - start) // self.copy.tensor.itemsize
-                name = next((param.name for param in self.layout.params if offset < param.end), "_flat_param")
-                raise RuntimeError(
-                    f"the forward of {self.unit_name} returned parameter {name!r}, or a view of it, whose memory is "
-                    "released once the unit has run: return a clone of it"
-                )
 
     def describe_sharded(self, index: int) -> str:
         """Return the text of errors for a read of parameter ``index`` while it is sharded."""

@@ -105,6 +105,15 @@ class FullCopy:
         self.all_leaves[index].requires_grad_(requires_grad)
         self._flags[index] = requires_grad
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether ``undo_writes`` is a no-op."""
+        return (
+            list(map(version_of, self.all_leaves)) == self._written
+            and list(map(flag_of, self.all_leaves)) == self._flags
+            and list(map(torch.Tensor.data_ptr, self.memories)) == list(map(torch.Tensor.data_ptr, self._views))
+        )
+
     def undo_writes(self) -> list[tuple[int, str, torch.Tensor | None]]:
         """Return the writes of users to leaves since the last call that would be lost, as (index, verb, new data), with
         the data where a frozen leaf was given some of the same size and dtype.
@@ -113,22 +122,17 @@ class FullCopy:
         data is not copied to the buffer, which peers may still read. Must be called while there is memory. A write
         through ``leaf.data`` leaves no trace.
         """
-        versions, flags = list(map(version_of, self.all_leaves)), list(map(flag_of, self.all_leaves))
-        pointers = list(map(torch.Tensor.data_ptr, self.memories))
-        own_pointers = list(map(torch.Tensor.data_ptr, self._views))
-        if versions == self._written and flags == self._flags and pointers == own_pointers:
-            return []
         found: list[tuple[int, str, torch.Tensor | None]] = []
         for index, (leaf, flag) in enumerate(zip(self.all_leaves, self._flags)):
-            if pointers[index] != own_pointers[index]:
-                memory, view = self.memories[index], self._views[index]
+            memory, view = self.memories[index], self._views[index]
+            if memory.data_ptr() != view.data_ptr():
                 fits = (memory.numel(), memory.dtype, memory.device) == (view.numel(), view.dtype, view.device)
                 data = memory.detach().reshape(view.shape) if fits and not leaf.requires_grad else None
                 found.append((index, "given other data", data))
                 memory.data = view
-            elif versions[index] != self._written[index] and self.pooled is not None:
+            elif leaf._version != self._written[index] and self.pooled is not None:
                 found.append((index, "changed in place", None))
-            if flags[index] is not flag:
+            if leaf.requires_grad is not flag:
                 leaf.requires_grad_(flag)
                 found.append((index, "frozen" if flag else "unfrozen", None))
         self._written = list(map(version_of, self.all_leaves))

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import environment
 from fsdp.flat.flat_param import LOST_WRITE, MisplacedShardError
-from fsdp.flat.full_copy import FullCopy, point_at
+from fsdp.flat.full_copy import BufferState, FullCopy, point_at
 from fsdp.flat.registration import Layer
 from fsdp.flat.snapshot import Snapshot, Values
 from fsdp.flat.tensor_parallel import local_of
@@ -82,14 +82,36 @@ class ParamGuard:
         replaced = self._checks and self.take_over()
         return self.follow_flags() or replaced
 
-    def leave(self) -> None:
-        """Raise RuntimeError if a forward or backward has written to a leaf, whose memory is about to be released.
+    def leave(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError if a forward has written to a leaf, or returns one or a view of one in ``outputs``: the
+        memory is about to be released."""
+        copy = self._handle.copy
+        if self._checks and not (copy.is_untouched and self._registration.leaves.entries.are_there):
+            self._undo_writes()
+        if copy.pooled is None or copy.state is BufferState.SHARDED:
+            return
+        start = copy.tensor.data_ptr()
+        end = start + copy.pooled.nbytes
+        for output in outputs:
+            plain = output if type(output) is torch.Tensor else local_of(output)
+            if (
+                type(plain) in (torch.Tensor, nn.Parameter)
+                and plain.layout == torch.strided
+                and start <= plain.data_ptr() < end
+            ):
+                offset, params = (plain.data_ptr() - start) // copy.tensor.itemsize, self._handle.layout.params
+                name = next((param.name for param in params if offset < param.end), "_flat_param")
+                raise RuntimeError(
+                    f"the forward of {self._handle.unit_name} returned parameter {name!r}, or a view of it, whose "
+                    "memory is released once the unit has run: return a clone of it"
+                )
+
+    def _undo_writes(self) -> None:
+        """Undo writes to leaves, and raise RuntimeError if one would be lost.
 
         Under ``no_grad()`` a module may repack its frozen parameters, as bitsandbytes' ``Linear4bit`` does on CPUs.
         The new data, if it has the size and dtype of the parameter, is copied to the shard.
         """
-        if not self._checks:
-            return
         shard, lost = self._handle.shard, list[tuple[int, str]]()
         for index, change, data in self._handle.copy.undo_writes():
             if data is None or torch.is_grad_enabled() or (data.dtype, data.device) != (shard.dtype, shard.device):

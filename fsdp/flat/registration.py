@@ -211,7 +211,8 @@ class Registration:
     Attributes:
         name: the name of the flat parameter; "" without one.
         base: the lowest layer.
-        shows_leaves: whether the layer of leaves is on the stack.
+        leaves: the layer of leaves, of the full buffer that was used last.
+        shows_leaves: whether it is on the stack.
         summoned: the layer of full parameters; None outside of ``summon_full_params``.
         placeholders: the layer for a state dict; None if no state dict is made or loaded.
     """
@@ -239,7 +240,7 @@ class Registration:
         hidden = self._each if home is not None else []
         self._free = [(site.module._parameters, site.attribute) for _, site in hidden]
         self.base = Layer([])
-        self._leaves, self._leaves_of = Layer([]), list[Any]()  # and the list of the full buffer that they are from
+        self.leaves, self._leaves_of = Layer([]), list[Any]()  # and the list of the full buffer that they are from
         self.shows_leaves = False
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
@@ -252,7 +253,7 @@ class Registration:
         self._make_entries(layer)
         self.base = layer
         if not self.shows_leaves:
-            self._leaves, self._leaves_of = Layer([]), []
+            self.leaves, self._leaves_of = Layer([]), []
         self.show()
 
     def replace_base(self, index: int, tensor: Any) -> None:
@@ -266,7 +267,7 @@ class Registration:
         if leaves is not self._leaves_of:
             layer = Layer(leaves, hidden=self._home is not None)
             self._make_entries(layer)
-            self._leaves, self._leaves_of = layer, leaves
+            self.leaves, self._leaves_of = layer, leaves
         self.shows_leaves = True
         self.show()
 
@@ -315,7 +316,7 @@ class Registration:
 
     def show(self) -> None:
         """Write the uppermost layer to the modules, unless they show it."""
-        layer = self.placeholders or self.summoned or (self._leaves if self.shows_leaves else self.base)
+        layer = self.placeholders or self.summoned or (self.leaves if self.shows_leaves else self.base)
         if self._written is layer:
             return
         self._written = None  # an interrupt leaves a part of either
@@ -420,8 +421,6 @@ class Registration:
 
     def put_back_leaves(self) -> list[int]:
         """Register leaves again that a user has replaced, and return the indices of their parameters."""
-        if self._leaves.entries.are_there:
-            return []
         found = []
         for index, site in self._each:
             leaf, current = self.handle.leaves[index], site.current()

@@ -193,15 +193,12 @@ class ForwardCall:
         """Reshard the unit, of which ``module`` has run, unless more modules of the unit follow, or the backward needs
         it. Hook the outputs, and return them, cast."""
         unit, unsharder = self.unit, self.context.unsharder
-        if not self.in_summon:
-            for guard in unit.guards:
-                guard.leave()
-            output_dtype = unit.precision.asked.output_dtype
-            if output_dtype is not None and not unit.precision.wants_full:
-                output = cast_floating(output, output_dtype)
+        output_dtype = unit.precision.asked.output_dtype
+        if output_dtype is not None and not (self.in_summon or unit.precision.wants_full):
+            output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        for handle in () if self.in_summon else unit.handles:
-            handle.refuse_outputs(outputs)
+        for guard in () if self.in_summon else unit.guards:
+            guard.leave(outputs)
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if self.tracked else []
         self.hook_outputs(differentiable)
         with hooks.own_operations():
