@@ -126,11 +126,6 @@ class Unsharder:
             self.order, self._meetings = ExecutionOrder(), self.passes.meetings
         self.order.start(unit, backward=backward)
 
-    def stays(self, unit: Unit) -> bool:
-        """Whether the strategy keeps ``unit`` gathered from forward to backward."""
-        resharded = unit.policy.reshard_after_forward
-        return unit is self._root if resharded is None else not resharded
-
     # -- gathering -----------------------------------------------------------------------------------------------------
 
     def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
@@ -276,8 +271,11 @@ class Unsharder:
             self.keep(unit, Residence.AWAITED)
 
     def leave_forward(self, unit: Unit) -> None:
-        """Reshard ``unit``, which has run, or keep it for the backward."""
-        if self.expects_backward and self.stays(unit):
+        """Reshard ``unit``, which has run, or keep it for the backward: as its policy says, else only the root."""
+        resharded = unit.policy.reshard_after_forward
+        if resharded is None:
+            resharded = unit is not self._root
+        if self.expects_backward and not resharded:
             self.keep(unit)
         else:
             self.reshard(unit, backward_follows=self.expects_backward)
