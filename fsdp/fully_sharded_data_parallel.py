@@ -486,15 +486,15 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self._check_root("no_sync() should only be called on the root FSDP instance")
         self._assert_state(TrainingState.IDLE)
         units = units_of(self)
-        before = [unit.gradients.synchronize for unit in units]
+        before = [unit.synchronize for unit in units]
 
         def synchronize() -> None:
             for unit, value in zip(units, before):
-                unit.gradients.set_synchronize(value)
+                unit.set_synchronize(value)
 
         with undone_by(synchronize):
             for unit in units:
-                unit.gradients.set_synchronize(False)
+                unit.set_synchronize(False)
             yield
 
     def clip_grad_norm_(

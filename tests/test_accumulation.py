@@ -384,7 +384,7 @@ def test_no_sync_is_refused_on_units_and_during_passes(mode: Mode) -> None:
     loss_of(model, torch.randn(3, WIDTH)).backward()
     handle.remove()
     assert len(caught) == 2 and all("expected to be in states" in text for text in caught), caught
-    assert all(unit.gradients.synchronize for _, unit, _ in units_in(model))
+    assert all(unit.synchronize for _, unit, _ in units_in(model))
 
 
 # -- parts of the model ------------------------------------------------------------------------------------------

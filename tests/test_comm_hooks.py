@@ -406,7 +406,7 @@ def test_hook_that_raises_is_named_and_leaves_no_state() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 assert_at_rest(model, f"{strategy.name}, {orig}, call {at}")
-                for gradients in (g for _, u, _ in units_in(model) for g in u.gradients.buckets):
+                for gradients in (g for _, u, _ in units_in(model) for g in u.gradients):
                     scratch = gradients._scratch
                     assert scratch is None or scratch.flat.untyped_storage().nbytes() == 0
 

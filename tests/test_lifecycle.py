@@ -430,7 +430,7 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
             assert full.untyped_storage().nbytes() >= full.nbytes
         model.zero_grad()
         step(2 + number)
-        for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients.buckets):
+        for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients):
             assert gradients._scratch is None or not gradients._scratch.flat.untyped_storage().nbytes()
     # saved tensors of earlier graphs are not gathered again
     x = torch.ones(2, 4, requires_grad=True)

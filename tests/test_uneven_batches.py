@@ -155,7 +155,7 @@ def test_join_with_a_rank_without_any_batch() -> None:
     sum(loss_of(plain, batch) for batch in batches(1, 2)).backward()  # type: ignore[union-attr]
     assert_close(full_gradients(model), {name: param.grad for name, param in plain.named_parameters()})
     model(batches(0, 1)[0]).sum().backward()  # outside of the loop every batch counts again
-    assert all(unit.gradients.weight == 1 for unit in fsdp.runtime.unit.units_of(model))
+    assert all(unit.weight == 1 for unit in fsdp.runtime.unit.units_of(model))
 
 
 @on_ranks(2)

@@ -319,7 +319,7 @@ def check_no_experts(model: nn.Module, call: str) -> None:
     """
     for name, unit, ranks in with_data_ranks(model):
         own = unit.groups.data_parallel_size
-        if unit.holds_experts(ranks) and unit.gradients.trainable:
+        if unit.holds_experts(ranks) and any(bucket.trainable for bucket in unit.gradients):
             raise NotImplementedError(
                 f"{call}: unit {name!r} is over {own} of the {ranks} ranks that the model is over, so other ranks hold "
                 "other experts under the same names, and the result would have those of one rank. Save on each rank, "

@@ -88,7 +88,7 @@ class DDPNames(FSDP2Names):
     @property
     def require_backward_grad_sync(self) -> bool:
         """True if a backward reduces this unit's gradients. Assigning calls ``set_requires_gradient_sync``."""
-        return all(unit.gradients.synchronize for unit in self._units(False))
+        return all(unit.synchronize for unit in self._units(False))
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:

@@ -175,11 +175,11 @@ class FSDP1Names(nn.Module):
     @property
     def _sync_gradients(self) -> bool:
         """True if a backward reduces this unit's gradients; ``no_sync`` sets False for the whole tree."""
-        return self._fsdp_unit.gradients.synchronize
+        return self._fsdp_unit.synchronize
 
     @_sync_gradients.setter
     def _sync_gradients(self, value: bool) -> None:
-        self._fsdp_unit.gradients.set_synchronize(value)
+        self._fsdp_unit.set_synchronize(value)
 
     @property
     def _exec_order_data(self) -> PrefetchLimits:

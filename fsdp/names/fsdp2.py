@@ -185,7 +185,7 @@ class FSDP2Names(nn.Module):
         synchronize, units = as_flag(requires_gradient_sync, "requires_gradient_sync"), self._units(recurse)
         check_idle(units, "set_requires_gradient_sync()")
         for unit in units:
-            unit.gradients.set_synchronize(synchronize)
+            unit.set_synchronize(synchronize)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that backwards inside ``no_sync()`` have accumulated, without another backward.

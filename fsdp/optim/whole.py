@@ -100,7 +100,7 @@ class _Selected:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        return self.unit.gradients.buckets[self.unit.handles.index(self.shards.handle)].dtype
+        return self.unit.gradients[self.unit.handles.index(self.shards.handle)].dtype
 
     def _placements(self) -> tuple[Placement, Placement]:
         """Return the placement of the shards, and that on the owner."""

@@ -9,6 +9,7 @@ import torch
 from fsdp.comm.collectives import agree
 from fsdp.comm.issuing import REDUCE
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.negotiation import agree_on_used
 from fsdp.runtime.unit import Unit
 
 
@@ -21,19 +22,17 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
         accumulated = _agree_on_buckets(context, units)
         for unit, buckets in accumulated.items():
             event = context.passes.about_to(REDUCE, unit)
-            unit.gradients.reduce(unit.communicator, context.reductions, event, buckets)
+            unit.reduce(context.reductions, event, buckets)
         for unit in accumulated:
             if unit.policy.tree.reduce_unused:
-                used = unit.gradients.used()
-                unit.agree_on_maximum(used)
-                unit.gradients.note_used(used.tolist())
+                agree_on_used([unit], unit.agree_on_maximum)
         context.reductions.drain(attach=True)
 
 
 def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit, list[int]]:
     """Return the buckets in which any rank has accumulated gradients, by unit; units without any are left out."""
     flags = {
-        unit: torch.tensor([bucket.accumulates for bucket in unit.gradients.buckets], dtype=torch.uint8, device="cpu")
+        unit: torch.tensor([bucket.accumulates for bucket in unit.gradients], dtype=torch.uint8, device="cpu")
         for unit in units
         if unit.handles
     }

@@ -130,7 +130,7 @@ def clip_grad_norm_(
     managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
     others = [param for param in params if param not in managed]
     handles = [handle for unit in units for handle in unit.handles]
-    dtypes = {param.dtype for param in others} | {each.dtype for unit in units for each in unit.gradients.buckets}
+    dtypes = {param.dtype for param in others} | {each.dtype for unit in units for each in unit.gradients}
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
     sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank

@@ -179,7 +179,7 @@ class RootContext:
         """Broadcast the buffers of rank 0, if the policy asks for it, at the forwards at which DDP does: not after a
         forward of an accumulation, or without gradients."""
         sends = self._sends_buffers
-        self._sends_buffers = torch.is_grad_enabled() and self.root.gradients.synchronize
+        self._sends_buffers = torch.is_grad_enabled() and self.root.synchronize
         if not (sends and self.root.policy.tree.broadcast_buffers):
             return
         by_groups: dict[Groups, list[torch.Tensor]] = {}
@@ -265,7 +265,7 @@ class RootContext:
         """Copy the gradients of ``unit`` that are held into their slots. After the last expected one, reduce the
         unit."""
         with self.joined():
-            unit.gradients.copy(unit.arrivals.take(), self.reductions)
+            self._write_arrived(unit)
             if unit.arrivals.pending:
                 return
             self.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
@@ -274,6 +274,11 @@ class RootContext:
                 if not (unit.calls or unit.open_calls):
                     self.unsharder.end_backward(unit)
                     self.unsharder.prefetch(unit)
+
+    def _write_arrived(self, unit: Unit) -> None:
+        for bucket, grads in zip(unit.gradients, unit.arrivals.take()):
+            if grads:
+                bucket.write(grads, self.reductions, unit.weight, synchronize=unit.synchronize)
 
     def finish_backward(self) -> None:
         """End the backward: reduce the rest, wait for the reductions, attach their results, and reshard."""
@@ -300,30 +305,30 @@ class RootContext:
         self.unsharder.rest()
 
     def _end_backward_of(self, unit: Unit) -> None:
-        gradients = unit.gradients
-        if any(unit.arrivals.held) or not gradients.are_at_rest:
-            gradients.copy(unit.arrivals.take(), self.reductions)
-            if gradients.synchronize and not gradients.are_written:
-                gradients.open_accumulated(self.reductions)
-            self.reduce(unit, at_end=True)
+        if any(unit.arrivals.held):
+            self._write_arrived(unit)
+        self.reduce(unit, at_end=True)
         unit.arrivals.forget()
         unit.open_calls.clear()
         if not unit.calls:  # a backward may run inside a forward, whose unit continues to compute
             self.unsharder.end_backward(unit)
 
     def reduce(self, unit: Unit, *, at_end: bool = False) -> None:
-        """Reduce the gradients that this backward has copied. At the end of the backward, show those that are not to be
-        reduced."""
-        if not unit.gradients.are_written:
+        """Reduce the gradients that this backward has written. At the end of the backward, reduce those as well that
+        earlier backwards have accumulated, or show those that are not to be reduced."""
+        buckets, synchronize = unit.gradients, unit.synchronize
+        if not any(each.slots is not None or (at_end and synchronize and each.accumulates) for each in buckets):
             return
-        if unit.gradients.are_reduced:
+        if synchronize and any(bucket.reduces for bucket in buckets):
             event = self.passes.about_to(REDUCE, unit)
             if self.unsharder.logged:
                 log("reduce", unit.name, self.unsharder.generation)
             with profiled("reduce", unit.name):
-                unit.gradients.reduce(unit.communicator, self.reductions, event)
-        elif at_end:
-            unit.gradients.expose(self.reductions)
+                unit.reduce(self.reductions, event)
+            return
+        for bucket in buckets if at_end else ():
+            if bucket.trainable:
+                bucket.expose(self.reductions, complete=synchronize)
 
     def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
         """Take part in a gather or reduction that only peers need. This rank drops the values, or adds the
@@ -333,7 +338,7 @@ class RootContext:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)
             with self.joined():
-                unit.gradients.reduce(unit.communicator, self.reductions, event)
+                unit.reduce(self.reductions, event)
             return
         with self.streams.on_gather_stream():
             parts = [handle.part_for_others(self.streams, full_precision=full_precision) for handle in unit.handles]
@@ -362,7 +367,8 @@ class RootContext:
         """
         with self.joined(), without_waiting():
             for unit in self.units:
-                unit.gradients.abandon(self.reductions)
+                for bucket in unit.gradients:
+                    bucket.abandon(self.reductions)
                 unit.calls.clear()
                 unit.open_calls.clear()
                 unit.arrivals.drop()

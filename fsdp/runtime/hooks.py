@@ -321,7 +321,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _check_reduced(optimizer: Optimizer, stepped: list[Any], *, first: bool) -> None:
-    unsharded = [unit for unit in stepped if unit.gradients.are_exposed]
+    unsharded = [unit for unit in stepped if any(bucket.accumulator.exposed for bucket in unit.gradients)]
     if unsharded:
         check_reduced(optimizer, unsharded, first=first)
 

@@ -145,8 +145,8 @@ def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) ->
     ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
     of_shards, of_replicas = list[str](), list[str]()
     for unit in units:
-        for gradients in unit.gradients.buckets:
-            names, changed = gradients.accumulator.held_by(ids)
+        for bucket in unit.gradients:
+            names, changed = bucket.accumulator.held_by(ids)
             if unit.groups.sharded:
                 of_shards += [f"{name} of {unit.name}" for name in names]
             elif unit.groups.reduces and first and not changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,7 +60,7 @@ class Negotiation:
 
     def end(self) -> None:
         """Take part in the events of the peers until all of them end the pass."""
-        lacking = self._pass.is_backward and any(unit.gradients.lack_some for unit in self._present())
+        lacking = self._pass.is_backward and any(map(_lacks_some, self._present()))
         if self._propose(Event(END_WORDS, self._end + lacking)) > self._end:
             self._agree_on_used()
         last = {event: position for position, event in enumerate(self._done)}
@@ -79,14 +79,12 @@ class Negotiation:
         return self._turns.get(self._pass.words, {}).get(event, first * PER_UNIT + rest)
 
     def _agree_on_used(self) -> None:
-        units = self._present()
-        flags = [unit.gradients.used() for unit in units]
-        used = torch.cat(flags)
-        for lane in (self._lane, self._replicas):
-            if lane is not None:
-                agree(used, lane.group, lane.device, "agree on the parameters that are used")
-        for unit, theirs in zip(units, used.split([len(each) for each in flags])):
-            unit.gradients.note_used(theirs.tolist())
+        def to_maximum(used: torch.Tensor) -> None:
+            for lane in (self._lane, self._replicas):
+                if lane is not None:
+                    agree(used, lane.group, lane.device, "agree on the parameters that are used")
+
+        agree_on_used(self._present(), to_maximum)
 
     def _propose(self, event: Event) -> int:
         """Take part until all ranks do ``event``, or end the pass; return the event that was done last."""
@@ -118,3 +116,20 @@ class Negotiation:
         if chosen is None:
             raise lane.misunderstanding(self._understood)
         return chosen
+
+
+def _lacks_some(unit: Unit) -> bool:
+    """Return whether this rank reduces gradients of ``unit``, and some parameter has none."""
+    return any(bucket.used for bucket in unit.gradients) and any(bucket.lacks for bucket in unit.gradients)
+
+
+def agree_on_used(units: Sequence[Unit], to_maximum: Callable[[torch.Tensor], None]) -> None:
+    """Let each rank note the leaves of ``units`` that any rank has a gradient of. ``to_maximum`` gives flags, of uint8
+    on CPU, their maximum over the ranks."""
+    buckets = [bucket for unit in units for bucket in unit.gradients]
+    counts = [len(bucket.handle.leaves) for bucket in buckets]
+    own = [index in bucket.used for bucket, count in zip(buckets, counts) for index in range(count)]
+    flags = torch.tensor(own, dtype=torch.uint8, device="cpu")
+    to_maximum(flags)
+    for bucket, of_bucket in zip(buckets, flags.split(counts)):
+        bucket.note_used(set(of_bucket.nonzero().flatten().tolist()))

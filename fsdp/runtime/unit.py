@@ -16,7 +16,7 @@ from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, agree
 from fsdp.comm.groups import Groups
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
+from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE, Event
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
@@ -28,9 +28,9 @@ from fsdp.flat.snapshot import Values
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
-from fsdp.runtime.gradients import UnitGradients
 from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
+from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 
 
 class Summoned(Enum):
@@ -105,12 +105,14 @@ class Unit:
     Attributes:
         module: the wrapped module.
         name: is used in errors; the path in the tree once there is one.
-        views: what users hold, one per bucket; so are ``handles``.
+        views: what users hold, one per bucket; so are ``handles`` and ``gradients``.
         groups: the ranks the unit is sharded and replicated over.
         device: where the unit computes.
         policy: when the unit is gathered, resharded and reduced.
         precision: the dtypes that the unit computes in.
         gradients: slots, reductions and accumulated gradients.
+        synchronize: backwards reduce the gradients; read when a backward runs.
+        weight: factor of this rank's gradients, as they are written.
         arrivals: the gradients that backwards under way still have to deliver.
         members: the unit's modules.
         calls: the ``ForwardCall`` s of the unit's modules that are under way.
@@ -139,7 +141,9 @@ class Unit:
         self.guards = [ParamGuard(each) for each in views]
         self.policy, self.precision = policy, precision
         keep_low_precision = precision.asked.keep_low_precision_grads
-        self.gradients = UnitGradients(views, policy, keep_low_precision=keep_low_precision)
+        self.gradients = [BucketGradients(each, policy, keep_low_precision=keep_low_precision) for each in views]
+        self.synchronize = True
+        self.weight = 1.0
         self.members = Members(module)
         self.calls: set[Any] = set()
         self.open_calls: dict[Any, Any] = {}
@@ -248,9 +252,9 @@ class Unit:
 
     def reduction(self) -> str:
         """Describe the collectives that a backward which begins now would reduce the unit by."""
-        trainable = [str(bucket) for bucket in self.gradients.trainable]
-        if not self.gradients.synchronize or not trainable:
-            return "reduces nothing (no_sync)" if not self.gradients.synchronize else "reduces nothing (frozen)"
+        trainable = [str(number) for number, bucket in enumerate(self.gradients) if bucket.trainable]
+        if not self.synchronize or not trainable:
+            return "reduces nothing (no_sync)" if not self.synchronize else "reduces nothing (frozen)"
         policy = self.policy
         divisor = self.divisor(self.position.ranks)
         divided = "" if divisor is None else f", divided by {divisor}"
@@ -300,7 +304,7 @@ class Unit:
         """Raise RuntimeError if gradients of earlier backwards are not reduced, or not attached."""
         context = self.context
         in_flight = context is not None and context.reductions.outlasts_backward
-        if in_flight or self.gradients.accumulate:
+        if in_flight or any(bucket.accumulates for bucket in self.gradients):
             raise RuntimeError(
                 f"{call}: {self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: run "
                 "a backward that reduces and shows them before, or set them to None"
@@ -336,9 +340,18 @@ class Unit:
 
     def _follow_policy(self) -> None:
         policy = self.policy.replaced(gradient_divide_factor=self.divisor(self.position.ranks))
-        self.gradients.follow(policy)
+        for bucket in self.gradients:
+            bucket.follow(policy)
         if self.position.communicator is not None:
             self.position.communicator.divide_by(policy.gradient_divide_factor, sums_only=policy.force_sum_reduction)
+
+    def set_synchronize(self, synchronize: bool) -> None:
+        """Let backwards reduce the gradients, or accumulate them."""
+        self.synchronize = synchronize
+
+    def set_weight(self, weight: float) -> None:
+        """Multiply this rank's gradients by ``weight`` from now on."""
+        self.weight = weight
 
     def set_state_settings(self, settings: Any) -> None:
         """Make and load state dicts by these settings."""
@@ -493,7 +506,7 @@ class Unit:
         if context is not None:
             context.unsharder.cast_parameters(self, False)
             context.unsharder.reshard(self)
-        for handle, views, gradients in zip(self.handles, self.views, self.gradients.buckets):
+        for handle, views, gradients in zip(self.handles, self.views, self.gradients):
             if only not in (None, handle):
                 continue
             grads = [visible.param.grad for visible in views.visible]
@@ -520,6 +533,19 @@ class Unit:
         self.check_can_change()
         with torch.no_grad():
             self.apply_to_shards(change, handle)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def reduce(self, queue: ReductionQueue, event: Event, buckets: Sequence[int] | None = None) -> None:
+        """Start to reduce these buckets: what this backward has written, else accumulated gradients, else zeros.
+
+        By default all buckets that have gradients, or may have some on peers because they are trainable. The numbers
+        from that of the ``event`` on are those of the buckets.
+        """
+        for number, bucket in enumerate(self.gradients):
+            has_some = bucket.slots is not None or bucket.trainable or bucket.accumulates
+            if has_some if buckets is None else number in buckets:
+                bucket.reduce(self.communicator, queue, Event(event.label, event.number + number))
 
     # -- communicating outside of a step -------------------------------------------------------------------------------
 

@@ -299,7 +299,7 @@ class Unsharder:
         if unit.position.nearby is not None:
             unit.forget_slices()
         kept = not unit.policy.reshard_after_backward
-        if not unit.gradients.synchronize:
+        if not unit.synchronize:
             kept = kept or unit.policy.reshard_after_forward is False
         if kept:
             found.values = unit.values()

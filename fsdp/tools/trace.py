@@ -255,6 +255,6 @@ def _received(unit: Unit, kind: str) -> int:
     size, replicas = unit.groups.shard_size, unit.groups.replica_size
     if kind == "gather":
         return unit.full_nbytes * (size - 1) // size
-    trained = [gradients.handle for gradients in unit.gradients.buckets if gradients.trainable]
+    trained = [bucket.handle for bucket in unit.gradients if bucket.trainable]
     shards = [handle.layout.shard_numel * handle.reduce_dtype.itemsize for handle in trained]
     return sum(shard * (size - 1) + 2 * shard * (replicas - 1) // replicas for shard in shards)

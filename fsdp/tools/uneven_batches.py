@@ -88,7 +88,7 @@ class UnevenBatches(Generic[_Batch]):
 
         def undo() -> None:
             for unit in units:
-                unit.gradients.set_weight(1.0)
+                unit.set_weight(1.0)
             for name, buffer in self._model.named_buffers() if before else ():
                 if name in before:
                     with torch.no_grad():
@@ -96,7 +96,7 @@ class UnevenBatches(Generic[_Batch]):
 
         with undone_by(undo):
             for unit in units:
-                unit.gradients.set_weight(weight)
+                unit.set_weight(weight)
             yield batch
 
 

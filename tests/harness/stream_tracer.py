@@ -575,7 +575,7 @@ class StreamTracer(TorchDispatchMode):
         roles: dict[int, str] = {}
         for model in filter(None, (reference() for reference in self._models)):
             for _, unit, _ in units_in(model):
-                for handle, gradients in zip(unit.handles, unit.gradients.buckets):
+                for handle, gradients in zip(unit.handles, unit.gradients):
                     parts = {"full buffer": handle.full, "shard": handle.shard}
                     for buffer in (gradients._scratch, gradients.slots and gradients.slots.buffer):
                         if buffer is not None:
