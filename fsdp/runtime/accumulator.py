@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fsdp.comm import host_memory
+from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import SlotBuffer
 from fsdp.flat.views import BucketViews
 
@@ -71,7 +72,7 @@ class Accumulator:
                     self._parked[position] = current
                 elif current is not None:
                     grads[position].add_(current)
-                views.set_grad(position, grads[position])
+                assign_grad(visible.param, grads[position])
         self.exposed = [TensorWeakRef(grad) for grad in grads]
         self._shapes = [grad.shape for grad in grads]
         self._version = buffer.flat._version
@@ -100,15 +101,16 @@ class Accumulator:
             grads = self._views.full_grads(SlotBuffer(handle.layout, flat))
             for position, grad in shown:
                 grads[position].copy_(grad)
-                self._views.set_grad(position, grads[position])
+                assign_grad(self._views.visible[position].param, grads[position])
                 self.exposed[position] = TensorWeakRef(grads[position])
         return flat, {position for position, _ in shown}
 
     def conceal(self) -> None:
         """Restore the sharded ``.grad`` that this gradient replaced."""
         for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
-            if exposed is not None and self._views.visible[position].param.grad is exposed:
-                self._views.set_grad(position, parked)
+            param = self._views.visible[position].param
+            if exposed is not None and param.grad is exposed:
+                assign_grad(param, parked)
         self.forget()
 
     def _grads(self) -> list[torch.Tensor | None]:

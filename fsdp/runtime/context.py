@@ -7,7 +7,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -108,7 +107,7 @@ class RootContext:
         the last use. The garbage collector may call this on any stream, so the host must not wait for peers."""
         if not hasattr(self, "unsharder") or _is_finalizing():
             return  # the constructor raised, or the process ends
-        with self.joined(), without_waiting():
+        with self.streams.joined(self.compute), without_waiting():
             for unit in self.unsharder:
                 if not unit.is_gathering:  # the gather keeps the memory alive
                     self.unsharder.reshard(unit)
@@ -202,11 +201,6 @@ class RootContext:
             for unit in self.units:  # else autograd runs the leaves' hooks on the former stream, with a warning
                 unit.arrivals.renew()
 
-    def joined(self) -> AbstractContextManager[None]:
-        """Return a context in which work goes to the stream that owns the gradients' memory, ordered with the work of
-        the current stream."""
-        return self.streams.joined(self.compute)
-
     def exit_forward(self, *, backward_of: object | None, failed: bool = False) -> None:
         """Note that the forward of the tree is over. ``backward_of`` is the call of which a backward may follow."""
         self.unsharder.order.stop()
@@ -264,7 +258,7 @@ class RootContext:
     def gradients_arrived(self, unit: Unit) -> None:
         """Copy the gradients of ``unit`` that are held into their slots. After the last expected one, reduce the
         unit."""
-        with self.joined():
+        with self.streams.joined(self.compute):
             self._write_arrived(unit)
             if unit.arrivals.pending:
                 return
@@ -283,7 +277,7 @@ class RootContext:
     def finish_backward(self) -> None:
         """End the backward: reduce the rest, wait for the reductions, attach their results, and reshard."""
         try:
-            with torch.no_grad(), self.joined():
+            with torch.no_grad(), self.streams.joined(self.compute):
                 for unit in self._unfrozen:
                     unit.check_unfrozen()
                 for unit in self.units:
@@ -337,7 +331,7 @@ class RootContext:
         if kind == REDUCE:
             if unit.phase is Phase.IDLE:
                 self.unsharder.cast_parameters(unit, full_precision)
-            with self.joined():
+            with self.streams.joined(self.compute):
                 unit.reduce(self.reductions, event)
             return
         with self.streams.on_gather_stream():
@@ -365,7 +359,7 @@ class RootContext:
 
         Does not wait, because peers may be gone. The next pass waits for collectives that are in flight.
         """
-        with self.joined(), without_waiting():
+        with self.streams.joined(self.compute), without_waiting():
             for unit in self.units:
                 for bucket in unit.gradients:
                     bucket.abandon(self.reductions)
@@ -385,7 +379,7 @@ class RootContext:
             unit.follow_parameters()  # what users have registered on the modules since, before shards are again
         self.reset()
         self.passes.meet()
-        with self.joined():
+        with self.streams.joined(self.compute):
             for unit in self.units:
                 self.unsharder.reshard(unit)
             self.reductions.drain(attach=False)

@@ -34,6 +34,7 @@ from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Event, Work
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import StreamEvent, Streams
+from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.snapshot import accumulation_hooks_of, flag_of
@@ -194,7 +195,8 @@ class Reduction:
         """Attach the result, which is complete."""
         self.earlier = None  # held until here, because the replica stream reads it
         if self.is_partial:
-            self.bucket.keep_partial(self.shard)
+            partial = self.bucket.partial
+            self.bucket.partial = self.shard if partial is None else partial.add_(self.shard)
             return
         if self.hook is not None and self.streams.asynchronous_work:
             self.hook(self.shard)
@@ -523,10 +525,6 @@ class BucketGradients:
         memory = self._host_buffers.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
         return streams.fetch(grad, memory)
 
-    def keep_partial(self, shard: torch.Tensor) -> None:
-        """Add ``shard``, which is not averaged over replicas, to the partial sums."""
-        self.partial = shard if self.partial is None else self.partial.add_(shard)
-
     def attach(self, shard: torch.Tensor, accumulated: Collection[int], unused: set[int], *, announces: bool) -> None:
         """Make the reduced gradient ``.grad``, or add it, in the parameter's dtype, to the ``.grad`` that is there.
 
@@ -545,7 +543,7 @@ class BucketGradients:
                 continue
             current = visible.param.grad
             if current is None:
-                self.views.set_grad(position, grad)
+                assign_grad(visible.param, grad)
             elif (current.shape, current.device) != (grad.shape, grad.device):
                 raise AssertionError(
                     f"the gradient of {visible.name!r} of {self.handle.unit_name} is {tuple(current.shape)} on "
