@@ -109,8 +109,7 @@ class RootContext:
             return  # the constructor raised, or the process ends
         with self.streams.joined(self.compute), without_waiting():
             for unit in self.unsharder:
-                if not unit.is_gathering:  # the gather keeps the memory alive
-                    self.unsharder.reshard(unit)
+                self.unsharder.reshard(unit, waits=False)
             self.unsharder.trim()
             self.reductions.pool.trim()
 
@@ -367,7 +366,7 @@ class RootContext:
                 unit.open_calls.clear()
                 unit.arrivals.drop()
                 unit.arrivals.forget()
-                self.unsharder.drop_failed(unit)
+                self.unsharder.reshard(unit, waits=False)
         self.passes.give_up()
         self.failed = True
         self.unsharder.forget_slices()

@@ -94,17 +94,14 @@ class Unsharder:
         found = self._gathered.get(unit)
         return Residence.SHARDED if found is None else found.why
 
-    def becomes(self, unit: Unit, why: Residence) -> Gathered | None:
-        """Change the residence of ``unit`` if it is gathered, and return what is gathered; else return None."""
+    def becomes(self, unit: Unit, why: Residence) -> None:
+        """Change the residence of ``unit``, if it is gathered."""
         found = self._gathered.pop(unit, None)
-        if found is None:
-            return None
-        if why is not Residence.SHARDED:
+        if found is not None and why is not Residence.SHARDED:
             found.why = why
             self._gathered[unit] = found
-        elif found.why is not Residence.IN_USE:
+        elif found is not None and found.why is not Residence.IN_USE:
             self._ahead = 0
-        return found
 
     @property
     def idle(self) -> list[Unit]:
@@ -217,8 +214,11 @@ class Unsharder:
 
     # -- resharding ----------------------------------------------------------------------------------------------------
 
-    def reshard(self, unit: Unit, *, backward_follows: bool = False) -> None:
+    def reshard(self, unit: Unit, *, backward_follows: bool = False, waits: bool = True) -> None:
         """Give the memory of the full buffers back, and register shards on the modules. Idempotent.
+
+        A gather under way is waited for, because the optimizer must not change the shard meanwhile. Without ``waits``
+        it keeps the buffer: the peers may be gone.
 
         Where ``backward_follows`` and the policy names a number of ranks, this rank keeps a slice for the gather
         among these, unless an earlier forward has gathered the unit. The gather stream cuts the slice, because it has
@@ -227,10 +227,10 @@ class Unsharder:
         for views in unit.views:
             views.registration.pop_leaves()
         found = self._gathered.get(unit)
-        if found is None and not unit.has_memory:
+        if (found is None and not unit.has_memory) or (not waits and unit.is_gathering):
             return
         for handle in unit.handles:
-            if handle.copy.state is BufferState.GATHERING:  # the optimizer must not modify the shard meanwhile
+            if handle.copy.state is BufferState.GATHERING:
                 handle.copy.wait()
         last_use = self._streams.record()
         slices = backward_follows and found is not None and found.generation == self.generation
@@ -248,13 +248,6 @@ class Unsharder:
         """Reshard ``unit`` if it was gathered for a future forward."""
         if self.residence_of(unit) is Residence.PREFETCHED:
             self.reshard(unit)
-
-    def drop_failed(self, unit: Unit) -> None:
-        """Reshard ``unit``, whose pass has failed. A gather under way keeps the buffer until it is waited for."""
-        if not unit.is_gathering:
-            self.reshard(unit)
-        for views in unit.views:
-            views.registration.pop_leaves()
 
     def keep(self, unit: Unit, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass. Users change the shard in between, not the copy."""
@@ -389,9 +382,10 @@ class Unsharder:
         if policy.tree.reduce_unused or (self._ahead >= distance if listed is None else not begins):
             return
         if in_backward and policy.prefetch_after_gradients:
-            computing = [o for o in self if o.arrivals.pending and self.residence_of(o) is not Residence.AWAITED]
-            if any(other.position.index not in unit.position.ancestors for other in computing):
-                return
+            for other, found in self._gathered.items():
+                computes = other.arrivals.pending and found.why is not Residence.AWAITED
+                if computes and other.position.index not in unit.position.ancestors:
+                    return
         for candidate in self.order.upcoming(distance) if listed is None else listed:
             if candidate in self._gathered or candidate.is_gathered or candidate.summoned is not None:
                 continue
