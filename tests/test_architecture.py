@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Bottom to top. A file may import from the layers below its own, and from its own layer without a cycle.
 LAYERS = [
-    ["fsdp/api.py", "fsdp/environment.py"],
+    ["fsdp/api.py", "fsdp/environment.py", "fsdp/patches.py"],
     ["fsdp/comm/"],
     ["fsdp/placement/"],
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
@@ -73,6 +73,10 @@ AUTOGRAD_HOOKS = {
     "register_full_backward_pre_hook",
     "saved_tensors_hooks",
 }
+GLOBAL_HOOK = re.compile(
+    r"torch\.(optim\.optimizer\.register_optimizer_step|nn\.modules\.module\.register_module)_\w+"
+    r"|sys\.(excepthook|unraisablehook|settrace|setprofile)"
+)
 WRAPPERS_NAMES = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
 WRAPPERS_PRIVATE_NAMES = {"_fsdp_unit", "_membership", "_join_context", "_device_mesh"}
 FORWARD_HOOKS = {"register_forward_hook", "register_forward_pre_hook", "_forward_hooks", "_forward_pre_hooks"}
@@ -372,6 +376,23 @@ def privates_of_the_wrapper(source: Source) -> list[str]:
     return [f"line {line}: {name}" for line, name in source.attributes(WRAPPERS_PRIVATE_NAMES)]
 
 
+def changes_of_libraries_in_patches(source: Source) -> list[str]:
+    """Check that other files neither assign to imported modules and classes nor register hooks for all optimizers and
+    modules."""
+    if source.name == "fsdp/patches.py":
+        return []
+    wrong = [
+        f"line {node.lineno}: {name} is assigned"
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load) and (name := source.full_name(node))
+    ]
+    for function in ("setattr", "delattr"):
+        for call in source.calls(function):
+            if name := source.full_name(call.args[0]):
+                wrong.append(f"line {call.lineno}: an attribute of {name} is assigned")
+    return wrong + [f"line {line}: {name}" for line, name in source.references if GLOBAL_HOOK.fullmatch(name)]
+
+
 Rule = Callable[[Source], list[str]]
 RULES: list[Rule] = [
     imports_are_at_the_top,
@@ -385,6 +406,7 @@ RULES: list[Rule] = [
     hooks_in_hooks,
     names_in_names,
     privates_of_the_wrapper,
+    changes_of_libraries_in_patches,
 ]
 
 
@@ -516,6 +538,15 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (names_in_names, "fsdp/checkpoint/torch_state_dict.py", "getattr(module, '_checkpoint_wrapped_module', module)"),
     (privates_of_the_wrapper, "fsdp/checkpoint/torch_state_dict.py", "unit = wrapper._fsdp_unit"),
     (privates_of_the_wrapper, "fsdp/runtime/unit.py", "module.__dict__.get('_fsdp_unit')"),
+    (changes_of_libraries_in_patches, RUNTIME, "import torch\ntorch.autograd.backward = f"),
+    (changes_of_libraries_in_patches, RUNTIME, "from torch.nn.utils import clip_grad\nclip_grad.f, x = f, 1"),
+    (changes_of_libraries_in_patches, RUNTIME, "import torch\nsetattr(torch.Tensor, name, f)"),
+    (changes_of_libraries_in_patches, RUNTIME, "import sys\nsys.excepthook = f"),
+    (
+        changes_of_libraries_in_patches,
+        RUNTIME,
+        "import torch.optim.optimizer as o\no.register_optimizer_step_pre_hook(f)",
+    ),
     (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
 ]
 KEPT: list[tuple[Rule, str, str]] = [
@@ -546,6 +577,12 @@ KEPT: list[tuple[Rule, str, str]] = [
     (privates_of_the_wrapper, "fsdp/checkpoint/torch_state_dict.py", "unit_of(module).mesh"),
     (privates_of_the_wrapper, "fsdp/names/fsdp1.py", "self._fsdp_unit.handles"),
     (hooks_in_hooks, "fsdp/runtime/hooks.py", "tensor.register_hook(f)"),
+    (
+        changes_of_libraries_in_patches,
+        RUNTIME,
+        "from torch import nn\nself.module = nn.Linear\nsetattr(self, 'x', nn.Linear)",
+    ),
+    (changes_of_libraries_in_patches, "fsdp/patches.py", "import sys\nsys.excepthook = f"),
 ]
 
 

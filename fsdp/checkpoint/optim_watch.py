@@ -8,15 +8,15 @@ would not return the optimizer's own dict.)
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from fsdp import patches
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_names import Holder, holders_of
 from fsdp.runtime.unit import Unit
@@ -37,12 +37,7 @@ def watch_state_of(unit: Unit) -> None:
     """Check the state of optimizers that hold parameters of ``unit``, from now on."""
     with _lock:
         _units.add(unit)
-    _watch()
-
-
-@functools.cache
-def _watch() -> None:
-    register_optimizer_step_pre_hook(_check)
+    patches.LOADED_STATE.install(_check)
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

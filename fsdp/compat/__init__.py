@@ -20,7 +20,7 @@ import inspect
 import multiprocessing.spawn
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.names import fsdp1
+from fsdp.patches import DCP, FSDP1, Change, Entry, Replacement
 from fsdp.runtime.unit import units_of
 
 with warnings.catch_warnings():
@@ -83,28 +84,25 @@ def patch(*, imported: bool = True) -> list[str]:
     Raises:
         RuntimeError: this version of torch lacks some of the names; no name was changed.
     """
-    if _patched:
+    if FSDP1:
         return []
     _check_fits("patch", _INSIDE, [], "import the names from fsdp in place of torch.distributed.fsdp")
     ours = {id(original): replacement for original, replacement in (*_same_names(), *map(_detoured, _INSIDE))}
     owners = [*_PLACES, *(_others() if imported else ())]
-    changes = [
-        _Change(owner, name, original, ours[id(original)])
+    changes: list[Change] = [
+        Replacement(owner, name, original, ours[id(original)])
         for owner in owners
         for name, original in list(vars(owner).items())
         if id(original) in ours
     ]
     prepare = multiprocessing.spawn.get_preparation_data
-    changes.append(_Change(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
-    if not _enabled:
-        enable_dcp()
-        _patched.extend(_enabled)  # unpatch undoes it with the rest
-        _enabled.clear()
-    _make(changes, _patched)
-    sys.meta_path.insert(0, _finder)
+    changes.append(Replacement(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
+    changes += [] if DCP else _changes_for_dcp()
+    changes.append(Entry("sys.meta_path", _find_libraries))
+    FSDP1.make(changes)
     for library in filter(None, map(sys.modules.get, _LIBRARIES)):
         _adapt(library)
-    return [str(change) for change in _patched]
+    return [str(change) for change in FSDP1 if isinstance(change, Replacement)]
 
 
 def unpatch() -> None:
@@ -113,11 +111,7 @@ def unpatch() -> None:
     Raises:
         RuntimeError: a name was replaced by a third object since; no name was changed.
     """
-    if not _patched:
-        return
-    _check_kept("unpatch", _patched)
-    _take_back(_patched)
-    sys.meta_path.remove(_finder)
+    FSDP1.undo("unpatch")
 
 
 def enable_dcp() -> None:
@@ -131,12 +125,15 @@ def enable_dcp() -> None:
     Raises:
         RuntimeError: this version of torch lacks some of the names; no name was changed.
     """
-    if _enabled or _patched:
-        return
+    if not DCP and not FSDP1:
+        DCP.make(_changes_for_dcp())
+
+
+def _changes_for_dcp() -> list[Change]:
     fields = getattr(vars(torchs).get("_StateDictInfo"), "__dataclass_fields__", {})
     lacking = [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
     _check_fits("enable_dcp", _DETOURS, lacking, "get_state_dict and set_state_dict of fsdp.checkpoint do the same")
-    _make([_Change(detour.owner, detour.name, *_detoured(detour)) for detour in _DETOURS], _enabled)
+    return [Replacement(detour.owner, detour.name, *_detoured(detour)) for detour in _DETOURS]
 
 
 def disable_dcp() -> None:
@@ -145,8 +142,7 @@ def disable_dcp() -> None:
     Raises:
         RuntimeError: a name was replaced by a third object since; no name was changed.
     """
-    _check_kept("disable_dcp", _enabled)
-    _take_back(_enabled)
+    DCP.undo("disable_dcp")
 
 
 # -- replacements of torch's functions of the same names, for models of this package -----------------------------------
@@ -288,18 +284,6 @@ class _Detour(NamedTuple):
         return self.replacement.__name__
 
 
-class _Change(NamedTuple):
-    """One replaced name of a module or class: the original and the replacement."""
-
-    owner: Any
-    name: str
-    original: Any
-    replacement: Any
-
-    def __str__(self) -> str:
-        return f"{self.owner.__name__}.{self.name}"
-
-
 _DETOURS = [
     _Detour(torchs, _get_model_state_dict, _has_model),
     _Detour(torchs, _load_model_state_dict, _has_model),
@@ -336,26 +320,6 @@ _LIBRARIES: dict[str, dict[str, Callable[..., Any]]] = {  # functions of librari
         "set_peft_model_state_dict": _setting_adapters,
     },
 }
-_enabled: list[_Change] = []  # made by enable_dcp
-_patched: list[_Change] = []  # made by patch
-
-
-def _make(changes: Iterable[_Change], noted: list[_Change]) -> None:
-    for change in changes:
-        setattr(change.owner, change.name, change.replacement)
-        noted.append(change)
-
-
-def _check_kept(function: str, changes: Sequence[_Change]) -> None:
-    foreign = [str(change) for change in changes if getattr(change.owner, change.name, None) is not change.replacement]
-    if foreign:
-        raise RuntimeError(f"{function}(): {', '.join(foreign)} was replaced by something else since; undo that first")
-
-
-def _take_back(changes: list[_Change]) -> None:
-    while changes:
-        change = changes.pop()
-        setattr(change.owner, change.name, change.original)
 
 
 def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -419,7 +383,7 @@ def _adapt(library: ModuleType) -> None:
         if original is not None:  # else this version does not need the adaptation
             replacement = replace(original)
             owners = [module for module in _others() if vars(module).get(name) is original]
-            _make([_Change(owner, name, original, replacement) for owner in owners], _patched)
+            FSDP1.make([Replacement(owner, name, original, replacement) for owner in owners])
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -434,7 +398,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                if _patched:
+                if FSDP1:
                     _adapt(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -442,3 +406,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
+
+
+def _find_libraries() -> Callable[[], None]:
+    sys.meta_path.insert(0, _finder)
+    return lambda: sys.meta_path.remove(_finder)

@@ -7,15 +7,15 @@ is asked for these alone runs no node and no hook: without this file it would le
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from fsdp import patches
 from fsdp.runtime.hooks import breaks_graph, units
 
 
-@functools.cache
 def follow_inputs() -> None:
     """Let parameters among the ``inputs`` of a backward stand for their leaves from now on, and let
     ``torch.autograd.grad()`` raise where it would return None for one.
@@ -23,9 +23,10 @@ def follow_inputs() -> None:
     Programs import both functions under many names. So the function that both call, by a name in torch's module, is
     wrapped.
     """
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
+    patches.BACKWARD.install(_following_inputs)
 
+
+def _following_inputs(run: Callable[..., Any]) -> Callable[..., Any]:
     @breaks_graph
     @functools.wraps(run)
     def run_for_parameters(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ def follow_inputs() -> None:
             _refuse(missing, None)
         return grads
 
-    autograd._engine_run_backward = run_for_parameters
+    return run_for_parameters
 
 
 def _leaves_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
+from fsdp import patches
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.issuing import REDUCE
@@ -265,7 +266,6 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
     return kinds.items()
 
 
-@functools.cache
 def watch_torchs_clipping() -> None:
     """Warn, from now on, where torch's clipping computes the norm of this rank's shards alone, or of nothing.
 
@@ -274,9 +274,11 @@ def watch_torchs_clipping() -> None:
     that both call, by names in torch's module, are wrapped. ``clip_grads_with_norm_`` scales by a given norm, and is
     not checked.
     """
-    clips, by_kind = clip_grad._clip_grads_with_norm_, clip_grad._group_tensors_by_device_and_dtype
-    names: Any = clip_grad
+    patches.CLIPPING.install(_warning_of_params)
+    patches.TOTAL_NORM.install(_warning_of_gradients)
 
+
+def _warning_of_params(clips: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clips)
     def warn_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -292,6 +294,10 @@ def watch_torchs_clipping() -> None:
             )
         clips(params, *args, **kwargs)
 
+    return warn_and_clip
+
+
+def _warning_of_gradients(by_kind: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(by_kind)
     def warn_and_group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -303,8 +309,7 @@ def watch_torchs_clipping() -> None:
                     _warn_of_partial_norm("get_total_norm", "gradients")
         return by_kind(tensors, *args, **kwargs)
 
-    names._clip_grads_with_norm_ = warn_and_clip
-    names._group_tensors_by_device_and_dtype = warn_and_group
+    return warn_and_group
 
 
 def _sharded_params() -> set[torch.Tensor]:

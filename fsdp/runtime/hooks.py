@@ -19,9 +19,10 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from fsdp import patches
 from fsdp.comm.profiling import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
 from fsdp.runtime.mistakes import (
@@ -267,11 +268,10 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.
 )
 
 
-@functools.cache
 def watch_optimizers() -> None:
     """Call ``before_step()`` of a unit, from now on, before each step of an optimizer that has parameters of it. The
     first step of each optimizer is checked for probable mistakes; see ``mistakes.py``."""
-    register_optimizer_step_pre_hook(_before_step)
+    patches.STEPS.install(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
