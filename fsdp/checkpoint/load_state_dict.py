@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, h
 from fsdp.checkpoint.targets import UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.consensus import Failure, TrainingRanks
+from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import (
@@ -42,10 +42,6 @@ from fsdp.flat.registration import registered_params
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
-
-
-class NotLoaded(RuntimeError):
-    """No rank has loaded a state dict, because it does not fit on some rank."""
 
 
 def load(
@@ -275,34 +271,14 @@ class Loading:
 # -- agreement ---------------------------------------------------------------------------------------------------------
 
 
-def _groups_of(unit: Unit) -> list[Any]:
-    groups = unit.groups
-    return [group for group in (groups.shard, groups.replica, groups.tp) if group is not None]
-
-
 def by_group(texts: Mapping[Unit, Iterable[str]]) -> dict[Any, list[str]]:
     """Join the texts of the units by group."""
     joined: dict[Any, list[str]] = {}
     for unit, of_unit in texts.items():
-        for group in _groups_of(unit):
-            joined.setdefault(group, []).extend(of_unit)
+        for group in (unit.groups.shard, unit.groups.replica, unit.groups.tp):
+            if group is not None:
+                joined.setdefault(group, []).extend(of_unit)
     return joined
-
-
-def ranks_of(units: Collection[Unit], groups: Sequence[Any] | None = None) -> TrainingRanks:
-    """Return the ranks of ``groups`` (None: all groups of the units), for agreement on a load."""
-
-    def announce() -> None:
-        for unit in units:
-            unit.announce()
-
-    def error(failures: Mapping[int, Failure]) -> Exception:
-        first = next(iter(failures.values()))
-        return NotLoaded(f"Nothing was loaded, because on another rank: {first.text}")
-
-    device = next((unit.device for unit in units), torch.device("cpu"))
-    of_units = [group for unit in units for group in _groups_of(unit)]
-    return TrainingRanks(of_units if groups is None else groups, device, announce=announce, error=error)
 
 
 def watched(group: Any, units: Iterable[Unit]) -> Any:

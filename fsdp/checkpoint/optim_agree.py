@@ -17,10 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp.checkpoint.load_state_dict import ranks_of
 from fsdp.checkpoint.optim_dtypes import dequantized, is_quantized
 from fsdp.checkpoint.optim_names import Holder, ModelParams
-from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
+from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error, ranks_of
 from fsdp.comm.groups import group_ranks
 
 _CPU = torch.device("cpu")
@@ -141,7 +140,7 @@ def agree(
         AssertionError: states differ between ranks.
     """
     exchange = _Exchange(params, state_of, unknown)
-    several = ranks_of(list(params.units)).groups
+    several = ranks_of(params.units).groups
 
     def check() -> dict[Any, list[str]]:
         exchange.check()

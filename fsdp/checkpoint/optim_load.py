@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, is_part, read, scalar_of
-from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
+from fsdp.checkpoint.load_state_dict import by_group, watched
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_classes, with_values
 from fsdp.checkpoint.optim_names import (
@@ -36,6 +36,7 @@ from fsdp.checkpoint.optim_names import (
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
+from fsdp.comm.consensus import ranks_of
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare
 from fsdp.flat.tensor_parallel import local_of
@@ -384,7 +385,7 @@ def optim_state_dict_to_load(
         return _describe(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
 
     def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key]]:
-        first = ranks_of(list(params.units), [group])
+        first = ranks_of(params.units, [group])
         contents = first.first("describe rank 0's optimizer state", describe) if from_rank0 else describe()
         keys: dict[nn.Parameter, Key] = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
@@ -394,7 +395,7 @@ def optim_state_dict_to_load(
             groups = lay_out(own, groups, params, keys, strict=strict)
         return _Plan(params, contents, present, from_rank0=from_rank0, strict=strict), groups, keys
 
-    ranks = ranks_of(list(params.units) if chunked else [])  # otherwise without communication
+    ranks = ranks_of(params.units if chunked else ())  # otherwise without communication
     plan, groups, keys = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].exchanged))
     channels = Channels()
     for unit, arriving in plan.arrivals.items():

@@ -36,7 +36,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -273,6 +273,25 @@ class TrainingRanks:
             raise failure.as_error(failure.text)
         result: _T = value
         return result
+
+
+class NotLoaded(RuntimeError):
+    """No rank has loaded, because the state does not fit on some rank."""
+
+
+def ranks_of(units: Collection[Any], groups: Sequence[Any] | None = None) -> TrainingRanks:
+    """Return the ranks of ``groups`` (None: all groups of the units), for agreement on a load."""
+
+    def announce() -> None:
+        for unit in units:
+            unit.announce()
+
+    def error(failures: Mapping[int, Failure]) -> Exception:
+        return NotLoaded(f"Nothing was loaded, because on another rank: {next(iter(failures.values())).text}")
+
+    device = next((unit.device for unit in units), CPU)
+    of_units = [group for unit in units for group in (unit.groups.shard, unit.groups.replica, unit.groups.tp)]
+    return TrainingRanks(of_units if groups is None else groups, device, announce=announce, error=error)
 
 
 # -- beside the training -----------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp import api, sharded_grad_scaler, wrap
 from fsdp import fully_sharded_data_parallel as wrapper
 from fsdp.checkpoint import torch_state_dict
-from fsdp.checkpoint.load_state_dict import ranks_of
 from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.comm.consensus import ranks_of
 from fsdp.comm.groups import default_group
 from fsdp.export.weights import WeightStream
 from fsdp.flat.flat_param import FlatParameter
