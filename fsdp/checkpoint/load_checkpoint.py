@@ -28,11 +28,11 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import by_name, files, index
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
-from fsdp.checkpoint.load_state_dict import Loading
+from fsdp.checkpoint.load_state_dict import Loading, prepare
 from fsdp.checkpoint.optim_dtypes import with_classes
 from fsdp.checkpoint.optim_load import Whole
 from fsdp.checkpoint.progress import bar
@@ -40,14 +40,6 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Copy, RankFile
 from fsdp.checkpoint.save_checkpoint import classes_of
 from fsdp.checkpoint.snapshot import Snapshot
-from fsdp.checkpoint.torch_state_dict import (
-    StateDictOptions,
-    as_list,
-    get_model_state_dict,
-    optimizers_to_load,
-    prepare_model_state_dict,
-    trained_names,
-)
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
@@ -197,28 +189,28 @@ Plan = Callable[["Contents"], list[tuple[Optimizer, dict[str, Any]]]]
 def _load(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading
 ) -> Any:
-    several = [] if optimizer is None else as_list(optimizer)
-    options = StateDictOptions(ragged=True, strict=reading.strict)
+    several = [] if optimizer is None else by_name.as_list(optimizer)
+    settings, strict = by_name.ragged(), reading.strict
 
     def check() -> Needed:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
-        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        return Needed(values, None if optimizer is None else trained_names(model, several))
+        values = by_name.model_state(model, settings)
+        return Needed(values, None if optimizer is None else by_name.trained_names(model, several))
 
     def plan(contents: Contents) -> list[tuple[Optimizer, dict[str, Any]]]:
         if optimizer is None:
             return []
         state = contents.optimizer_state(needed.params)
         _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed)
-        return optimizers_to_load(model, several, state, options=options)
+        return by_name.optimizers_to_load(model, several, state, strict=strict)
 
     with ExitStack() as stack:
         needed = ranks.together("check what is to be loaded", check)
         found = fetched(ranks, path, needed, plan, reading, stack)
 
         def attempt() -> Loading:
-            loading = prepare_model_state_dict(model, found.model, options=options)
+            loading: Loading = by_name.load_model_state(prepare, model, found.model, settings, strict=strict)
             undo.callback(loading.undo)
             load_optimizers()
             return loading

@@ -27,18 +27,12 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files, index, rank_file, values
+from fsdp.checkpoint import by_name, files, index, rank_file, values
 from fsdp.checkpoint.files import FileRecord
 from fsdp.checkpoint.forms import is_distributed, is_saved_elsewhere, parts_of, replicas_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.rank_file import Piece
-from fsdp.checkpoint.torch_state_dict import (
-    StateDictOptions,
-    as_list,
-    get_model_state_dict,
-    optimizer_state_as_it_is,
-)
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.placement.boxes import Box, Part, memory_order
@@ -250,7 +244,6 @@ class Save:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        options = StateDictOptions(ragged=True)
         before, self._ranks.underway = self._ranks.underway, None
         state: dict[str, Any] = {}
 
@@ -269,11 +262,11 @@ class Save:
             if extra is not None:
                 self.pack(EXTRA, extra)
             _note_replicas(model)
-            state.update((MODEL + name, value) for name, value in get_model_state_dict(model, options=options).items())
+            state.update((MODEL + name, value) for name, value in by_name.model_state(model, by_name.ragged()).items())
 
         def of_optimizer() -> None:
             if optimizer is not None:
-                state.update(_optimizer_state(model, optimizer, options))
+                state.update(_optimizer_state(model, optimizer))
             self.share(state)
             if stage:
                 self._stage()
@@ -405,11 +398,9 @@ class Save:
         return [files.publish(self._directory)] * ranks
 
 
-def _optimizer_state(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    several = as_list(optimizer)
-    given = optimizer_state_as_it_is(model, several, options)
+def _optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
+    several = by_name.as_list(optimizer)
+    given = by_name.optimizer_state(model, several, by_name.ragged())
     trained = {name for group in given["param_groups"] for name in group["params"]}
     state = {
         state_key(name, part): value

@@ -10,38 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from fsdp.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateKeyType,
-    RaggedOptimStateDictConfig,
-    RaggedStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fsdp.checkpoint.forms import Form
-from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
-from fsdp.checkpoint.optim_dtypes import first_step, with_values
-from fsdp.checkpoint.optim_load import optim_state_dict_to_load
-from fsdp.checkpoint.optim_names import ModelParams, rekey
-from fsdp.checkpoint.optim_state import optim_state_dict
+from fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
+from fsdp.checkpoint import by_name
+from fsdp.checkpoint.by_name import as_list, groups_of, own_method
+from fsdp.checkpoint.load_state_dict import load_alike, load_from_first
+from fsdp.checkpoint.optim_dtypes import first_step
+from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling, check_no_experts
+from fsdp.comm.consensus import ranks_of
 from fsdp.comm.groups import default_group
-from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
-from fsdp.flat.ownership import torchs_own
+from fsdp.flat.names import PlainNames, clean, inside, plain_modules
 from fsdp.flat.views import stepped_params
 from fsdp.runtime.unit import units_of
 
@@ -95,16 +82,23 @@ class StateDictOptions:
             raise ValueError("a full state dict cannot be ragged: pass one of full_state_dict and ragged")
         return options
 
-    def settings(self, *, sharded: bool = True) -> StateDictSettings:
-        """Return the corresponding settings of a unit; a unit that is not ``sharded`` has full state only."""
-        cpu, kind = self.cpu_offload, StateDictType.SHARDED_STATE_DICT
+    @property
+    def settings(self) -> StateDictSettings:
+        """The corresponding settings of the units."""
+        cpu = self.cpu_offload
         if self.ragged:
-            return StateDictSettings(kind, RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu))
-        if sharded and not self.full_state_dict:
-            return StateDictSettings(kind, ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu))
-        one_rank = self.full_state_dict and cpu
-        full = FullStateDictConfig(cpu, one_rank), FullOptimStateDictConfig(cpu, one_rank)
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
+            return by_name.ragged(cpu)
+        if self.full_state_dict:
+            return by_name.full(cpu, rank0_only=cpu)
+        configs = ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu)
+        return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *configs)
+
+    @property
+    def has_result(self) -> bool:
+        """False on the ranks that get ``{}``."""
+        return not (self.full_state_dict and self.cpu_offload and torch.distributed.is_initialized()) or (
+            default_group().rank() == 0
+        )
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -120,23 +114,20 @@ def get_model_state_dict(
         options: :class:`StateDictOptions`, this package's or torch's.
     """
     options = StateDictOptions.of(options)
-    model = entered(model, options)
-    names = PlainNames(model)
-    with _kind(model, options):
-        state = {names.plain(key): value for key, value in own_method(model, "state_dict")().items()}
+    state = by_name.model_state(model, options.settings)
     if submodules:
-        prefixes = [f"{path}." if path else "" for path, module in plain_modules(model) if module in submodules]
+        modules = plain_modules(inside(model))
+        prefixes = [f"{path}." if path else "" for path, module in modules if module in submodules]
         found = [(key, prefix) for key in state for prefix in prefixes if key.startswith(prefix)]
         keep = options.keep_submodule_prefixes
         state = {key if keep else key.removeprefix(prefix): state[key] for key, prefix in found}
     if options.ignore_frozen_params:
-        for name in _frozen(model):
-            state.pop(names.plain(name), None)
-    if not options.cpu_offload:
-        return state
-    if options.full_state_dict and default_rank() != 0:
+        for name in _frozen(inside(model)):
+            state.pop(name, None)
+    if not options.has_result:
         return {}
-    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    to_cpu = options.cpu_offload
+    return {k: v.cpu() if to_cpu and isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
@@ -151,80 +142,22 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     Raises: as ``load_state_dict()`` of a wrapped module.
     """
     options = StateDictOptions.of(options)
-    plain = PlainNames(entered(model, options)).plain
     with calling("set_model_state_dict()", model):
         from_first = options.broadcast_from_rank0 and torch.distributed.is_initialized()
         if from_first:
             check_no_experts(model, "set_model_state_dict(broadcast_from_rank0)")
-        found = _loaded(load_from_first if from_first else load_alike, model, model_state_dict, options)
+        load = load_from_first if from_first else load_alike
+        found = by_name.load_model_state(load, model, model_state_dict, options.settings, strict=options.strict)
+        plain = PlainNames(inside(model)).plain
         return type(found)(*(list(map(plain, keys)) for keys in found))
 
 
-def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Loading:
-    """Do all of :func:`set_model_state_dict` that can fail, on this rank alone; see
-    :func:`fsdp.checkpoint.load_state_dict.prepare`."""
-    loading: Loading = _loaded(prepare, model, model_state_dict, StateDictOptions.of(options))
-    return loading
-
-
-def _loaded(load: Callable[..., Any], model: nn.Module, state: Any, options: StateDictOptions) -> Any:
-    """Return the result of ``load(model, into_module, state, strict)`` for a ``state`` by the plain model's names.
-    ``into_module`` is the ``load_state_dict`` of the module's class, or that of ``nn.Module`` for a wrapper."""
-    model = entered(model, options)
-    into_module = functools.partial(nn.Module.load_state_dict, model)
-    if unit_of(model) is None:
-        into_module = own_method(model, "load_state_dict")
-    if isinstance(state, Mapping):
-        now = PlainNames(model).now
-        state = {now(key): value for key, value in state.items()}
-    with _kind(model, options):
-        return load(model, into_module, state, options.strict)
-
-
-# -- names and kinds ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _kind(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    before = {unit: unit.state_settings for unit in units_of(model)}
-    try:
-        for unit in before:
-            unit.set_state_settings(options.settings(sharded=unit.groups.sharded))
-        yield
-    finally:
-        for unit, settings in before.items():
-            unit.set_state_settings(settings)
-
-
-def own_method(of: nn.Module | Optimizer, name: str) -> Any:
-    """Return the method ``name`` of ``of``; the class's if torch's ``_patch_model_state_dict`` has replaced it by a
-    call of this package."""
-    method = getattr(of, name)
-    patched = getattr(method, "__module__", None) == "torch.distributed.checkpoint.state_dict"
-    return functools.partial(getattr(type(of), name), of) if patched else method
-
-
-def entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
-    """Return the module inside the outer wrappers (DDP, compiled modules)."""
-    foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(units_of(model)))
-    if foreign is not None:
-        raise ValueError(
-            f"{foreign}: state of such models is what torch.distributed.checkpoint.state_dict is for. A model in which "
-            "this package has wrapped modules as well has no state in common"
-        )
-    return inside(model)
-
-
 def _frozen(model: nn.Module) -> list[str]:
-    """List the names of the parameters that do not require grad; all names of a shared one."""
+    """List the plain names of the parameters that do not require grad; all names of a shared one."""
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     holders = ModelParams(model).holders.values()
     names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
-    return [clean(name) for name in names]
-
-
-def default_rank() -> int:
-    return int(default_group().rank()) if torch.distributed.is_initialized() else 0
+    return [*map(PlainNames(model).plain, map(clean, names))]
 
 
 # -- optimizers -----------------------------------------------------------------------------------------
@@ -266,30 +199,16 @@ def get_optimizer_state_dict(
     """
     options = StateDictOptions.of(options)
     several = as_list(optimizers)
+
+    def check(raw: Mapping[str, Any]) -> None:
+        _check_joinable(raw, len(several), options)
+
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
-        params = ModelParams(model, _groups_of(several))
+        params = ModelParams(model, groups_of(several))
         for optimizer in several:
             stack.enter_context(initialised(optimizer, params))
-        return optimizer_state_as_it_is(model, several, options)
-
-
-def optimizer_state_as_it_is(
-    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    """Return :func:`get_optimizer_state_dict`, but without state for an optimizer that has none: state of an
-    imaginary first step would change the steps after a resume."""
-    model = entered(model, options)
-    plain = PlainNames(model).plain
-    joined: dict[str, Any] = {"state": {}, "param_groups": []}
-    several = as_list(optimizers)
-    for optimizer in several:
-        raw = own_method(optimizer, "state_dict")()
-        _check_joinable(raw, len(several), options)
-        saved = _saved(model, optimizer, raw, options)
-        joined["state"].update((plain(name), state) for name, state in saved.get("state", {}).items())
-        for group in saved.get("param_groups", ()):
-            joined["param_groups"].append({**group, "params": [plain(name) for name in group["params"]]})
-    if options.full_state_dict and options.cpu_offload and default_rank() != 0:
+        joined = by_name.optimizer_state(model, several, options.settings, check)
+    if not options.has_result:
         return {}
     return _flattened(joined) if options.flatten_optimizer_state_dict else joined
 
@@ -328,55 +247,17 @@ def set_optimizer_state_dict(
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
-    optimizers = as_list(optimizers)
+    optimizers, options = as_list(optimizers), StateDictOptions.of(options)
+    is_full, from_rank0 = options.full_state_dict, options.broadcast_from_rank0
 
     def load_each() -> None:
-        for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
+        for optimizer, loadable in by_name.optimizers_to_load(
+            model, optimizers, optim_state_dict, strict=options.strict, is_full=is_full, from_rank0=from_rank0
+        ):
             own_method(optimizer, "load_state_dict")(loadable)
 
     with calling("set_optimizer_state_dict()", model), Snapshot(optimizers=optimizers):
         ranks_of(units_of(model)).together("load optimizer state", load_each)
-
-
-def optimizers_to_load(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    optim_state_dict: dict[str, Any],
-    *,
-    options: Any,
-) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it."""
-    options = StateDictOptions.of(options)
-    model = entered(model, options)
-    several = as_list(optimizers)
-    params, alone = ModelParams(model, _groups_of(several)), len(several) == 1
-
-    def loadable(optimizer: Optimizer) -> dict[str, Any]:
-        return optim_state_dict_to_load(
-            model,
-            lambda: _part_of(optimizer, model, params, optim_state_dict, options, alone=alone),
-            optimizer.param_groups,
-            optim=optimizer,
-            from_rank0=options.broadcast_from_rank0,
-            strict=options.strict,
-        )
-
-    return [(optimizer, loadable(optimizer)) for optimizer in several]
-
-
-def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    units = units_of(model)
-    if units:
-        form = Form.of(options.settings().optim_state_dict_config)
-        return optim_state_dict(model, optimizer.param_groups, raw, form)
-    named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer.param_groups)
-    if options.ragged:
-        named = with_values(named)
-    if options.cpu_offload:
-        named["state"] = tree_map(
-            lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, named["state"]
-        )
-    return named
 
 
 @contextlib.contextmanager
@@ -391,54 +272,6 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
         return
     with first_step(optimizer, elsewhere):
         yield
-
-
-def _part_of(
-    optimizer: Optimizer,
-    model: nn.Module,
-    params: ModelParams,
-    given: Mapping[str, Any],
-    options: StateDictOptions,
-    *,
-    alone: bool,
-) -> dict[str, Any]:
-    """Return the part of ``given`` for ``optimizer``, by the names that the model has now. Entries of no parameter
-    are included if the optimizer is ``alone``."""
-    own = [name for group in optimizer.param_groups for param in group["params"] for name in params.names(param)]
-    names, mine = PlainNames(model), set(own)
-    dict_of = dict(given) if "state" in given or not given else _unflattened(given, map(names.plain, own))
-    groups: list[dict[str, Any]] = []
-    known: set[str] = set()
-    for group in dict_of["param_groups"]:
-        members = [names.now(name) for name in group["params"]]
-        known.update(members)
-        if not members or not mine.isdisjoint(members):
-            groups.append({**group, "params": [name for name in members if name in mine]})
-    unknown = [name for name in own if name not in known]
-    if unknown and options.strict:
-        raise RuntimeError(
-            f"the optimizer trains {', '.join(map(repr, unknown))}, which no parameter group of the state dict has; "
-            "pass StateDictOptions(strict=False) to load the others"
-        )
-    states = {names.now(name): state for name, state in dict_of.get("state", {}).items()}
-    others = [name for name in states if name not in known]
-    if others and not alone and options.strict:
-        raise RuntimeError(
-            f"the state dict has {', '.join(map(repr, others))}, which belongs to no parameter, and it is not known to "
-            "which of the optimizers; load each optimizer's own state"
-        )
-    taken = {name: state for name, state in states.items() if name in mine or (alone and name in others)}
-    return {"state": taken, "param_groups": groups}
-
-
-def trained_names(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[list[str]]:
-    """Return for each optimizer the plain model's names of the parameters that it holds."""
-    model, several = inside(model), list(optimizers)
-    plain, params = PlainNames(model).plain, ModelParams(model, _groups_of(several))
-    return [
-        [plain(name) for group in one.param_groups for param in group["params"] for name in params.names(param)]
-        for one in several
-    ]
 
 
 def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
@@ -462,28 +295,3 @@ def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
         for name in group["params"]:
             flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
     return flat
-
-
-def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Undo ``_flattened`` for the parameters ``names``, with a group for each of them that the dict contains."""
-    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    names = dict.fromkeys(names)
-    for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        if kind not in found:
-            continue
-        end = rest.find(".")
-        while end >= 0:  # names of parameters and of states may contain dots
-            if rest[:end] in names:
-                found[kind].setdefault(rest[:end], {})[rest[end + 1 :]] = value
-            end = rest.find(".", end + 1)
-    states, groups = ({name: part[name] for name in names if name in part} for part in found.values())
-    return {"state": states, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
-
-
-def _groups_of(several: Iterable[Optimizer]) -> list[dict[str, Any]]:
-    return [group for optimizer in several for group in optimizer.param_groups]
-
-
-def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
