@@ -360,7 +360,7 @@ def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any)
     made = save(tmp_path, with_extra(1.0), extra=1)
     forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"ranks": ranks})
     for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
-        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json is no manifest of this package"):
+        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json was not written by this package"):
             read()
 
 

@@ -164,13 +164,12 @@ def begin(root: Path) -> Path:
         with contextlib.suppress(FileExistsError):  # another saver was faster; if it is a file, the next step fails
             disk.make_directory(missing)
             disk.sync_directory(missing.parent)
-    whole = sorted(_numbered(root, _NAME).items(), key=lambda item: -item[1])
-    newest = next((number for name, number in whole if _is_checkpoint(root / name)), 0)
+    newest = next((number for number, path in reversed(_numbered(root, _NAME)) if _is_checkpoint(path)), 0)
     latest = root / LATEST
     if latest.is_dir() or (newest == 0 and latest.exists() and not latest.read_bytes().startswith(b"checkpoint_")):
         text = "expected a file that names the latest checkpoint; move it, or save into another directory"
         raise FileExistsError(errno.EEXIST, text, str(latest))
-    number = 1 + max([newest, *_numbered(root, _UNFINISHED).values()])
+    number = 1 + max([newest, *(number for number, _ in _numbered(root, _UNFINISHED))])
     while True:
         final = root / f"checkpoint_{number:08d}"
         temporary = _temporary(final)
@@ -236,10 +235,8 @@ def remove_older(newest: Path, keep: int) -> None:
     """
     root = newest.parent
     with _as_warning(newest):
-        number = _numbered(root, _NAME)[newest.name]
-        unfinished = [root / name for name, at in _directories(root, _UNFINISHED) if at < number]
-        older = [root / name for name, at in _directories(root, _NAME) if at < number]
-        older = [directory for directory in older if _is_checkpoint(directory)]
+        unfinished = _below(root, _UNFINISHED, newest)
+        older = [*filter(_is_checkpoint, _below(root, _NAME, newest))]
         for directory in unfinished:
             with _as_warning(newest):
                 disk.remove(directory)
@@ -258,16 +255,16 @@ def _as_warning(newest: Path) -> Iterator[None]:
         warn_user(f"{newest} is saved, but something older could not be removed: {error}")
 
 
-def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:
-    return {name: int(match[1]) for name in os.listdir(root) if (match := pattern.fullmatch(name))}
+def _numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """List the paths with names that match, in the order of their numbers."""
+    return sorted((int(match[1]), root / name) for name in os.listdir(root) if (match := pattern.fullmatch(name)))
 
 
-def _directories(root: Path, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
-    """List the directories with names that match, and their numbers, in the order of the numbers; without links."""
-    with os.scandir(root) as found:
-        names = {entry.name for entry in found if entry.is_dir(follow_symlinks=False)}
-    numbered = [(name, number) for name, number in _numbered(root, pattern).items() if name in names]
-    return sorted(numbered, key=lambda item: item[1])
+def _below(root: Path, pattern: re.Pattern[str], newest: Path) -> list[Path]:
+    """List the directories, without links, that match and have a smaller number than ``newest``."""
+    limit = next(number for number, path in _numbered(root, _NAME) if path == newest)
+    below = [path for number, path in _numbered(root, pattern) if number < limit]
+    return [path for path in below if path.is_dir() and not path.is_symlink()]
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -397,18 +394,16 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(text)
         checksum = str(content.pop("checksum"))
-        dumped = _dumped({"checksum": checksum, **content})
+        is_intact = text == _dumped({"checksum": checksum, **content}) and checksum == sha256(_dumped(content))
     except FORGED as error:
         raise RuntimeError(f"{path} is damaged, or no manifest: {error}") from error
-    if text != dumped or checksum != sha256(_dumped(content)):
+    if not is_intact:
         raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
-    try:
+    with of_ours(path):
         version, ranks = content["version"], int(content["ranks"])
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
         if not 0 < ranks <= len(files):
             raise ValueError(f"{ranks} ranks cannot have saved {len(files)} files")
-    except FORGED as error:
-        raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
     if version != VERSION or content.get("format") != FORMAT:
         raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
