@@ -360,7 +360,9 @@ def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any)
     made = save(tmp_path, with_extra(1.0), extra=1)
     forge(made, RANK, (made / RANK).read_bytes(), manifest_of(made) | {"ranks": ranks})
     for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
-        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest.json was not written by this package"):
+        with pytest.raises(
+            RuntimeError, match=rf"{re.escape(str(made))}/manifest.json was not written by this package"
+        ):
             read()
 
 
@@ -416,6 +418,22 @@ def test_the_state_of_a_different_optimizer_is_refused(tmp_path: Path) -> None:
                 load(path, other, into)
             assert all_state(other, into) == before
             load(path, other)
+
+
+class Sign(torch.optim.Optimizer):
+    """An optimizer with an option that torch's classes do not have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "scale": 1.0})
+
+
+def test_a_users_optimizer_refuses_groups_that_lack_an_option(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    optimizer = Sign(model.parameters())
+    with pytest.raises(RuntimeError, match="another optimizer than Sign, which needs 'scale': its parameter groups"):
+        load(tmp_path, model, optimizer)
+    assert [(group["lr"], group["scale"]) for group in optimizer.param_groups] == [(0.1, 1.0)]
 
 
 # -- values that a load refuses are refused by the save --------------------------------------------------------------

@@ -18,8 +18,10 @@ a module may change as it loads them, are read so in any case.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading, prepare
 from fsdp.checkpoint.optim_dtypes import with_classes
-from fsdp.checkpoint.optim_load import Whole
+from fsdp.checkpoint.optim_load import Unread
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Copy, RankFile
@@ -117,7 +119,7 @@ def load(
     ranks = Ranks.of(process_group)
     reading = Reading(strict, trusted, in_place, progress and ranks.rank == 0)
     with ranks.call("fsdp.checkpoint.load()"):
-        return _load(ranks, Path(path), model, optimizer, reading)
+        return _load(ranks, Path(path), _Load(model, optimizer, reading))
 
 
 def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True) -> Plain:
@@ -154,82 +156,105 @@ class Reading(NamedTuple):
     progress: bool = False
 
 
-class Needed(NamedTuple):
-    """The state to load: of the model, to load into, and the names of each optimizer's parameters."""
-
-    model: dict[str, Any]
-    trained: Sequence[Collection[str]] | None
-
-    @property
-    def params(self) -> set[str]:
-        """The names of all optimizers' parameters."""
-        return {name for names in self.trained or () for name in names}
-
-
-class Found(NamedTuple):
-    """The result of reading on one rank.
+class _Load:
+    """One load on this rank.
 
     Attributes:
-        model: the model's state; sharded tensors are the model's own with ``in_place``.
-        optimizers: the optimizers, and the states to load into them.
-        again: reads the tensors that existed before; none without ``in_place``. Returns whether states are among them.
-        extra: the value to return.
+        likes: the model's state to load into, by key.
+        trained: the names of each optimizer's parameters.
+        live, new: the tensors to read by key: those that exist, which are read twice with ``in_place``, and others.
+        has_live_states: states of optimizers are among ``live``.
+        model_state, optimizers: the state to load into the model, and into each optimizer.
+        again: reads ``live`` once more.
     """
 
-    model: dict[str, Any]
-    optimizers: list[tuple[Optimizer, dict[str, Any]]]
-    again: Callable[[], bool]
-    extra: Any
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading) -> None:
+        self.model, self.reading = model, reading
+        self.several = None if optimizer is None else by_name.as_list(optimizer)
+        self.likes: dict[str, Any] = {}
+        self.trained: list[list[str]] = []
+        self.live, self.new = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.has_live_states = False
+        self.model_state: dict[str, Any] = {}
+        self.optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
+        self.again: Callable[[], None] = lambda: None
+
+    def look_at_model(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(self.model).__name__}")
+        state = by_name.model_state(self.model, by_name.ragged())
+        self.likes = {MODEL + name: like for name, like in state.items()}
+        self.trained = by_name.trained_names(self.model, self.several or ())
+
+    def read(self, contents: Contents) -> None:
+        """Verify and read everything that this rank needs. A second call is for a newer checkpoint."""
+        self.live, self.new, self.has_live_states = {}, {}, False
+        likes = {key: self.likes[key] for key in contents.tensors if key in self.likes}
+        for key, like in likes.items():  # load hooks of modules may change the values of other classes
+            if self.reading.in_place and isinstance(like, RaggedTensor) and contents.has_parts_of(key, like):
+                self.live[key] = like
+            else:
+                self.new[key] = contents.shadow(key, like)
+        found = {**self.live, **self.new, **contents.values(key for key in contents.others if key in self.likes)}
+        self.model_state = {key.removeprefix(MODEL): value for key, value in found.items()}
+        if self.several is not None:
+            state = contents.optimizer_state({*chain(*self.trained)}, self._place_state)
+            self._check_classes(state["param_groups"], contents.values([CLASSES]).get(CLASSES, []))
+            strict = self.reading.strict
+            self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, strict=strict)
+        live = contents.find(self.live)
+        new = contents.find(self.new)
+        contents.read(live, verify_only=True)
+        contents.read(new)
+        self.again = lambda: contents.read(live)
+
+    def _place_state(self, key: str, memory: torch.Tensor, exists: bool) -> None:
+        (self.live if exists else self.new)[key] = memory
+        self.has_live_states |= exists
+
+    def _check_classes(self, groups: list[dict[str, Any]], saved: list[list[str]]) -> None:
+        """Refuse the state of another of torch's optimizer classes, which may have options of the same names."""
+        by_param = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
+        for optimizer, names in zip(self.several or (), self.trained):
+            own = {*classes_of(optimizer)}
+            for name in names:
+                classes = by_param.get(name, [])
+                if own and classes and own.isdisjoint(classes):
+                    raise RuntimeError(
+                        f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}: {name!r} "
+                        f"was trained by {classes[-1]}. Nothing was loaded. Load with the optimizer that saved, or "
+                        "without one to begin with new optimizer state"
+                    )
+
+    def prepare(self, undo: ExitStack) -> Loading:
+        """Do everything that can fail; ``undo`` gets a call that restores what was loaded at once."""
+        settings, strict = by_name.ragged(), self.reading.strict
+        loading: Loading = by_name.load_model_state(prepare, self.model, self.model_state, settings, strict=strict)
+        undo.callback(loading.undo)
+        self.load_optimizers()
+        return loading
+
+    def load_optimizers(self) -> None:
+        for optimizer, loadable in self.optimizers:
+            _load_optimizer(optimizer, loadable)
+
+    def overwrite(self) -> None:
+        """Make the second pass."""
+        self.again()
+        if self.has_live_states:  # load_state_dict() may have copied the states, for another dtype or class
+            self.load_optimizers()
 
 
-# Returns each optimizer and the dict to load into it, from the optimizer's state in a checkpoint.
-Plan = Callable[["Contents"], list[tuple[Optimizer, dict[str, Any]]]]
-
-
-def _load(
-    ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading
-) -> Any:
-    several = [] if optimizer is None else by_name.as_list(optimizer)
-    settings, strict = by_name.ragged(), reading.strict
-
-    def check() -> Needed:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
-        values = by_name.model_state(model, settings)
-        return Needed(values, None if optimizer is None else by_name.trained_names(model, several))
-
-    def plan(contents: Contents) -> list[tuple[Optimizer, dict[str, Any]]]:
-        if optimizer is None:
-            return []
-        state = contents.optimizer_state(needed.params)
-        _check_classes(several, state["param_groups"], contents.values([CLASSES]).get(CLASSES, []), needed)
-        return by_name.optimizers_to_load(model, several, state, strict=strict)
-
+def _load(ranks: Ranks, path: Path, load: _Load) -> Any:
     with ExitStack() as stack:
-        needed = ranks.together("check what is to be loaded", check)
-        found = fetched(ranks, path, needed, plan, reading, stack)
-
-        def attempt() -> Loading:
-            loading: Loading = by_name.load_model_state(prepare, model, found.model, settings, strict=strict)
-            undo.callback(loading.undo)
-            load_optimizers()
-            return loading
-
-        def load_optimizers() -> None:
-            for one, loadable in found.optimizers:
-                _load_optimizer(one, loadable)
-
-        with Snapshot(optimizers=[one for one, _ in found.optimizers]), ExitStack() as undo:
-            loading = ranks.together("load what was read", attempt)
+        ranks.together("check what is to be loaded", load.look_at_model)
+        extra = _read(ranks, path, load, stack)
+        with Snapshot(optimizers=[one for one, _ in load.optimizers]), ExitStack() as undo:
+            loading = ranks.together("load what was read", lambda: load.prepare(undo))
             undo.pop_all()
-
-        def overwrite() -> None:
-            if found.again():
-                load_optimizers()  # which may have copied the states, for another dtype or class
-
-        if reading.in_place:
+        if load.reading.in_place:
             try:
-                ranks.together("load what was verified", overwrite)
+                ranks.together("load what was verified", load.overwrite)
             except Exception as error:  # of any class: it reached this rank after a peer has begun to overwrite
                 raise RuntimeError(
                     "the checkpoint was verified, but the load has failed in the second pass, so the model and the "
@@ -237,64 +262,13 @@ def _load(
                     f"(With in_place=False they keep the old values in such a case.) {error}"
                 ) from error
         loading.write()
-        warn_of_unwritten(model, "fsdp.checkpoint.load()")
-        return found.extra
+        warn_of_unwritten(load.model, "fsdp.checkpoint.load()")
+        return extra
 
 
-def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
-    """Load state that an optimizer of the same class has saved.
-
-    ``load_state_dict`` adds the options that older versions of a class did not save. With the groups of another class
-    options are missing afterwards: the first step would fail, or train with the learning rate of that class.
-    """
-    defaults = getattr(optimizer, "defaults", {})
-    options = [name for name in defaults if all(name in group for group in optimizer.param_groups)]
-
-    def lacking(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-        return list(dict.fromkeys(name for group in groups for name in options if name not in group))
-
-    failure: KeyError | None = None
-    try:
-        optimizer.load_state_dict(with_classes(optimizer, loadable))
-        missing = lacking(optimizer.param_groups)
-    except KeyError as error:  # of a state or an option that the class in the checkpoint does not have
-        failure, missing = error, lacking(loadable["param_groups"])
-        if not missing:
-            raise
-    if missing:
-        saved = dict.fromkeys(name for group in loadable["param_groups"] for name in group if name != "params")
-        raise RuntimeError(
-            f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}, which needs the options "
-            f"{', '.join(map(repr, missing))}: its parameter groups have {', '.join(map(repr, saved))}. Nothing was "
-            "loaded. Load with the optimizer that saved, or without one to begin with new optimizer state"
-        ) from failure
-
-
-def _check_classes(
-    optimizers: Iterable[Optimizer],
-    groups: list[dict[str, Any]],
-    saved: list[list[str]],
-    needed: Needed,
-) -> None:
-    """Refuse the state of another of torch's optimizer classes, which may have options of the same names."""
-    by_name = {name: classes for group, classes in zip(groups, saved) for name in group["params"]}
-    for optimizer, names in zip(optimizers, needed.trained or ()):
-        own = classes_of(optimizer)
-        for name in names:
-            classes = by_name.get(name, [])
-            if own and classes and not {*own} & {*classes}:
-                raise RuntimeError(
-                    f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}: {name!r} was "
-                    f"trained by {classes[-1]}. Nothing was loaded. Load with the optimizer that saved, or without one "
-                    "to begin with new optimizer state"
-                )
-
-
-# -- finding and reading -----------------------------------------------------------------------------------------------
-
-
-def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Reading, stack: ExitStack) -> Found:
-    """Find the checkpoint, and read and verify everything that this rank needs. ``stack`` keeps the files open."""
+def _read(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
+    """Find the checkpoint, and read and verify everything that this rank needs; return this rank's ``extra``.
+    ``stack`` keeps the files open."""
 
     def find(path: Path) -> tuple[Path, Manifest]:
         def found() -> tuple[Path, Manifest, str]:
@@ -305,49 +279,51 @@ def fetched(ranks: Ranks, path: Path, needed: Needed, plan: Plan, reading: Readi
         files.warn_of_path(str(path), given)
         return directory, manifest
 
-    def read(directory: Path, of_first: Manifest) -> Found:
-        own = ranks.rank % of_first.ranks
-
+    def read(directory: Path, of_first: Manifest) -> Any:
         def look() -> Contents:
             manifest = files.find(directory)[1]
             if manifest.checksum != of_first.checksum:
                 raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
             for name in sorted(manifest.files)[ranks.rank :: ranks.size]:  # this rank's share
                 files.check_size(directory / name, manifest.files[name])
-            contents = stack.enter_context(Contents(directory, manifest, reading))
-            contents.check_fits(needed)
+            contents = stack.enter_context(Contents(directory, manifest, load.reading))
+            contents.check_fits(load.likes, None if load.several is None else {*chain(*load.trained)})
             return contents
 
+        def read_all() -> Any:
+            load.read(contents)
+            return contents.extra(ranks.rank % of_first.ranks)
+
         contents = ranks.together("look for what to read", look)
-        return ranks.together("read a checkpoint", lambda: _read_parts(contents, needed, plan, own))
+        return ranks.together("read a checkpoint", read_all)
 
     return files.read_latest(path, read, find)
 
 
-def _read_parts(contents: Contents, needed: Needed, plan: Plan, own: int) -> Found:
-    likes = {MODEL + name: like for name, like in needed.model.items()}
-    in_model = {key: likes[key] for key in contents.tensors if key in likes}
-    live: dict[str, torch.Tensor] = {  # not of other classes: load hooks of modules may change the values of those
-        key: like
-        for key, like in in_model.items()
-        if contents.reading.in_place and isinstance(like, RaggedTensor) and contents.has_parts_of(key, like)
-    }
-    new = contents.shadow({key: like for key, like in in_model.items() if key not in live})
-    found = {**live, **new, **contents.values(key for key in contents.others if key in likes)}
-    optimizers = plan(contents)
-    for key, whole in contents.states.items():
-        if whole.target is not None:
-            (live if whole.exists else new)[key] = whole.target
-    of_live, of_new = contents.find(live), contents.find(new)
-    contents.read(of_live, verify_only=True)
-    contents.read(of_new)
+def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
+    """Load state that an optimizer of the same class has saved.
 
-    def again() -> bool:
-        contents.read(of_live)
-        return any(whole.exists for whole in contents.states.values())
+    ``load_state_dict`` adds the options that older versions of a class did not save. With the groups of another class
+    options are missing afterwards: the first step would fail, or train with the learning rate of that class.
+    """
+    groups = optimizer.param_groups
+    options = [name for name in getattr(optimizer, "defaults", {}) if all(name in group for group in groups)]
+    failure: KeyError | None = None
+    try:
+        optimizer.load_state_dict(with_classes(optimizer, loadable))
+        missing = [name for name in options if any(name not in group for group in optimizer.param_groups)]
+    except KeyError as error:  # of a state or an option that the class in the checkpoint does not have
+        failure, missing = error, [*error.args]
+    if missing:
+        saved = dict.fromkeys(name for group in loadable["param_groups"] for name in group if name != "params")
+        raise RuntimeError(
+            f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}, which needs "
+            f"{', '.join(map(repr, missing))}: its parameter groups have {', '.join(map(repr, saved))}. Nothing was "
+            "loaded. Load with the optimizer that saved, or without one to begin with new optimizer state"
+        ) from failure
 
-    model = {key.removeprefix(MODEL): value for key, value in found.items()}
-    return Found(model, optimizers, again, contents.extra(own))
+
+# -- the files ---------------------------------------------------------------------------------------------------------
 
 
 class Contents(ExitStack):
@@ -356,7 +332,6 @@ class Contents(ExitStack):
     Attributes:
         table: the index.
         tensors, others: the keys of tensors, and of values that are no tensors.
-        states: the tensors of ``optimizer_state`` that have dimensions.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, reading: Reading) -> None:
@@ -370,7 +345,6 @@ class Contents(ExitStack):
             self.table = index.unpacked(content, manifest.ranks, nbytes)
         self.tensors = [key for key, saved in self.table.items() if saved.dtype]
         self.others = [key for key, saved in self.table.items() if not saved.dtype]
-        self.states: dict[str, Whole] = {}
         self._open: dict[int, RankFile] = {}
 
     def _file(self, rank: int) -> RankFile:
@@ -379,15 +353,14 @@ class Contents(ExitStack):
             self._open[rank] = self.enter_context(RankFile(self.directory / name, self._records[name]))
         return self._open[rank]
 
-    def check_fits(self, needed: Needed) -> None:
-        """Check names and shapes."""
-        saved = {key.removeprefix(MODEL): of for key, of in self.table.items() if key.startswith(MODEL)}
+    def check_fits(self, likes: Mapping[str, Any], trained: Collection[str] | None) -> None:
+        """Check names and shapes of the model, and the names of the optimizers' parameters, if any."""
         strict = self.reading.strict
-        if problems := "; ".join(_misfits(saved, needed.model, strict=strict)):
+        if problems := "; ".join(_misfits(self.table, likes, strict=strict)):
             raise RuntimeError(
                 f"the checkpoint {self.directory} does not fit the model, and nothing was loaded: {problems}"
             )
-        if needed.trained is None:
+        if trained is None:
             return
         if GROUPS not in self.table:
             raise RuntimeError(
@@ -395,7 +368,6 @@ class Contents(ExitStack):
                 "optimizer to begin with new optimizer state"
             )
         names = [param_and_state(key)[0] for key in self.table if key.startswith(STATE)]
-        trained = needed.params
         left = list(dict.fromkeys(name for name in names if name not in trained))
         if left and strict:
             raise RuntimeError(
@@ -407,18 +379,14 @@ class Contents(ExitStack):
         """True if this rank needs only the part of the tensor that it holds of ``like``."""
         return is_distributed(like) and like.shape == self._shape(key)
 
-    def shadow(self, likes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Make CPU memory for tensors: for this rank's part, where ``like`` is distributed and of the same shape."""
-
-        def memory(key: str, like: Any) -> torch.Tensor:
-            dtype, cpu = self._dtype(key), torch.device("cpu")
-            if not self.has_parts_of(key, like):
-                return self.empty(key)
-            if isinstance(like, RaggedTensor):
-                return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
-            return torch.empty_like(like, dtype=dtype, device=cpu)
-
-        return {key: memory(key, like) for key, like in likes.items()}
+    def shadow(self, key: str, like: Any) -> torch.Tensor:
+        """Make CPU memory for a tensor: for this rank's part, if ``like`` is distributed and of the same shape."""
+        dtype, cpu = self._dtype(key), torch.device("cpu")
+        if not self.has_parts_of(key, like):
+            return self.empty(key)
+        if isinstance(like, RaggedTensor):
+            return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
+        return torch.empty_like(like, dtype=dtype, device=cpu)
 
     def empty(self, key: str) -> torch.Tensor:
         """Make CPU memory for a whole tensor."""
@@ -483,25 +451,25 @@ class Contents(ExitStack):
                 "whoever saved it, load it with trusted=True"
             ) from error
 
-    def optimizer_state(self, trained: Collection[str]) -> dict[str, Any]:
-        """Return the optimizer's state dict, with tensors that have dimensions as ``Whole``, to be read later."""
+    def optimizer_state(
+        self, trained: Collection[str], place: Callable[[str, torch.Tensor, bool], None]
+    ) -> dict[str, Any]:
+        """Return the optimizer's state dict, with ``Unread`` for tensors that have dimensions. ``place`` gets the key
+        and the memory of each, and whether it is a present state."""
 
         def wanted(key: str) -> bool:
             return key.startswith(STATE) and param_and_state(key)[0] in trained
 
         keys = [*filter(wanted, self.tensors)]
-        scalars = {key: self.empty(key) for key in keys if not self._shape(key)}
-        self.states = {key: self._whole(key) for key in keys if key not in scalars}
-        self.read(self.find(scalars))
-        values = self.values([*filter(wanted, self.others), GROUPS, OTHERS])
-        return _optimizer_state({key: (scalars | self.states)[key] for key in keys} | values)
+        found: dict[str, Any] = {key: self._unread(key, place) if self._shape(key) else self.empty(key) for key in keys}
+        self.read(self.find({key: value for key, value in found.items() if not isinstance(value, Unread)}))
+        return _optimizer_state(found | self.values([*filter(wanted, self.others), GROUPS, OTHERS]))
 
-    def _whole(self, key: str) -> Whole:
-        """Describe a state that is read later."""
+    def _unread(self, key: str, place: Callable[[str, torch.Tensor, bool], None]) -> Unread:
         state, param = self.table[key], self.table.get(MODEL + param_and_state(key)[0])
         usual = tuple(range(len(state.shape))) if param is None or param.shape != state.shape else param.order
-        order = None if state.order == usual else state.order
-        return Whole(self._dtype(key), state.shape, order, self.reading.in_place)
+        order, in_place = None if state.order == usual else state.order, self.reading.in_place
+        return Unread(self._dtype(key), state.shape, order, in_place=in_place, place=partial(place, key))
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -513,15 +481,16 @@ def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": states | found.get(OTHERS, {}), "param_groups": found[GROUPS]}
 
 
-def _misfits(saved: dict[str, index.Saved], needed: dict[str, Any], *, strict: bool) -> Iterator[str]:
-    for where, names, others in (("checkpoint", needed, saved), ("model", saved, needed)) if strict else ():
-        if missing := [repr(name) for name in names if name not in others]:
+def _misfits(table: index.Table, likes: Mapping[str, Any], *, strict: bool) -> Iterator[str]:
+    saved = {key: of for key, of in table.items() if key.startswith(MODEL)}
+    for where, keys, others in (("checkpoint", likes, saved), ("model", saved, likes)) if strict else ():
+        if missing := [repr(key.removeprefix(MODEL)) for key in keys if key not in others]:
             yield f"missing in the {where}: {', '.join(missing)}"
-    for name, value in needed.items():
-        found = saved.get(name)
-        if found is None or name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:  # a module takes any extra state
+    for key, value in likes.items():
+        found = saved.get(key)
+        if found is None or key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:  # a module takes any extra state
             continue
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         in_file = found.shape if found.dtype else None
         if shape != in_file:
-            yield f"{name!r} has shape {in_file} in the checkpoint and {shape} in the model"
+            yield f"{key.removeprefix(MODEL)!r} has shape {in_file} in the checkpoint and {shape} in the model"

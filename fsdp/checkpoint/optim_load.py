@@ -45,29 +45,40 @@ from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
 
-@dataclass
+@dataclass(frozen=True)
 class Whole:
-    """A whole tensor with dimensions that is to be loaded. In a dict to load it stands for a tensor that the caller
-    reads later, into ``target``.
+    """A whole tensor with dimensions that is to be loaded, as all ranks know it.
 
     Attributes:
         order: the dimensions, outermost in memory first; None is the parameter's order, or row-major for another shape.
-        in_place: the memory of the optimizer's present state may become the target.
-        value: the tensor, on ranks that have the dict. It does not travel between ranks.
-        target: memory for this rank's part of a tensor that the caller reads.
-        exists: the target is the optimizer's present state.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    in_place: bool = False
-    value: torch.Tensor | None = field(default=None, compare=False)
-    target: torch.Tensor | None = field(default=None, compare=False)
-    exists: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Whole):
+    """A tensor of a dict that this rank has. The value does not travel between ranks."""
+
+    value: torch.Tensor = field(compare=False)
 
     def __reduce__(self) -> Any:
         return Whole, (self.dtype, self.shape, self.order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unread(Whole):
+    """A tensor that the caller reads after the plan, in a dict to load.
+
+    Attributes:
+        in_place: the memory of the optimizer's present state may receive it.
+        place: called with the memory for this rank's part, and whether that is the optimizer's present state.
+    """
+
+    in_place: bool
+    place: Callable[[torch.Tensor, bool], None] = field(compare=False)
 
 
 @dataclass
@@ -128,7 +139,7 @@ def _described_value(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
-    return Whole(dtype, shape, value=value) if shape else scalar_of(value)
+    return Given(dtype, shape, value=value) if shape else scalar_of(value)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
@@ -225,7 +236,7 @@ class _Plan:
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
-                    states[state] = Whole(value.dtype, (), value=value)
+                    states[state] = Given(value.dtype, (), value=value)
         return states
 
     def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
@@ -235,7 +246,9 @@ class _Plan:
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
         new = holder.empty(values[0].dtype, values[0].shape, values[0].order)
-        in_place = len(present) == len(holder.members) and all(value.in_place for value in values)
+        in_place = len(present) == len(holder.members) and all(
+            isinstance(value, Unread) and value.in_place for value in values
+        )
         memory = self.present_or(new, holder.param, state) if in_place else new
         for member in holder.members:
             if member not in present:
@@ -246,17 +259,18 @@ class _Plan:
             if value.shape != member.shape and not holder.any_shape:
                 self._problems.append(f"{called} has shape {value.shape}, and the parameter has {member.shape}")
                 continue
-            value.exists = memory is not new
             held = holder.held(member, memory, value.shape, value.order)
-            found = value.value if self._from_rank0 else self._source(called, value, held, unit)
+            if isinstance(value, Unread):
+                value.place(held.part, memory is not new)
+                continue
+            own = value.value if isinstance(value, Given) else None  # on rank 0 alone
+            found = own if self._from_rank0 else self._source(called, value, held, unit)
             self.arrivals.setdefault(unit, []).append((held, found))
         return memory
 
     def _source(self, called: str, whole: Whole, held: Held, unit: Unit) -> Source:
-        """Return this rank's part of a value: nothing yet, for a value that the caller reads."""
-        if whole.value is None:
-            whole.target = held.part
-            return Source(None, ())
+        """Return where this rank finds its part of a value."""
+        assert isinstance(whole, Given)
         try:
             source = read(whole.value, held, unit.groups)
         except (AssertionError, ValueError) as error:
@@ -318,7 +332,7 @@ def _is_whole_by_nature(value: Whole, member: Member) -> bool:
 def _of_first(whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
     """Broadcast the value from rank 0 of ``group``; ``device`` is one on which the group communicates."""
     tensor = torch.empty(whole.shape, dtype=whole.dtype, device=device)
-    if whole.value is not None:
+    if isinstance(whole, Given):
         tensor.copy_(whole.value)
     broadcast([tensor], group)
     return tensor
@@ -408,11 +422,12 @@ def optim_state_dict_to_load(
     for param, state, whole in plan.as_they_are:
         if from_rank0:
             value = _of_first(whole, group, params.device)
-        elif whole.value is None:
+        elif isinstance(whole, Unread):
             new = _target(param, whole)
-            value = whole.target = plan.present_or(new, param, state) if whole.in_place else new
-            whole.exists = value is not new
+            value = plan.present_or(new, param, state) if whole.in_place else new
+            whole.place(value, value is not new)
         else:
+            assert isinstance(whole, Given)
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
@@ -429,7 +444,7 @@ def optim_state_dict_to_load(
         loadable["param_groups"] = groups
     if optim is not None:
         keep_dtypes(optim)
-        later = any(isinstance(value, Whole) for state in of_params for value in state.values())
+        later = any(isinstance(value, Unread) for state in of_params for value in state.values())
         if not later:  # the caller quantizes what it reads itself
             loadable = with_classes(optim, loadable)
     return loadable
