@@ -61,7 +61,6 @@ def optim_state_dict(
         if of_unit:
             channel = channels.over(group_of(unit.groups), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
-    channels.flush()
     finished = finish(leaving.values(), channels, "optimizer state of tensor parallelism")
     leaving = dict(zip(leaving, finished))
     if form.rank0_only and group.rank() != 0:

@@ -221,9 +221,7 @@ class UnitSaving(UnitTensors):
             with self._context.passes.calling("state_dict()", words, often=True):
                 self._context.passes.about_to(GATHER, unit)
         label = f"gather {unit.name}"
-        leaving = export(held.values(), self._form, channel, label)
-        channel.flush()
-        leaving = finish(leaving, self._walk.channels, label)
+        leaving = finish(export(held.values(), self._form, channel, label), self._walk.channels, label)
         return dict(zip(held, leaving)) if self._receives else {}
 
     def _shown(self) -> dict[Key, Held]:

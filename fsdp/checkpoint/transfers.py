@@ -1,7 +1,7 @@
 """Transfers of tensors between the shards of a unit and the values of a state dict, in any form.
 
-A save is :func:`export`, a flush of the channels, and :func:`finish`. A load is :func:`fill_each`, or
-:func:`fill_from_first` for values on rank 0 alone, and a flush.
+A save is :func:`export` and :func:`finish`. A load is :func:`fill_each`, or :func:`fill_from_first` for values on rank
+0 alone, and a flush of the channels.
 
 [Note: Tensor parallelism]
 A tensor that tensor parallelism has cut is on the ranks of a shard group and of a tensor-parallel group. A rank knows
@@ -27,27 +27,11 @@ from fsdp.placement.redistribute import Channel, Channels, Item, redistribute
 from fsdp.runtime.unit import Unit
 
 
-class _NewMemory(Sequence[Part]):
-    """Uninitialized memory for boxes of a tensor, allocated at first use: values that travel through buffers are not
-    in memory twice."""
-
-    def __init__(self, boxes: Sequence[Box], like: torch.Tensor, device: torch.device) -> None:
-        self._boxes, self._like, self._device = boxes, like, device
-        self._parts: list[Part] | None = None
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    def __getitem__(self, index: Any) -> Any:
-        if self._parts is None:
-            self._parts = [(box, self._memory(box)) for box in self._boxes]
-        return self._parts[index]
-
-    def _memory(self, box: Box) -> torch.Tensor:
-        like = self._like  # gives the memory order
-        whole = box.sizes == tuple(like.shape)
-        stride = like.stride() if whole else dense_stride(box.sizes, memory_order(like.shape, like.stride()))
-        return empty_strided(box.sizes, stride, dtype=like.dtype, device=self._device)
+def _memory(boxes: Iterable[Box], like: torch.Tensor, device: torch.device) -> list[Part]:
+    """Allocate memory for boxes of a tensor with the dtype and the memory order of ``like``."""
+    order, whole = memory_order(like.shape, like.stride()), tuple(like.shape)
+    strides = ((box, like.stride() if box.sizes == whole else dense_stride(box.sizes, order)) for box in boxes)
+    return [(box, empty_strided(box.sizes, stride, dtype=like.dtype, device=device)) for box, stride in strides]
 
 
 class Leaving(NamedTuple):
@@ -77,8 +61,7 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
     leaving, items, device = [], [], form.device(channel)
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
-        gets: Sequence[Part] = ()
-        wanted: tuple[Box, ...] = ()
+        memory, wanted = list[Part](), tuple[Box, ...]()
         if target is not None:
             assert device is not None
             if form.rank0_only:
@@ -86,20 +69,21 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
             wanted = target.boxes[channel.rank]
             if held.tp is not None:
                 target = target.inside(part.within)
-            gets = _NewMemory(target.boxes[channel.rank], part, device)
+            memory = _memory(target.boxes[channel.rank], part, device)
             source = held.placement(channel.size)
             if source is None:
-                copy_parts(part.parts, gets)
+                copy_parts(part.parts, memory)
             else:
-                items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
-        leaving.append(Leaving(form, held, gets, channel, wanted))
+                items.append(Item(part.dtype, part.stride(), source, target, part.parts, memory))
+        leaving.append(Leaving(form, held, memory, channel, wanted))
     redistribute(items, channel, label)
     return leaving
 
 
 def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[Leaving]:
-    """Exchange the parts of ``leaving`` among the ranks of tensor parallelism, after the flush of the channels. See
+    """Wait until the elements of ``leaving`` are there, and exchange them among the ranks of tensor parallelism. See
     [Note: Tensor parallelism]."""
+    channels.flush()
     finished: list[Leaving] = []
     items: dict[Channel, list[Item]] = {}
     for one in leaving:
@@ -109,7 +93,7 @@ def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[L
             if source != target:
                 channel, device = channels.over(held.tp.group, one.channel.device), one.form.device(one.channel)
                 assert device is not None
-                gets = _NewMemory(target.boxes[channel.rank], part, device)
+                gets = _memory(target.boxes[channel.rank], part, device)
                 items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
                 one = one._replace(memory=gets)
         finished.append(one)
@@ -154,7 +138,7 @@ def gathered(
             if source.placement is not None:
                 rows = source.placement.boxes[group_of(unit.groups).rank()]
                 needs = needs.inside(rows[0]) if rows else Placement(((),) * channel.size)
-            gets = _NewMemory(needs.boxes[channel.rank], part, unit.device)
+            gets = _memory(needs.boxes[channel.rank], part, unit.device)
             items.setdefault(channel, []).append(Item(part.dtype, part.stride(), has, needs, source.parts, gets))
             source = source._replace(parts=gets)
         found.append((held, source))
