@@ -139,87 +139,66 @@ def agree(
         RuntimeError: some ranks lack states.
         AssertionError: states differ between ranks.
     """
-    exchange = _Exchange(params, state_of, unknown)
-    several = ranks_of(params.units).groups
+    problems, missing, different, known = list[str](), list[str](), list[str](), dict[Any, States]()
+    agreed: dict[Holder, States | None] = {
+        holder: _described(holder, state_of[param], problems, known) if param in state_of else None
+        for param, holder in params.holders.items()
+    }
+    quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
+    of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
+    for holder in agreed:
+        of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
+        if holder.tp_owners:
+            of_tp[holder.unit.groups.tp].append(holder)
+    if any(group is not None for group in (*of_shards, *of_tp)):
+        try:
+            pickle.dumps([*agreed.values()])
+        except Exception as error:  # a value's own __reduce__ may raise any exception
+            problems.append(f"a state cannot be pickled: {error}")
+            agreed = dict.fromkeys(agreed)
+    failure = _failure(unknown, problems)
+    failures = {} if failure is None else {dist.get_rank(): failure}
+
+    def gathered(holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
+        """Yield each of ``holders`` with the descriptions by rank of ``group``; nothing if a rank has failed."""
+        nonlocal quantized
+        own = [agreed[holder] for holder in holders], failures, quantized
+        everyone, ranks = [own], [dist.get_rank()]
+        if group is not None:
+            everyone, ranks = all_gather_object(own, group, _LABEL, params.device), group_ranks(group)
+        for _, theirs, has_quantized in everyone:
+            failures.update(theirs)
+            quantized |= has_quantized
+        if not failures:
+            yield from ((holder, dict(zip(ranks, each))) for holder, *each in zip(holders, *(of[0] for of in everyone)))
+
+    for group, holders in of_shards.items():
+        if group is not None:
+            holders[0].unit.announce()
+        for holder, by_rank in gathered(holders, group):
+            agreed[holder] = _merged(holder, by_rank, missing, different)
+    for group, holders in of_tp.items():  # to the ranks of tensor parallelism that have no part, and so no state
+        for holder, by_rank in gathered(holders, group):
+            agreed[holder] = [*by_rank.values()][holder.tp_owners[0]]
 
     def check() -> dict[Any, list[str]]:
-        exchange.check()
-        return {group: list(_words(exchange.agreed, group)) for group in several}
+        if failures:
+            raise joint_error(dict(sorted(failures.items())))
+        if missing:
+            raise RuntimeError(
+                "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
+                "its part, but " + "; ".join(missing)
+            )
+        if different:
+            raise AssertionError("expected states without elements to agree, but " + "; ".join(different))
+        return {group: list(_words(agreed, group)) for group in several}
 
+    several = ranks_of(params.units).groups
     if len(several) > 1:
         TrainingRanks(several, params.device).together(_LABEL, check, lambda texts: texts)
     else:
         check()
-    agreed = {holder: states for holder, states in exchange.agreed.items() if states is not None}
-    return agreed, exchange.quantized
-
-
-class _Exchange:
-    """The exchange of descriptions.
-
-    Attributes:
-        agreed: the description of each parameter's states: this rank's, and then that which the ranks with elements
-            have in common; None without state. In the order of the parameters.
-        quantized: True if a rank has states in a quantized class.
-    """
-
-    def __init__(
-        self, params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
-    ) -> None:
-        """Agree in each group over which parameters are sharded. Then send descriptions to the ranks of tensor
-        parallelism that have no part of a parameter, and so no state."""
-        self._device, self._missing, self._different = params.device, list[str](), list[str]()
-        problems, known = list[str](), dict[Any, States]()
-        self.agreed: dict[Holder, States | None] = {
-            holder: _described(holder, state_of[param], problems, known) if param in state_of else None
-            for param, holder in params.holders.items()
-        }
-        self.quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
-        of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
-        for holder in self.agreed:
-            of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
-            if holder.tp_owners:
-                of_tp[holder.unit.groups.tp].append(holder)
-        if any(group is not None for group in (*of_shards, *of_tp)):
-            try:
-                pickle.dumps([*self.agreed.values()])
-            except Exception as error:  # a value's own __reduce__ may raise any exception
-                problems.append(f"a state cannot be pickled: {error}")
-                self.agreed = dict.fromkeys(self.agreed)
-        failure = _failure(unknown, problems)
-        self._failures = {} if failure is None else {dist.get_rank(): failure}
-        for group, holders in of_shards.items():
-            if group is not None:
-                holders[0].unit.announce()
-            for holder, by_rank in self._gathered(holders, group):
-                self.agreed[holder] = _merged(holder, by_rank, self._missing, self._different)
-        for group, holders in of_tp.items():
-            for holder, by_rank in self._gathered(holders, group):
-                self.agreed[holder] = [*by_rank.values()][holder.tp_owners[0]]
-
-    def _gathered(self, holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
-        """Yield each of ``holders`` with the descriptions by rank of ``group``; nothing if a rank has failed."""
-        own = [self.agreed[holder] for holder in holders], self._failures, self.quantized
-        everyone, ranks = [own], [dist.get_rank()]
-        if group is not None:
-            everyone, ranks = all_gather_object(own, group, _LABEL, self._device), group_ranks(group)
-        for _, failures, quantized in everyone:
-            self._failures.update(failures)
-            self.quantized |= quantized
-        if not self._failures:
-            yield from ((holder, dict(zip(ranks, each))) for holder, *each in zip(holders, *(of[0] for of in everyone)))
-
-    def check(self) -> None:
-        """Check that no rank has failed, and that the descriptions agree; raises as :func:`agree`."""
-        if self._failures:
-            raise joint_error(dict(sorted(self._failures.items())))
-        if self._missing:
-            raise RuntimeError(
-                "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
-                "its part, but " + "; ".join(self._missing)
-            )
-        if self._different:
-            raise AssertionError("expected states without elements to agree, but " + "; ".join(self._different))
+    return {holder: states for holder, states in agreed.items() if states is not None}, quantized
 
 
 def _words(agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
