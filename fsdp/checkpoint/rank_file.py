@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -192,26 +193,26 @@ class Copy:
                 self._box.cut(both, self._target).copy_(box.cut(both, values))
 
 
-class RankFile:
+class RankFile(ExitStack):
     """A rank's file that is being read. Each block is verified before a read returns."""
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         """Open the file, and verify the header."""
+        super().__init__()
         self.path = path
         files.check_size(path, record)
-        try:
-            self._file = SafetensorsFile.open(path)
-        except ValueError as error:
-            raise files.damage(f"{path} has another header than when it was written: {error}") from error
-        try:
+        other = f"{path} has another header than when it was written"
+        with ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(SafetensorsFile.open(path))
+            except ValueError as error:
+                raise files.damage(f"{other}: {error}") from error
+            if sha256(self._file.header) != record.checksum:
+                raise files.damage(other)
             self._read_header(record)
-        except BaseException:
-            self.close()
-            raise
+            self.push(stack.pop_all())
 
     def _read_header(self, record: FileRecord) -> None:
-        if sha256(self._file.header) != record.checksum:
-            raise files.damage(f"{self.path} has another header than when it was written")
         with files.of_ours(self.path):
             entries, metadata = self._file.parse()
             boxes, dtypes = json.loads(metadata["fsdp.boxes"]), json.loads(metadata["fsdp.dtypes"])
@@ -233,15 +234,6 @@ class RankFile:
                 ):
                     raise ValueError(f"{name!r} has the bytes {begin} to {end}, and is {dtype} of shape {shape}")
                 self._stored[key].append(_Stored(box, dtype, begin, end))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> RankFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     @property
     def keys(self) -> Collection[str]:
