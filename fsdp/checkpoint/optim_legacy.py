@@ -19,7 +19,7 @@ from fsdp.checkpoint.forms import Form, Full, Rows
 from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes, with_classes
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import Group
-from fsdp.checkpoint.optim_state import optim_state_dict as save_optim_state
+from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.state_dict import calling_wrapped
 
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -37,16 +37,12 @@ class LegacyOptimMethods:
         group: Any = None,
     ) -> dict[str, Any]:
         """Return ``optim_state_dict`` with whole tensors on CPU, regardless of ``state_dict_type``."""
-        return LegacyOptimMethods._optim_state_dict_impl(
-            model, optim, optim.state_dict(), optim_input, rank0_only, group=group
-        )
+        return saved(model, groups_of(optim, optim_input), optim.state_dict(), Full(rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """Return ``optim_state_dict`` with sharded tensors on CPU, regardless of ``state_dict_type``."""
-        return LegacyOptimMethods._optim_state_dict_impl(
-            model, optim, optim.state_dict(), rank0_only=False, full_state_dict=False, group=group
-        )
+        return saved(model, optim.param_groups, optim.state_dict(), Rows(), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -57,16 +53,14 @@ class LegacyOptimMethods:
     ) -> dict[str, Any]:
         """Return ``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, the result is
         for an optimizer built from ``optim_input``, or from ``model.parameters()``."""
-        return LegacyOptimMethods._optim_state_dict_to_load_impl(full_optim_state_dict, model, optim_input, optim)
+        return to_load(full_optim_state_dict, model, groups_of(optim, optim_input), optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
         """Return ``optim_state_dict_to_load`` of a sharded dict."""
-        return LegacyOptimMethods._optim_state_dict_to_load_impl(
-            sharded_optim_state_dict, model, optim=optim, full_state_dict=False
-        )
+        return to_load(sharded_optim_state_dict, model, optim.param_groups, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -77,10 +71,9 @@ class LegacyOptimMethods:
         group: Any = None,
     ) -> dict[str, Any]:
         """Return ``shard_full_optim_state_dict`` of a full dict on rank 0 of ``group`` (None: the default group);
-        the remaining ranks pass None."""
-        return LegacyOptimMethods._optim_state_dict_to_load_impl(
-            full_optim_state_dict, model, optim_input, optim, rank0_only=True, group=group
-        )
+        the other ranks pass None."""
+        own = groups_of(optim, optim_input)
+        return to_load(full_optim_state_dict, model, own, optim, from_rank0=True, group=group)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -102,70 +95,36 @@ class LegacyOptimMethods:
             RuntimeError: parameters of ``model`` stand for several (``use_orig_params=False``).
             KeyError: a key belongs to no parameter of this model and optimizer.
         """
-        LegacyOptimMethods._warn_optim_input(optim_input)
         rekeyed = optim_names.rekey(optim_state_dict, optim_state_key_type, model, groups_of(optim, optim_input))
         if optim is not None and is_marked(rekeyed) and optim_state_key_type is OptimStateKeyType.PARAM_ID:
             keep_dtypes(optim)
             rekeyed = with_classes(optim, rekeyed)
         return rekeyed
 
-    @staticmethod
-    def _optim_state_dict_impl(
-        model: nn.Module,
-        optim: Optimizer | None,
-        optim_state_dict: dict[str, Any],
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        full_state_dict: bool = True,
-        group: Any = None,
-        cpu_offload: bool = True,
-        *,
-        _stacklevel: int = 1,
-    ) -> dict[str, Any]:
-        """Save optimizer state in a given form."""
-        LegacyOptimMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
-        form: Form = (Full if full_state_dict else Rows)(rank0_only and full_state_dict, cpu_offload)
-        with calling_wrapped("optim_state_dict()", model):
-            return save_optim_state(model, groups_of(optim, optim_input), optim_state_dict, form, group=group)
 
-    @staticmethod
-    def _optim_state_dict_to_load_impl(
-        optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: Optimizer | None = None,
-        full_state_dict: bool = True,
-        rank0_only: bool = False,
-        is_named_optimizer: bool = False,
-        group: Any = None,
-    ) -> dict[str, Any]:
-        """Convert a dict to load. The values show whether the dict is full or sharded, so ``full_state_dict`` is
-        unused."""
-        LegacyOptimMethods._warn_optim_input(optim_input, stacklevel=2)
-        with calling_wrapped("optim_state_dict_to_load()", model):
-            return optim_state_dict_to_load(
-                model,
-                lambda: optim_state_dict,
-                groups_of(optim, optim_input),
-                optim=optim,
-                is_named=is_named_optimizer,
-                from_rank0=rank0_only,
-                group=group,
-            )
+def saved(
+    model: nn.Module, own: Sequence[Group] | None, raw: dict[str, Any], form: Form, group: Any = None
+) -> dict[str, Any]:
+    """Return the optimizer's state ``raw`` in this form; ``own`` are the optimizer's groups."""
+    with calling_wrapped("optim_state_dict()", model):
+        return optim_state_dict(model, own, raw, form, group=group)
 
-    @staticmethod
-    def _warn_optim_input(optim_input: Any, *, stacklevel: int = 1) -> None:
-        if optim_input is not None:
-            warnings.warn(
-                "The `optim_input` argument is deprecated: pass `optim` instead, or neither",
-                FutureWarning,
-                stacklevel=stacklevel + 2,
-            )
 
-    @staticmethod
-    def _is_using_optim_input(optim_input: Any, optim: Optimizer | None) -> bool:
-        """Return True if ids are positions in ``optim_input`` (or ``model.parameters()``) rather than in ``optim``."""
-        return optim_input is not None or optim is None
+def to_load(
+    state: dict[str, Any] | None,
+    model: nn.Module,
+    own: Sequence[Group] | None,
+    optim: Optimizer | None,
+    *,
+    is_named: bool = False,
+    from_rank0: bool = False,
+    group: Any = None,
+) -> dict[str, Any]:
+    """Convert a full or sharded dict to one that the optimizer with the groups ``own`` loads."""
+    with calling_wrapped("optim_state_dict_to_load()", model):
+        return optim_state_dict_to_load(
+            model, lambda: state, own, optim=optim, is_named=is_named, from_rank0=from_rank0, group=group
+        )
 
 
 def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequence[Group] | None:
@@ -177,6 +136,9 @@ def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequen
     """
     if optim_input is None:
         return None if optim is None else optim.param_groups
+    warnings.warn(
+        "The `optim_input` argument is deprecated: pass `optim` instead, or neither", FutureWarning, stacklevel=3
+    )
     expected = (
         "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
     )

@@ -20,12 +20,11 @@ from fsdp.api import (
     StateDictType,
     as_state_dict_settings,
 )
-from fsdp.checkpoint import optim_state
 from fsdp.checkpoint.forms import Form, Full
 from fsdp.checkpoint.load_state_dict import load
-from fsdp.checkpoint.optim_legacy import LegacyOptimMethods
+from fsdp.checkpoint.optim_legacy import LegacyOptimMethods, saved, to_load
 from fsdp.checkpoint.sharded_tensors import check_no_mesh
-from fsdp.checkpoint.state_dict import calling_wrapped, collecting, strip_wrapper
+from fsdp.checkpoint.state_dict import collecting, strip_wrapper
 from fsdp.flat.names import WRAPPED_MODULE, unit_of, wrappers_in
 from fsdp.runtime.unit import Phase, Unit, units_in, units_of
 
@@ -248,8 +247,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         """
         form = _optim_form(model)
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        with calling_wrapped("optim_state_dict()", model):
-            return optim_state.optim_state_dict(model, optim.param_groups, raw, form, group=group)
+        return saved(model, optim.param_groups, raw, form, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -281,13 +279,9 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         """
-        loadable = StateDictMethods._optim_state_dict_to_load_impl(
-            optim_state_dict,
-            model,
-            optim=optim,
-            rank0_only=_optim_form(model).rank0_only,
-            is_named_optimizer=is_named_optimizer,
-            group=group,
+        from_rank0, own = _optim_form(model).rank0_only, optim.param_groups
+        loadable = to_load(
+            optim_state_dict, model, own, optim, is_named=is_named_optimizer, from_rank0=from_rank0, group=group
         )
         if load_directly:
             optim.load_state_dict(loadable)
