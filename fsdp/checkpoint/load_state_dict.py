@@ -62,16 +62,6 @@ def load(
                 _warn_of_other_names(list(state_dict), found.missing_keys)
             return found
         except RuntimeError as error:
-            if "Missing key" in str(error) and state_dict and all(str(key).startswith("module.") for key in state_dict):
-                error.args = (
-                    f'{error}\n\tAll keys begin with "module.", as those of DistributedDataParallel: take it away by '
-                    'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")',
-                )
-            elif "Missing key" in str(error) and any(flat_name(0) in str(key) for key in state_dict):
-                error.args = (
-                    f"{error}\n\tThe state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it "
-                    "inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
-                )
             if type(error) in (RuntimeError, NotLoaded) and form.mismatch is not RuntimeError:
                 raise form.mismatch(str(error)) from error
             raise
@@ -85,6 +75,27 @@ def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
         f"load_state_dict(strict=False) has loaded nothing: none of the {len(keys)} names in the state dict, such as "
         f"{keys[0]!r}, is one of the model's, such as {names[0]!r}{remedy}"
     )
+
+
+def _reason(keys: Sequence[str]) -> str:
+    """Return the probable reason why a state dict with these keys lacks names of the model."""
+    if not keys:
+        return (
+            f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
+            "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
+            "else pass it on every rank"
+        )
+    if all(key.startswith("module.") for key in keys):
+        return (
+            'All keys begin with "module.", as those of DistributedDataParallel: take it away by '
+            'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")'
+        )
+    if any(flat_name(0) in key for key in keys):
+        return (
+            "The state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it inside "
+            "FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)"
+        )
+    return ""
 
 
 def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
@@ -102,13 +113,9 @@ def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Ma
             try:
                 loading = prepare(model, into_module, state_dict, strict)
             except RuntimeError as error:
-                if state_dict or "Missing key" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
-                    "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
-                    f"else pass it on every rank. {error}"
-                ) from error
+                if "Missing key" in str(error) and (reason := _reason([*map(str, state_dict)])):
+                    raise RuntimeError(f"{error}\n\t{reason}") from error
+                raise
             undo.callback(loading.undo)
             return loading
 
