@@ -335,9 +335,6 @@ def lay_out(
     if own is None:
         return [{**group, "params": sorted({keys[name] for name in group["params"]})} for group in saved]
     names = [[params.names(param) for param in group["params"]] for group in own]
-    empty = [group for group in saved if not group["params"]]
-    if len(empty) != sum(not group["params"] for group in own):
-        empty = []
     result = []
     for group, of_group in zip(own, names):
         kept_params = group["params"]
@@ -345,10 +342,7 @@ def lay_out(
             kept_params = [p for p, some in zip(kept_params, of_group) if any(name in group_of for name in some)]
             if group["params"] and not kept_params:
                 continue
-        if kept_params:
-            loaded = _settings([name for some in of_group for name in some], group_of)
-        else:
-            loaded = _without_params(empty.pop(0)) if empty else None
+        loaded = _settings([name for some in of_group for name in some], group_of)
         kept = _without_params(group)
         settings = copy.deepcopy(kept if loaded is None else loaded)
         for key, value in settings.items():  # capturable optimizers have rates that are tensors on the device
