@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.comm.groups import default_group
-from fsdp.export.weights import check_placements, target_dtype, unowned
+from fsdp.export.weights import target_dtype, tensors_of
 from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import memory_order
-from fsdp.runtime.build import join
+from fsdp.runtime.unit import units_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -87,17 +87,6 @@ class Snapshot:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class _Part(NamedTuple):
-    """This rank's interval of a tensor: elements in memory order, beginning at ``start``."""
-
-    name: str
-    values: torch.Tensor
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    tied: tuple[str, ...] = ()
-
-
 def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
     """Copy this rank's shards of ``model`` in ``dtype``, to find :func:`changes` later. No communication.
 
@@ -110,8 +99,8 @@ def snapshot(model: nn.Module, dtype: torch.dtype | None = None) -> Snapshot:
         RuntimeError: a forward or backward is under way.
     """
     made = Snapshot(dtype)
-    for part in _parts(model):
-        made.values[part.name] = part.values.to(target_dtype(part.values.dtype, dtype), copy=True)
+    for (name, *_), part in _parts(model):
+        made.values[name] = part.local.to(target_dtype(part.dtype, dtype), copy=True)
     return made
 
 
@@ -127,21 +116,20 @@ def changes(model: nn.Module, snapshot: Snapshot) -> Changes:
         NotImplementedError: ranks hold different experts.
     """
     parts = _parts(model)
-    if [part.name for part in parts] != list(snapshot.values) or any(
-        part.values.shape != snapshot.values[part.name].shape for part in parts
-    ):
+    shapes = [(name, part.local.shape) for (name, *_), part in parts]
+    if shapes != [(name, values.shape) for name, values in snapshot.values.items()]:
         raise ValueError("the snapshot is of another model, or of another rank's shards: take it anew")
     found: list[Change] = []
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        before = snapshot.values[part.name]
-        now = part.values.to(before.dtype)
+    for (name, *tied), part in parts:
+        before = snapshot.values[name]
+        now = part.local.to(before.dtype)
         places = _different(now, before).nonzero().view(-1)
         if not places.numel():
             continue
         values, old = now[places], before[places]
-        indices = _row_major(places + part.start, part.shape, part.stride)
-        change = Change(part.name, indices, values, part.tied)
+        indices = _row_major(places + part.start, part.shape, part.stride())
+        change = Change(name, indices, values, tuple(tied))
         _add_to(digest, change, old)
         found.append(change)
         before[places] = values
@@ -258,26 +246,15 @@ def _row_major(places: torch.Tensor, shape: Sequence[int], stride: tuple[int, ..
     return places if math.prod(shape) > torch.iinfo(torch.int32).max else places.int()
 
 
-def _parts(model: nn.Module) -> list[_Part]:
-    """List the tensors that this rank compares: its parts of parameters, and on rank 0 the tensors of no unit."""
-    params, found = ModelParams(model), list[_Part]()
-    if not params.units:
+def _parts(model: nn.Module) -> list[tuple[tuple[str, ...], RaggedTensor]]:
+    """List names and elements that this rank compares: parts of parameters, and on rank 0 the tensors of no unit."""
+    if not units_of(model):
         raise ValueError(f"expected a model with wrapped modules in it, but {type(model).__name__} has none")
-    check_placements(params, "fsdp.export.changes()")
+    tensors, found = tensors_of(model, "fsdp.export.changes()"), list[tuple[tuple[str, ...], RaggedTensor]]()
     check_no_experts(model, "fsdp.export.changes()")
-    for unit in params.units:
-        join(unit)
-        unit.check_idle("compare shards outside of that")
-        unit.follow_parameters()
-    for holder in params.holders.values():
-        groups, handle = holder.unit.groups, holder.handle
-        for member in holder.members if groups.replica_rank == 0 else ():
-            piece, record = handle.layout.piece(member.index, groups.shard_rank), member.record
-            values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel].detach()
-            name, *tied = member.names
-            found.append(_Part(name, values, piece.start, record.shape, record.stride, tuple(tied)))
-    if default_group().rank() == 0:
-        for name, tensor in unowned(model):
-            flat, shape = tensor.detach().reshape(-1), tuple(tensor.shape)
-            found.append(_Part(name, flat, 0, shape, contiguous_stride(shape)))
+    for names, _, shape, unit, held, value in tensors:
+        if unit is not None and held is not None and unit.groups.replica_rank == 0:
+            found.append((names, held.part))
+        elif value is not None and default_group().rank() == 0:
+            found.append((names, RaggedTensor(value.detach().reshape(-1), shape, 0)))
     return found

@@ -23,11 +23,10 @@ from torch import nn
 from fsdp.api import as_nbytes
 from fsdp.checkpoint.files import FORGED, disk, write_durably
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.safetensors import Entry, SafetensorsFile, is_supported, laid_out, memory_of, pack_header
-from fsdp.checkpoint.state_dict import calling, check_no_experts, held_param
+from fsdp.checkpoint.state_dict import calling, check_no_experts
 from fsdp.comm.consensus import Ranks
-from fsdp.export.weights import check_placements, target_dtype, unowned
+from fsdp.export.weights import ModelTensor, tensors_of
 from fsdp.flat.layout import contiguous_stride
 from fsdp.flat.unwritten import warn_of_unwritten
 from fsdp.placement.boxes import Box, Placement, elements_of
@@ -38,27 +37,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
-class _Tensor(NamedTuple):
-    """A tensor of the model: a parameter of ``unit``, or a ``value`` that every rank has.
-
-    Attributes:
-        names: all names in the model; the first one is written.
-        held: this rank's part of the parameter.
-    """
-
-    names: tuple[str, ...]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    unit: Unit | None
-    held: Held | None
-    value: torch.Tensor | None
-
-
 @dataclass(eq=False)
 class _File:
     """A file to write, and the rank that writes it."""
 
-    tensors: dict[str, _Tensor] = field(default_factory=dict)  # by the name in the file
+    tensors: dict[str, ModelTensor] = field(default_factory=dict)  # by the name in the file
     nbytes: int = 0
     name: str = SINGLE
     owner: int = 0
@@ -113,7 +96,7 @@ def save_safetensors(
 
     def plan() -> list[_File]:
         check_no_experts(model, "save_safetensors()")
-        tensors = _tensors(model, dtype)
+        tensors = tensors_of(model, "save_safetensors()", dtype)
         limit = as_nbytes(max_shard_size, "max_shard_size")
         files = _divided(tensors, limit, rename, ranks.size)
         for file in files:
@@ -156,24 +139,7 @@ def save_safetensors(
                     _temporary(path / file.name, suffix).unlink(missing_ok=True)
 
 
-def _tensors(model: nn.Module, dtype: torch.dtype | None) -> list[_Tensor]:
-    """List the tensors of the model by unit, in ``dtype`` or their own. Tensors that no unit owns are last."""
-    params, found = ModelParams(model), list[_Tensor]()
-    check_placements(params, "safetensors")
-    for unit in params.units:
-        unit.check_idle("save or load safetensors outside of that")
-        unit.follow_parameters()
-    for holder in params.holders.values():
-        own = target_dtype(holder.handle.layout.dtype, dtype)
-        for member in holder.members:
-            held = held_param(holder.handle, member.index)
-            found.append(_Tensor(member.names, own, member.shape, holder.unit, held, None))
-    for name, value in unowned(model):
-        found.append(_Tensor((name,), target_dtype(value.dtype, dtype), tuple(value.shape), None, None, value))
-    return found
-
-
-def _divided(tensors: list[_Tensor], limit: int, rename: Callable[[str], str] | None, ranks: int) -> list[_File]:
+def _divided(tensors: list[ModelTensor], limit: int, rename: Callable[[str], str] | None, ranks: int) -> list[_File]:
     """Divide the tensors among files of up to ``limit`` bytes, and the files among ranks; the same on all ranks."""
     files = [_File()]
     names: dict[str, str] = {}
@@ -321,8 +287,8 @@ def load_safetensors(
     """
     ranks, path = Ranks.of(None), Path(path)
 
-    def look() -> list[tuple[_Tensor, _Found]]:
-        tensors = _tensors(model, None)
+    def look() -> list[tuple[ModelTensor, _Found]]:
+        tensors = tensors_of(model, "load_safetensors()")
         return _matched(tensors, _opened(path, stack), rename, strict=strict)
 
     with contextlib.ExitStack() as stack, ranks.call("fsdp.export.load_safetensors()"):
@@ -373,10 +339,10 @@ def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, _Found]:
 
 
 def _matched(
-    tensors: list[_Tensor], found: dict[str, _Found], rename: Callable[[str], str] | None, *, strict: bool
-) -> list[tuple[_Tensor, _Found]]:
+    tensors: list[ModelTensor], found: dict[str, _Found], rename: Callable[[str], str] | None, *, strict: bool
+) -> list[tuple[ModelTensor, _Found]]:
     """Find the place of each tensor in the files."""
-    pairs, problems, missing, known = list[tuple[_Tensor, _Found]](), list[str](), list[str](), set[str]()
+    pairs, problems, missing, known = list[tuple[ModelTensor, _Found]](), list[str](), list[str](), set[str]()
     for tensor in tensors:
         names = [name if rename is None else rename(name) for name in tensor.names]
         known.update(names)
@@ -409,7 +375,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "floating-point" if dtype.is_floating_point else "bool" if dtype == torch.bool else "integer"
 
 
-def _read(tensor: _Tensor, found: _Found) -> torch.Tensor:
+def _read(tensor: ModelTensor, found: _Found) -> torch.Tensor:
     """Read this rank's part of a tensor, in the dtype of the file: 1-D in memory order, or all of it."""
     entry, numel = found.entry, math.prod(found.entry.shape)
 

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import ModelParams
-from fsdp.checkpoint.state_dict import check_no_experts
+from fsdp.checkpoint.snapshot import persistent_buffers
+from fsdp.checkpoint.state_dict import check_no_experts, held_param
 from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.issuing import GATHER
@@ -265,13 +267,46 @@ def _slice(name: str, tensor: torch.Tensor, buffer: torch.Tensor) -> Slice:
     return Slice(name, tuple(tensor.shape), tensor.dtype, start, start + tensor.numel(), tensor.stride())
 
 
+class ModelTensor(NamedTuple):
+    """A tensor of a model: a parameter of ``unit``, or a ``value`` that every rank has.
+
+    Attributes:
+        names: all names in the plain model.
+        dtype: to export it in.
+        held: this rank's part of the parameter.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    unit: Unit | None
+    held: Held | None
+    value: torch.Tensor | None
+
+
+def tensors_of(model: nn.Module, label: str, dtype: torch.dtype | None = None) -> list[ModelTensor]:
+    """List the tensors of the model by unit, in ``dtype`` or their own; those that no unit owns are last. ``label`` is
+    the call in errors."""
+    params, found = ModelParams(model), list[ModelTensor]()
+    check_placements(params, label)
+    for unit in params.units:
+        unit.check_idle(f"call {label} outside of that")
+        unit.follow_parameters()
+    for holder in params.holders.values():
+        own = target_dtype(holder.handle.layout.dtype, dtype)
+        for member in holder.members:
+            held = held_param(holder.handle, member.index)
+            found.append(ModelTensor(member.names, own, member.shape, holder.unit, held, None))
+    for name, value in unowned(model):
+        found.append(ModelTensor((name,), target_dtype(value.dtype, dtype), tuple(value.shape), None, None, value))
+    return found
+
+
 def unowned(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return the parameters that no unit owns, and the persistent buffers, by name in the plain model."""
     found: dict[str, torch.Tensor] = {name: param for param, name in ModelParams(model).others.items()}
     for path, module in plain_modules(model):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[joined(path, name)] = buffer
+        found.update((joined(path, name), buffer) for name, buffer in persistent_buffers(module))
     return list(found.items())
 
 
