@@ -20,10 +20,10 @@ run.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from fsdp.checkpoint.optim_names import STANDS_FOR, Holder, Member, ModelParams
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.comm.collectives import agree
-from fsdp.comm.consensus import failures_in, joint_error
+from fsdp.comm.consensus import TrainingRanks
 from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import point_at
 from fsdp.optim.ownership import WholeHolder, assign_owners
@@ -205,13 +205,20 @@ class WholeParamOptimizer(Optimizer):
         self._model = model  # whose deletion would end the units
         self._units = list(params.units)
         self._selected: list[_Selected] = []
-        others: list[nn.Parameter] = []
+
+        def divide() -> list[nn.Parameter]:
+            self._selected, others = _divide(params, select, has_rest=rest is not None)
+            return others
+
+        def make() -> tuple[Optimizer, Optimizer | None]:
+            whole = _made(factory, [each.param for each in self._selected], "factory")
+            return whole, None if rest is None or not others else _made(rest, others, "rest")
+
         with self._calling("WholeParamOptimizer()"):
-            with self._together(params):
-                self._selected, others = _divide(params, select, has_rest=rest is not None)
-            with self._together(params), _values_shown(self):
-                self._whole = _made(factory, [each.param for each in self._selected], "factory")
-                self._rest = None if rest is None or not others else _made(rest, others, "rest")
+            ranks = TrainingRanks([*map(_group_of, self._units)], params.device)
+            others = ranks.together("select whole parameters", divide, lambda _: self._described())
+            with _values_shown(self):
+                self._whole, self._rest = ranks.together("construct a WholeParamOptimizer", make)
         for each in self._selected:
             if not each.is_mine:
                 self._whole.state.pop(each.param, None)  # some optimizers make state in their constructors
@@ -277,9 +284,10 @@ class WholeParamOptimizer(Optimizer):
         for unit in self._units:
             unit.before_step()
             unit.check_gradients("WholeParamOptimizer.step()")
-        with self._calling("WholeParamOptimizer.step()"), self._hidden_afterwards(), _Groups(self._whole) as groups:
-            for group in self._groups():
-                self._step_of(group, groups)
+        with self._calling("WholeParamOptimizer.step()"), self._hidden_afterwards():
+            groups = _Groups(self._whole)
+            for group, by_unit in self._by_group().items():
+                self._step_of(group, by_unit, groups)
             if not groups.stepped:  # as without gradients
                 groups.step()
         if self._rest is not None:
@@ -303,23 +311,16 @@ class WholeParamOptimizer(Optimizer):
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _groups(self) -> list[Any]:
-        """The shard groups of the selected parameters, in the order of the units; None is this rank alone."""
-        return list(dict.fromkeys(unit.groups.shard if unit.groups.sharded else None for unit in self._units))
-
-    def _of_group(self, group: Any) -> dict[Unit, list[_Selected]]:
-        """The selected parameters of the units that are sharded over ``group``."""
-        found: dict[Unit, list[_Selected]] = {}
+    def _by_group(self) -> dict[Any, dict[Unit, list[_Selected]]]:
+        """The selected parameters by shard group and unit, in the order of the units; None is this rank alone."""
+        found: dict[Any, dict[Unit, list[_Selected]]] = {}
         for unit in self._units:
-            if (unit.groups.shard if unit.groups.sharded else None) is group:
-                found[unit] = [each for each in self._selected if each.unit is unit]
-        return {unit: several for unit, several in found.items() if several}
+            if several := [each for each in self._selected if each.unit is unit]:
+                found.setdefault(_group_of(unit), {})[unit] = several
+        return found
 
-    def _step_of(self, group: Any, groups: _Groups) -> None:
+    def _step_of(self, group: Any, by_unit: dict[Unit, list[_Selected]], groups: _Groups) -> None:
         """Step the parameters that are sharded over ``group``; see [Note: The pipeline of a step]."""
-        by_unit = self._of_group(group)
-        if not by_unit:
-            return
         device = next(iter(by_unit)).device
         channel = Channel(group, device)
         having = _with_gradients([each for several in by_unit.values() for each in several], group, device)
@@ -328,7 +329,7 @@ class WholeParamOptimizer(Optimizer):
         if rounds:
             _start([item for each in rounds[0] for item in each.to_owner(gradient=True)], channel)
             channel.flush()
-        for current, following in itertools.zip_longest(rounds, rounds[1:], fillvalue=()):
+        for current, following in zip_longest(rounds, rounds[1:], fillvalue=()):
             _start([item for each in following for item in each.to_owner(gradient=True)], channel)
             for each in current:
                 each.show()
@@ -363,29 +364,16 @@ class WholeParamOptimizer(Optimizer):
                 unit.announce(replicas=False)
             yield
 
-    @contextlib.contextmanager
-    def _together(self, params: ModelParams) -> Iterator[None]:
-        """Enclose a part of the constructor that fails on all ranks if it fails on one, or if the ranks select
-        differently."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:  # the program's own functions may raise any exception
-            error = raised
-        alike = {
-            group: [
-                f"{each.member.name} {each.member.shape}"
-                for several in self._of_group(group).values()
-                for each in several
-            ]
-            for group in self._groups()
-            if group is not None
+    def _described(self) -> dict[Any, list[str]]:
+        """Describe the selected parameters for the ranks of each group, which have to select the same."""
+        return {
+            group: [f"{each.member.name} {each.member.shape}" for each in chain(*by_unit.values())]
+            for group, by_unit in self._by_group().items()
         }
-        elsewhere = failures_in(list(alike), error, "construct a WholeParamOptimizer", params.device, alike)
-        if error is not None:
-            raise error
-        if elsewhere:
-            raise joint_error(elsewhere)
+
+
+def _group_of(unit: Unit) -> Any:
+    return unit.groups.shard if unit.groups.sharded else None
 
 
 def _drop(several: Iterable[_Selected]) -> None:
@@ -422,13 +410,11 @@ def _with_gradients(several: Sequence[_Selected], group: Any, device: torch.devi
 @contextlib.contextmanager
 def _values_shown(optimizer: WholeParamOptimizer) -> Iterator[None]:
     """Inside, the selected parameters have their values on their owners; changes are dropped."""
-    for group in optimizer._groups():
-        by_unit = optimizer._of_group(group)
-        if by_unit:
-            channel = Channel(group, next(iter(by_unit)).device)
-            for several in by_unit.values():
-                _start([item for each in several for item in each.to_owner(gradient=False)], channel)
-            channel.flush()
+    for group, by_unit in optimizer._by_group().items():
+        channel = Channel(group, next(iter(by_unit)).device)
+        for several in by_unit.values():
+            _start([item for each in several for item in each.to_owner(gradient=False)], channel)
+        channel.flush()
     with optimizer._hidden_afterwards():
         for each in optimizer._selected:
             each.show()
@@ -441,16 +427,10 @@ class _Groups:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self.stepped = optimizer, False
-
-    def __enter__(self) -> _Groups:
         self._before = [
             {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-            for group in self._optimizer.param_groups
+            for group in optimizer.param_groups
         ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._before.clear()
 
     def step(self) -> None:
         """Step the optimizer, with the values that the groups had at first."""
