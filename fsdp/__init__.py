@@ -40,6 +40,7 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_para
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
 from fsdp.optim.phases import offload, offloaded, onload
 from fsdp.runtime.call import mark_side_output
+from fsdp.runtime.mean_factor import mean_factor
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ __all__ = [
     "global_shape",
     "join",
     "mark_side_output",
+    "mean_factor",
     "num_params",
     "offload",
     "offloaded",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy, mean_factor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_equivalent
 from tests.harness.pool import on_ranks
@@ -56,17 +57,8 @@ def _loss(model: nn.Module, x: Tensor, tokens: int) -> Tensor:
     return model(x).square().sum() / tokens
 
 
-CASES = {
-    "the mean of the rank's own tokens": (None, SEQUENCES * LENGTH // 4),
-    "a part of the mean of its sequences": (2, SEQUENCES * LENGTH // 2),
-}
-
-
-@pytest.mark.parametrize("loss", CASES)
-@pytest.mark.parametrize("kind", ["flattened", "hybrid"])
-@on_ranks(4)
-def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> None:
-    """On 2 x 2 ranks. Where the context parallel ranks add up to one loss, the divisor is the number of the others."""
+def _built(kind: str) -> tuple[nn.Module, Any, Callable[[Tensor], Tensor]]:
+    """Return a plain model, the same over 2 x 2 ranks, and a function that returns this rank's part of a batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(3)
     plain = nn.Sequential(Attention(), Attention(), nn.Linear(WIDTH, 2)).double()
@@ -78,15 +70,30 @@ def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> No
         settings = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     policy = ModuleWrapPolicy({Attention})
     model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, **settings)
+    dp, cp = (mesh.get_local_rank(name) for name in ("dp", "cp"))
+    return plain, model, lambda batch: batch.chunk(2)[dp].chunk(2, dim=1)[cp]
+
+
+CASES = {
+    "the mean of the rank's own tokens": (None, SEQUENCES * LENGTH // 4),
+    "a part of the mean of its sequences": (2, SEQUENCES * LENGTH // 2),
+}
+
+
+@pytest.mark.parametrize("loss", CASES)
+@pytest.mark.parametrize("kind", ["flattened", "hybrid"])
+@on_ranks(4)
+def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> None:
+    """On 2 x 2 ranks. Where the context parallel ranks add up to one loss, the divisor is the number of the others."""
+    plain, model, part_of = _built(kind)
     divisor, tokens = CASES[loss]
     if divisor is not None:
         model.set_gradient_divide_factor(divisor, recurse=True)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain)]
-    dp, cp = (mesh.get_local_rank(name) for name in ("dp", "cp"))
     for step in range(3):
         torch.manual_seed(step)
         batch = torch.randn(SEQUENCES, LENGTH, WIDTH, dtype=torch.float64)
-        _loss(model, batch.chunk(2)[dp].chunk(2, dim=1)[cp], tokens).backward()
+        _loss(model, part_of(batch), tokens).backward()
         _loss(plain, batch, SEQUENCES * LENGTH).backward()
         expected = {name: param.grad for name, param in plain.named_parameters()}
         assert_equivalent(full_gradients(model), expected)
@@ -94,3 +101,19 @@ def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> No
             optimizer.step()
             optimizer.zero_grad()
     assert_equivalent(full_parameters(model), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("divisor", [None, 2])
+@pytest.mark.parametrize("kind", ["flattened", "hybrid"])
+@on_ranks(4)
+def test_mean_over_the_tokens_of_context_parallel_ranks(divisor: int | None, kind: str) -> None:
+    """With sequences of other lengths, whose later part may have no tokens; whatever the divisor is."""
+    plain, model, part_of = _built(kind)
+    model.set_gradient_divide_factor(divisor, recurse=True)
+    torch.manual_seed(0)
+    batch = torch.randn(SEQUENCES, LENGTH, WIDTH, dtype=torch.float64)
+    counts = torch.arange(LENGTH) < torch.tensor([[8], [2], [4], [3]])  # one of the ranks has none
+    losses = model(part_of(batch)).square().sum(dim=-1)[part_of(counts)]
+    (losses.sum() * mean_factor(model, part_of(counts))).backward()
+    plain(batch).square().sum(dim=-1)[counts].mean().backward()
+    assert_equivalent(full_gradients(model), {name: param.grad for name, param in plain.named_parameters()})

@@ -139,6 +139,32 @@ def test_experts_of_four_ranks_train_like_all_experts_in_one_process(ep: int) ->
     check(ep, HYBRID_SHARD, FULL_SHARD, False, math.inf)
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+@on_ranks(4)
+def test_mean_over_the_tokens_of_ranks_with_experts(ep: int) -> None:
+    """Ranks have other numbers of tokens, of which one has none; also by a divisor that all units have."""
+    counts = [TOKENS, 3, 0, 5]
+    for root, inner, divisor in [
+        (FULL_SHARD, FULL_SHARD, None),
+        (HYBRID_SHARD, NO_SHARD, None),
+        (NO_SHARD, FULL_SHARD, 3),
+    ]:
+        plain, model, mine = built(ep, root, inner, True)
+        if divisor is not None:
+            model.set_gradient_divide_factor(divisor, recurse=True)
+        rank = dist.get_rank()
+        for micro in range(2):
+            losses = model(batch(micro, rank)).square().sum(dim=-1).flatten()[: counts[rank]]
+            (losses.sum() * fsdp.mean_factor(model, 2 * counts[rank])).backward()
+            for other, count in enumerate(counts):
+                losses = plain(batch(micro, other)).square().sum(dim=-1).flatten()[:count]
+                (losses.sum() / (2 * sum(counts))).backward()
+        for (name, param), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert of_plain.grad is not None
+            expected = of_plain.grad[mine] if "experts" in name else of_plain.grad
+            torch.testing.assert_close(fsdp.full_grad(param), expected, rtol=1e-10, atol=1e-12)
+
+
 @on_ranks(2)
 def test_describe_shows_the_divisor_of_experts() -> None:
     _, model, _ = built(2, FULL_SHARD, FULL_SHARD, True)
