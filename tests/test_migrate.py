@@ -564,6 +564,43 @@ def test_positions_are_right_after_text_beyond_ascii() -> None:
     )
 
 
+SUMMED = """
+import torch
+from torch import nn
+from torch.nn.functional import nll_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+criterion = nn.CrossEntropyLoss(reduction="sum")
+model = DDP(net)
+for x, y in batches:
+    (criterion(model(x), y) + nll_loss(model(x), y, reduction='sum')).backward()
+    nll_loss(model(x), y, reduction='mean')
+with torch.no_grad():
+    nll_loss(model(x), y, reduction='sum')
+@torch.inference_mode()
+def evaluate():
+    return sum(nll_loss(model(x), y, reduction='sum') for x, y in batches)
+"""
+
+
+def test_summed_losses_are_noted_where_they_are_trained_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once each; the script may be right, so the line is nothing that is left to do."""
+    script = Script(SUMMED)
+    noted = [finding for finding in script.findings if finding.is_note]
+    assert [finding.line for finding in noted] == [6, 9]
+    assert all("`fsdp.mean_factor(model, num_tokens)`" in finding.advice for finding in noted)
+    assert not set(noted) & {*script.left, *script.proposed}
+    assert "mean_factor" not in script.migrated(comments=True)
+    path = tmp_path / "train.py"
+    path.write_text(done := script.migrated())
+    assert main(["migrate", str(path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in printed[:-1]] == [f"{path}:6", f"{path}:9"]
+    assert all("[note] gradients of a sum" in line for line in printed[:-1])
+    assert printed[-1] == "0 changes proposed by --diff, 0 left to do by hand"
+    path.write_text(done + "factor = fsdp.mean_factor(model, len(y))\n")
+    assert main(["migrate", str(path)]) == 0 and len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_the_command_reports_changes_and_manual_edits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPTS["imagenet"])

@@ -84,6 +84,11 @@ _SHAPES = {
 }
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
+_NO_GRAD = re.compile(r"\bno_grad\b|\binference_mode\b")
+_SUMMED = (
+    "gradients of a sum are divided by the number of ranks, as under DDP: for the mean over the tokens of all ranks "
+    "multiply it by `fsdp.mean_factor({model}, num_tokens)`, instead of dividing it by a number of tokens"
+)
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 
@@ -98,11 +103,13 @@ class Finding(NamedTuple):
         line: line number, from 1.
         advice: the change and the reason.
         edit: the proposed change; None if it is left to the user.
+        is_note: the script may be right as it is.
     """
 
     line: int
     advice: str
     edit: Edit | None = None
+    is_note: bool = False
 
 
 class Script:
@@ -129,7 +136,7 @@ class Script:
     @property
     def left(self) -> list[Finding]:
         """The findings that are left to the user."""
-        return [finding for finding in self.findings if not finding.edit]
+        return [finding for finding in self.findings if not (finding.edit or finding.is_note)]
 
     @cached_property
     def _layer_class(self) -> str:
@@ -164,6 +171,7 @@ class Script:
                 elif wrappings:
                     yield from (Finding(node.lineno, advice) for advice in self._advice(node))
                     yield from self._too_early(node)
+                    yield from self._summed(node)
             elif isinstance(node, (ast.For, ast.comprehension)) and wrappings:
                 yield from self._shapes(node)
         conditions = [next((o for _, o in self._source.around(w) if isinstance(o, ast.If)), None) for w in wrappings]
@@ -307,6 +315,16 @@ class Script:
             if not earlier:
                 yield Finding(call.lineno, f"move this after the wrapping: {why}")
 
+    def _summed(self, call: ast.Call) -> Iterator[Finding]:
+        """Find summed losses, except of an evaluation."""
+        sums = any(keyword.arg == "reduction" and ast.unparse(keyword.value) == "'sum'" for keyword in call.keywords)
+        if sums and "mean_factor" not in self.text:
+            around = [outer for _, outer in self._source.around(call)]
+            heads = [head for field in ("items", "decorator_list") for o in around for head in getattr(o, field, ())]
+            if not any(_NO_GRAD.search(ast.unparse(head)) for head in heads):
+                model = self._flow.model_near(call)
+                yield Finding(call.lineno, _SUMMED.format(model=model), is_note=True)
+
     def _optimizer_state(self, call: ast.Call, owner: ast.expr, method: str) -> Iterator[str]:
         model, optimizer = self._flow.model_near(call, owner), ast.unparse(owner)
         saved = "".join(map(self._source.text_of, call.args[:1]))
@@ -397,7 +415,7 @@ def run(options: argparse.Namespace) -> int:
         print(script.diff(), end="")
     out = sys.stderr if options.diff else sys.stdout
     for finding in script.findings:
-        kind = "--diff" if finding.edit else "by hand"
+        kind = "--diff" if finding.edit else "note" if finding.is_note else "by hand"
         print(f"{options.script}:{finding.line}: [{kind}] {finding.advice}", file=out)
     print(f"{len(script.proposed)} changes proposed by --diff, {len(script.left)} left to do by hand", file=out)
     return 1 if script.left else 0
