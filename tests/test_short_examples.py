@@ -26,6 +26,7 @@ PRINTS = {
     "ema.py": r"loss of the last weights (?P<larger>\S+), of their average (?P<smaller>\S+)\n.*back: True; 6 tensors",
     "export_plain.py": r"from model\.pt computes.*: True.*from the sharded checkpoint computes.*: True",
     "load_pretrained.py": r"(?P<smaller>[\d,]+) bytes on this rank, of (?P<larger>[\d,]+) in 4 .*the last bit: True",
+    "token_mean.py": r"one process's by [1-9]\d%\n.*up to rounding: True",
     "muon.py": r"step 20: loss 0\..*the same losses: True; this rank owns 32,768 of 65,536 elements",
     "lora.py": r"step 20: loss 0\.00.*parameters (?P<larger>[\d,]+), gradients (?P<smaller>[\d,]+),.*96%",
     "rollout.py": r"step 10: reward 0\.\d.*outputs equal: True\nsent \d+% of the elements",
