@@ -214,16 +214,16 @@ def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("transport", ["auto", "native"])
+@pytest.mark.parametrize(("transport", "reduce_unused"), [("auto", False), ("native", False), ("auto", True)])
 @on_ranks(2)
-def test_ranks_that_step_differently_warn(transport: str) -> None:
+def test_ranks_that_step_differently_warn(transport: str, reduce_unused: bool) -> None:
     """Another number of steps, or other learning rates, at the next backward, on one of the ranks at least.
 
     Equal steps do not warn, whatever their number, nor do rates that are tensors. After the warning ranks are compared
     anew.
     """
     with mock.patch.dict(os.environ, FSDP_COLLECTIVES=transport):
-        model, rank = build(process_group=dist.new_group()), dist.get_rank()
+        model, rank = build(process_group=dist.new_group(), reduce_unused=reduce_unused), dist.get_rank()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward(model)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fsdp.comm.collectives import agree
 from fsdp.comm.history import Pass, hash_of
 from fsdp.comm.issuing import GATHER_NEARBY, KINDS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane import ORDER_REMEDY, Lane
@@ -91,6 +92,17 @@ class LaneUnits:
             self._steps, self._rates = 0, 0
         listener = functools.partial(_compare_steps, steps)
         self.lane.end(None if what.call else self.end_number, wait=wait, value=steps, listener=listener)
+
+    def leave(self, *, compare: bool) -> None:
+        """End the pass that is under way in the lane, on whose end the ranks have agreed. With ``compare`` they compare
+        the steps of optimizers."""
+        self.lane.leave()
+        if compare:
+            steps = torch.tensor([self._steps * _RATES + self._rates])
+            self._steps, self._rates = 0, 0
+            here = int(steps)
+            agree(steps, self.lane.group, self.lane.device, "agree on the steps of optimizers")
+            _compare_steps(here, int(steps))
 
     def note_step(self, rates: Sequence[str]) -> None:
         """Note the learning rates of a step."""
@@ -297,9 +309,9 @@ class Passes:
         if self._negotiation is not None:
             if not what.call:
                 self._negotiation.end()
-            for lane in self._lanes:
-                if lane.under_way is what:
-                    lane.leave()
+            for member in self._by_group.values():
+                if member.lane.under_way is what:
+                    member.leave(compare=wait)
         else:
             for member in self._by_group.values():
                 if member.lane.under_way is what:
