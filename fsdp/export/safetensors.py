@@ -270,7 +270,7 @@ def load_safetensors(
     every rank has read everything. Until then the new shards lie beside the old ones. For a model that was built on the
     meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers that
     no file has, such as a table of positions, have lost their values then: a warning names those that neither
-    ``param_init_fn`` nor the program has written.
+    ``param_init_fn`` nor the program has written. It knows nothing of a ``to_empty()`` before wrapping, or without it.
 
     Args:
         model: a wrapped model, a module with wrapped modules in it, or a plain one.
@@ -354,7 +354,8 @@ def _matched(
         if shape != tensor.shape:
             problems.append(f"{there!r} has shape {shape} in {file} and {tensor.shape} in the model")
         elif tensor.value is not None and tensor.value.is_meta:
-            problems.append(f"{tensor.names[0]!r} is on the meta device: call to_empty() of the module before")
+            remedy = "call to_empty() of the module before, and compute the buffers that no file has"
+            problems.append(f"{tensor.names[0]!r} is on the meta device: {remedy}")
         elif _kind(dtype) != _kind(tensor.dtype):
             problems.append(f"{there!r} is of {dtype} in {file} and of {tensor.dtype} in the model")
         pairs.append((tensor, found[there]))
