@@ -35,7 +35,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    # Gathered to rank 0, unit by unit, in host memory; the remaining ranks get an empty dict.
+    # Gathered to rank 0, unit by unit, in host memory; the other ranks get an empty dict.
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()

@@ -98,7 +98,7 @@ def run_rank(rank: int, ranks: int, meeting_point: str, checkpoints: Path, kille
     exit_code = 0
     try:
         train(checkpoints, killed)
-    except RuntimeError as error:  # the remaining ranks cannot go on: their launcher has to start them again
+    except RuntimeError as error:  # the other ranks cannot go on: their launcher has to start them again
         print(f"   rank {rank} does not hang, it gets the error: {error}", flush=True)
         exit_code = 1
     dist.destroy_process_group()
@@ -122,7 +122,7 @@ def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | No
         for process in processes:
             process.join(timeout=120)
         for process in processes:
-            process.kill()  # has no effect on processes that have ended; the exit code of the remaining ones will be -9
+            process.kill()  # has no effect on processes that have ended; the others exit with -9
             process.join()
     return [process.exitcode for process in processes]
 

@@ -7,7 +7,7 @@ is needed. One file in ten is held out to measure the loss on text that was not 
 
 runs on one GPU per process with NCCL, or on the CPU with gloo where there is no GPU. Everything about sharding is the
 one call of `FSDP(...)` in `train`; the rest is an ordinary training script. At the end it reports the loss, the memory
-of this run beside that of one unsharded process, the traffic of one step, and a sample of text.
+of this run next to that of one unsharded process, the traffic of one step, and a sample of text.
 
 With `--save DIRECTORY` it saves a checkpoint at the end, and with `--save-every N` every N steps; `--resume DIRECTORY`
 continues from the latest one, at any number of ranks. With the same number of ranks a resumed run has the same

@@ -123,8 +123,8 @@ def test_remarks_name_probable_mistakes() -> None:
     hint = "; ModuleWrapPolicy({Block}) would make a unit of each of 3 modules"
     for one_unit in (whole, nothing):
         assert f"the whole model is one unit, gathered at once: no policy, or none that matched{hint}" in one_unit
-    assert f"and most of the model is gathered at once: wrap more of what is in it{hint}" in most
-    assert low.startswith("parameters are in bfloat16, and so is what the optimizer adds up")
+    assert f"and most of the model is gathered at once: wrap more of the modules in it{hint}" in most
+    assert low.startswith("parameters are in bfloat16, and updates are rounded to that")
     assert "9 numbers are in parameters that no unit owns: every rank holds all of them" in unmanaged
     assert fine == ""
 

@@ -4,8 +4,8 @@ State dicts, optimizer state, checkpoints and whole-matrix optimizers all descri
 interval of elements in memory order, which is a few boxes: the end of a row, whole rows, the start of a row. A chunk of
 rows is one box, and so are a whole tensor and a shard of tensor parallelism. The overlap of two boxes is a box.
 
-No communication here: see :mod:`fsdp.placement.redistribute`. Geometry is cached, because every state dict needs
-the same geometry again.
+There is no communication here: see :mod:`fsdp.placement.redistribute`. Results are cached, because every state dict
+needs the same ones again.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Box(NamedTuple):
         return values[tuple(slice(i - o, i - o + n) for o, i, n in zip(self.offsets, *inner))]
 
 
-Part = tuple[Box, torch.Tensor]  # a local tensor and the box that it is; the shapes are equal
+Part = tuple[Box, torch.Tensor]  # a local tensor, and its box in the whole tensor, of the same shape
 
 
 def same_cover(boxes: Iterable[Box], others: Iterable[Box]) -> bool:
     """Return True if each element lies in as many of ``boxes`` as of ``others``.
 
-    The count of boxes over each element, as a function of the place, is determined by its differences along all
-    dimensions in turn. Those of one box are 1 or -1 at its corners, and 0 elsewhere. So the cost is that of the
-    corners, where pairs of boxes would cost the square of their number.
+    The number of boxes over each element is a function of the element's position. Its differences along one dimension
+    after the other determine it. For one box they are 1 or -1 at the corners, and 0 elsewhere, so it is enough to add
+    up corners. Comparing pairs of boxes would cost the square of their number.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, several in ((1, boxes), (-1, others)):
@@ -76,7 +76,7 @@ def same_cover(boxes: Iterable[Box], others: Iterable[Box]) -> bool:
 
 
 def copy_parts(source: Iterable[Part], target: Sequence[Part]) -> None:
-    """Copy the elements that both have from ``source`` to ``target``."""
+    """Copy the elements that are in both ``source`` and ``target`` to ``target``."""
     for source_box, values in source:
         for target_box, memory in target:
             if (both := source_box.overlap(target_box)) is not None:

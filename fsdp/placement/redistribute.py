@@ -1,8 +1,9 @@
 """Redistribution: move elements of tensors from one placement to another.
 
-Gathering on one or all ranks, scattering, broadcasting, and moving between flat shards and chunks of rows differ in
-their placements only. A rank sends the overlap of the local source boxes with the receiver's target boxes. Every rank
-computes its messages from the same placements, so only elements travel: one message per pair of ranks for many tensors.
+Gathering on one or all ranks, scattering, broadcasting, and moving between flat shards and chunks of rows are the same
+operation with other placements. A rank sends the overlap of the local source boxes with the receiver's target boxes.
+All ranks compute their messages from the same placements, so only elements travel: one message per pair of ranks for
+many tensors.
 
     source = Placement.intervals(shape, stride, spans, ranks)      # flat shards
     target = Placement.whole(shape, ranks, only=owner)
@@ -115,8 +116,8 @@ class Channel:
     """A process group with reusable message buffers, over which batches are redistributed in order.
 
     One batch is unpacked while the next is in flight, so at most two batches have buffers. Over gloo a large box is
-    sent and received without a buffer. On an accelerator an exchange is packed and sent on the gather stream, so that
-    it does not wait for what the current stream computes until the batch is unpacked there.
+    sent and received without a buffer. On an accelerator an exchange is packed and sent on the gather stream, next to
+    the work of the current stream, on which the batch is unpacked.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -162,7 +163,7 @@ class Channel:
     def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
         outgoing, incoming = defaultdict[int, _Message](_Message), defaultdict[int, _Message](_Message)
         transfers: list[Transfer] = []
-        staged: list[tuple[Item, Box, torch.Tensor]] = []  # received apart, then copied
+        staged: list[tuple[Item, Box, torch.Tensor]] = []  # received into memory of their own, then copied
         # All ranks must choose the same collective; an upper bound avoids a look at every pair of ranks.
         large = (min(item.source.largest, item.target.largest) * item.dtype.itemsize for item in items)
         direct = max(large) >= self._direct_min

@@ -29,15 +29,15 @@ class UnitDescription:
         name: path of the module in the model ("" for the model), without wrapper parts.
         kind: class of the module.
         depth: number of units around it.
-        strategy: sharding strategy, with deviations from it.
-        shards: number of ranks that it is sharded over.
-        divisor: of the sum of the gradients of its ranks.
+        strategy: sharding strategy, and how the unit deviates from it.
+        shards: number of ranks that the unit is sharded over.
+        divisor: the number that the sum of the ranks' gradients is divided by.
         numel: elements of the parameters over all ranks, without padding; ``frozen_numel`` of them require no grad.
         padding: elements of padding over all ranks.
         dtypes: dtypes of parameters, compute and reduction, per bucket.
         param_nbytes, grad_nbytes: bytes of the shards and of their gradients.
-        full_nbytes: bytes of the full buffers, as far as these have memory of their own.
-        tied: the names of each parameter with several names.
+        full_nbytes: bytes of the full buffers that have memory of their own.
+        tied: for each parameter with several names, these names.
     """
 
     name: str
@@ -117,7 +117,7 @@ def describe(model: nn.Module) -> Description:
     if not found:
         raise ValueError(
             f"describe() is for wrapped models, and nothing in this {type(model).__name__} is: wrap it with "
-            "FullyShardedDataParallel, or ask fsdp.plan(model, world_size=...) what that would give"
+            "FullyShardedDataParallel, or call fsdp.plan(model, world_size=...) to see the units that it would make"
         )
     strategies = {unit_of(wrapper): wrapper.sharding_strategy.name for wrapper in wrappers_in(model)}
     ranks = {unit: ranks for _, unit, ranks in with_data_ranks(model)}
@@ -174,7 +174,7 @@ def _remarks(
             where = f"{largest.name!r} holds" if largest.name else "the root holds, outside of the units in it,"
             yield (
                 f"{where} {largest.numel / numel:.0%} of the parameters, and most of the model is gathered at once: "
-                f"wrap more of what is in it{_hint(model, found) if not largest.name else ''}"
+                f"wrap more of the modules in it{_hint(model, found) if not largest.name else ''}"
             )
     tiny = [unit.name for unit in units if 0 < unit.full_nbytes < TINY_NBYTES and unit.name]
     if len(tiny) > 1:
@@ -188,8 +188,8 @@ def _remarks(
     low = sorted({in_dtype(layout.dtype) for layout in trained if layout.dtype.itemsize < 4})
     if low:
         yield (
-            f"parameters are in {' and '.join(low)}, and so is what the optimizer adds up: to compute in it and train "
-            "in float32, keep the model in float32 and pass MixedPrecision(param_dtype=...)"
+            f"parameters are in {' and '.join(low)}, and updates are rounded to that: to compute in it and train in "
+            "float32, keep the model in float32 and pass MixedPrecision(param_dtype=...)"
         )
     if unmanaged:
         yield (

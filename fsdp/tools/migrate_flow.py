@@ -30,7 +30,7 @@ _OPTIMIZER_NAME = re.compile(r"(?i)(?!.*sched)(.*(\b|_)opt(_\w*)?|.*optim.*)")
 _OPTIONS = re.compile(
     r"(.*\.)?(args?|cfg|conf|config|opts?|hparams|params|flags|FLAGS)"
 )  # their attributes are numbers
-SHOWS = re.compile(  # functions that do not run a model which they are given
+SHOWS = re.compile(  # functions that do not run a model that is passed to them
     r"print|isinstance|hasattr|getattr|len|str|repr|id|type|\w*(info|debug|log|watch|append|count|num_)\w*"
 )
 
@@ -44,7 +44,7 @@ _CHIEF = re.compile(
 
 
 class Value(NamedTuple):
-    """The object that an expression is.
+    """The facts that are known of the value of an expression.
 
     Attributes:
         kind: one of the constants above, or the name of a class of the file.
@@ -133,7 +133,7 @@ class Flow:
                     self._hold(name, Value(INSIDE, model), known)
 
     def _hold(self, name: Any, value: Value | None, fixed: Collection[Any]) -> None:
-        """Note that ``name`` holds ``value``, unless it is one of ``fixed`` or holds an object that says more."""
+        """Note that ``name`` holds ``value``, unless it is one of ``fixed`` or more is known of its present value."""
         old = self._values.get(name)
         if name and value and name not in fixed and (not old or self._detail(value) > self._detail(old)):
             self._values[name] = value
@@ -163,7 +163,7 @@ class Flow:
         return node if isinstance(node, FUNCTIONS) else None
 
     def value(self, node: ast.AST) -> Value | None:
-        """Return the object that an expression is; None if nothing is known."""
+        """Return the facts about the value of an expression; None if nothing is known."""
         node = _unmoved(node)
         if isinstance(node, ast.IfExp):
             parts = [self.value(node.body), self.value(node.orelse)]
@@ -192,19 +192,19 @@ class Flow:
         )
 
     def kind(self, node: ast.AST) -> str:
-        """Return the kind of object that an expression is; "" if nothing is known. Optimizers may be known by name."""
+        """Return the kind of the value of an expression; "" if it is not known. Optimizers may be known by name."""
         value = self.value(node)
         if not value and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return OPTIMIZER if _OPTIMIZER_NAME.fullmatch(ast.unparse(node).rpartition(".")[2]) else ""
         return value.kind if value else ""
 
     def model_of(self, node: ast.AST) -> str:
-        """Return the wrapped model that an expression is, or is the inside of; "" for other expressions."""
+        """Return the wrapped model that an expression stands for, or whose inside it is; "" for other expressions."""
         value = self.value(node)
         return "" if not value or value.kind not in SHARDED else value.model or ast.unparse(node)
 
     def model_near(self, node: ast.AST, optimizer: ast.AST | None = None) -> str:
-        """Return how the function around ``node``, its class or the script calls the wrapped model of ``optimizer``."""
+        """Return the name of the wrapped model of ``optimizer`` nearest to ``node``: in the function, class or file."""
         made = self.value(optimizer) if optimizer else None
         places = [outer for _, outer in self._source.around(node) if isinstance(outer, (*FUNCTIONS, ast.ClassDef))]
         for place in (*places, self._source.tree):
@@ -345,7 +345,7 @@ def _last(expression: str) -> str:
 
 
 def _is_rank_at(one: ast.expr, comparison: ast.cmpop, other: ast.expr) -> bool:
-    """Return True if ``one`` is the number of a rank or its device, and is compared with some of the numbers."""
+    """Return True if ``one`` is the number of a rank or its device, and is compared with some of its values."""
     text, equals = ast.unparse(one), isinstance(comparison, (ast.Eq, ast.NotEq))
     if _DEVICE.fullmatch(_last(text)):
         return equals and ast.unparse(other) in ("0", "'0'")

@@ -94,7 +94,7 @@ def _for_all_ranks(call: ast.Call, flow: Flow) -> list[ast.Call]:
 
 
 def _writes(statements: list[ast.stmt], flow: Flow, seen: set[Any]) -> Iterator[tuple[int, str]]:
-    """Yield the lines that print or write on each rank that comes here, and their calls that all ranks have to make.
+    """Yield the lines in ``statements`` that print or write, and the calls in these lines that all ranks have to make.
 
     The functions that lead to calls for all ranks are searched as well.
     """

@@ -149,7 +149,7 @@ def plan(
     device: str | torch.device = "cuda",
     memory: int | str | None = None,
 ) -> Plan:
-    """Compute what each rank would hold, and receive in a step, if ``model`` were wrapped and trained.
+    """Compute the memory of each rank, and the bytes that it receives in a step, if ``model`` were wrapped and trained.
 
     No memory is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
     peak is a closed form, see [Note: The peak of a step] in ``fsdp/tools/plan_memory.py``. ::
@@ -250,11 +250,11 @@ def _on_meta(model: Any) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected the function to make an nn.Module, but it made a {type(model).__name__}")
     if any(unit_of(module) is not None for module in model.modules()):
-        raise ValueError("plan() is for models that are not wrapped yet; fsdp.describe(model) tells of wrapped ones")
+        raise ValueError("plan() is for models that are not wrapped yet; fsdp.describe(model) shows wrapped ones")
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise NotImplementedError(
             "plan() does not count tensor parallelism: plan the model as it is before parallelize_module(), with the "
-            "number of data parallel ranks, and divide what is parallelized by the number of tensor parallel ones"
+            "number of data parallel ranks, and divide the parallelized part by the number of tensor parallel ones"
         )
     memo: dict[int, Any] = {
         id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

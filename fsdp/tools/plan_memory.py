@@ -5,13 +5,13 @@ The peak is a closed form, evaluated when the backward computes each unit. It ad
 
 * full buffers of the unit, of the units around it, and of earlier units that stay gathered; two more for prefetching
   and for memory that the pool keeps;
-* reduce buffers: two, and those of units around that have gradients before and after; with gloo also the memory that a
+* reduce buffers: two, and those of outer units with gradients both before and after; with gloo also the memory that a
   direct exchange receives into; the largest gradient of one parameter in the unit;
-* gradients of units whose backward is over, activations of units whose backward is to come.
+* gradients of units that the backward has passed, and activations of units that it has not reached.
 
-If the optimizer's step takes more, that is the peak: gradients, and temporary tensors. They are found by trial. For
-Adam they are two for each element of a parameter in torch's loop, and one of the parameter before; as large as all
-parameters with ``foreach``; and none with ``fused``.
+If the optimizer's step takes more, the peak is there: gradients and temporary tensors. The latter are found by trial.
+Adam makes two elements for each element of a parameter in torch's loop, and keeps one for each of the parameter before;
+with ``foreach`` as many as all parameters have; with ``fused`` none.
 
 Not counted: temporary memory of operations and of collectives, memory that the allocator keeps or adds by rounding, and
 CUDA's context. On two CPU ranks without shared memory the peak is within 10 % of the bytes that tensors take
@@ -50,8 +50,8 @@ class ModelUnit:
         precision: the dtypes of the unit.
         strategy: the strategy that the policy gives this unit; None for the model's.
         names: the paths of the modules.
-        is_open_early: the unit has trained parameters before and after further units, so that the reduce buffer is open
-            during their whole backward.
+        is_open_early: the unit has trained parameters before and after those of other units, so that the reduce buffer
+            is open during their whole backward.
         activation_nbytes: the bytes that autograd saves in the unit's forward.
     """
 
@@ -170,10 +170,10 @@ class UnitMemory:
         params, grads, optim: of the shards, their gradients and the optimizer's state.
         full: of the full buffers that have memory of their own.
         reduce: of the reduce buffers; without sharding these become the gradients.
-        receive: that a reduction receives into memory of its own (gloo).
+        receive: of the separate memory that a reduction receives into (gloo).
         reduced: of the reduced gradients, in the reduce dtype.
         leaf: of the largest gradient of one parameter.
-        gathered, received: that a gather and a reduction receive from other ranks.
+        gathered, received: bytes that a gather and a reduction receive from other ranks.
         reductions: the number of collectives of a reduction.
     """
 

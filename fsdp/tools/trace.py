@@ -170,7 +170,7 @@ def _in_ms(seconds: float) -> str:
 
 @contextlib.contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record what each unit of ``model`` does on this rank inside the context.
+    """Record the work of each unit of ``model`` on this rank inside the context.
 
     Recorded are forwards, backwards, gathers and reductions, and the time that this rank waits for collectives. Any
     number of ranks may trace, without communication. The context runs ``torch.profiler``, which slows a step down a
