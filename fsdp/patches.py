@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _lock = threading.Lock()  # ranks may be threads
+ABSENT = object()  # for `original`: there was no such name
 
 
 class Replacement(NamedTuple):
-    """A replaced name of a module or class."""
+    """A replaced name of a module or class; a new one if ``original`` is ``ABSENT``."""
 
     owner: Any
     name: str
@@ -44,7 +45,10 @@ class Replacement(NamedTuple):
         return inspect.getattr_static(self.owner, self.name, None) is self.new
 
     def undo(self) -> None:
-        setattr(self.owner, self.name, self.original)
+        if self.original is ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
 
 
 class Entry:
@@ -52,7 +56,7 @@ class Entry:
 
     is_kept = True
 
-    def __init__(self, registry: str, add: Callable[[], Callable[[], None]]) -> None:
+    def __init__(self, registry: str, add: Callable[[], Callable[[], object]]) -> None:
         self._registry, self._add = registry, add
 
     def __str__(self) -> str:

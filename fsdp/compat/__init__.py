@@ -1,8 +1,9 @@
 """Programs and tools written for torch's FSDP1 run on this package, on request.
 
 :func:`patch` replaces torch's FSDP1 class, enums, configurations, policies and scaler by those of this package: in
-torch's modules, and in modules that have imported them. ``torch.distributed.fsdp`` keeps FSDP2's names. The command
-``fsdp run script.py ...`` (with torchrun: ``torchrun -m fsdp run script.py ...``) does that and runs a script.
+torch's modules, and in modules that have imported them. ``torch.distributed.fsdp`` keeps FSDP2's names. In a version of
+torch without FSDP1, the modules and names are added. The command ``fsdp run script.py ...`` (with torchrun:
+``torchrun -m fsdp run script.py ...``) does that and runs a script.
 
 :func:`enable_dcp` is the part for ``torch.distributed.checkpoint.state_dict``, which recognises a sharded model by its
 class. Without help it takes a model of this package for a plain one, and optimizer shards for full tensors. Afterwards
@@ -14,9 +15,12 @@ public ones look these up at each call, so it does not matter when and how a pro
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
+import itertools
 import multiprocessing.spawn
 import sys
 import warnings
@@ -26,16 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint.state_dict as torchs
-import torch.distributed.fsdp as torchs_fsdp
-import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
-import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
-import torch.distributed.fsdp.wrap as torchs_wrap
 from torch import nn
-from torch.distributed.fsdp import _common_utils as torchs_common
-from torch.distributed.fsdp import _flat_param as torchs_flat_param
-from torch.distributed.fsdp import _runtime_utils as torchs_runtime
-from torch.distributed.fsdp import _unshard_param_utils as torchs_unshard
-from torch.distributed.fsdp import api as torchs_api
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp import api, sharded_grad_scaler, wrap
@@ -49,7 +44,7 @@ from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.names import fsdp1
-from fsdp.patches import DCP, FSDP1, Change, Entry, Replacement
+from fsdp.patches import ABSENT, DCP, FSDP1, Change, Entry, Replacement
 from fsdp.runtime.unit import units_of
 
 with warnings.catch_warnings():
@@ -66,6 +61,7 @@ def patch(*, imported: bool = True) -> list[str]:
     * The FSDP1 names of ``torch.distributed.fsdp``, ``.fully_sharded_data_parallel``, ``.api``, ``.wrap`` and
       ``.sharded_grad_scaler`` become those of this package: the class, enums, configurations, policies,
       ``FlatParameter``, ``ShardedGradScaler``. FSDP2's names stay; ``register_fsdp_forward_method`` serves both.
+      Modules and names that this version of torch lacks are added.
     * Private functions that tools call (``_lazy_init``, ``_root_pre_forward``, ``_unshard``, ``_reshard``,
       ``_unshard_params_for_summon``, ``_get_module_fsdp_state`` and more) take wrapped modules of this package.
     * :func:`enable_dcp` is included.
@@ -82,19 +78,11 @@ def patch(*, imported: bool = True) -> list[str]:
         the changed names, as ``module.name``.
 
     Raises:
-        RuntimeError: this version of torch lacks some of the names; no name was changed.
+        RuntimeError: a function of this version of torch has other parameters; no name was changed.
     """
     if FSDP1:
         return []
-    _check_fits("patch", _INSIDE, [], "import the names from fsdp in place of torch.distributed.fsdp")
-    ours = {id(original): replacement for original, replacement in (*_same_names(), *map(_detoured, _INSIDE))}
-    owners = [*_PLACES, *(_others() if imported else ())]
-    changes: list[Change] = [
-        Replacement(owner, name, original, ours[id(original)])
-        for owner in owners
-        for name, original in list(vars(owner).items())
-        if id(original) in ours
-    ]
+    changes = _changes_for_fsdp1(_others() if imported else ())
     prepare = multiprocessing.spawn.get_preparation_data
     changes.append(Replacement(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
     changes += [] if DCP else _changes_for_dcp()
@@ -103,6 +91,31 @@ def patch(*, imported: bool = True) -> list[str]:
     for library in filter(None, map(sys.modules.get, _LIBRARIES)):
         _adapt(library)
     return [str(change) for change in FSDP1 if isinstance(change, Replacement)]
+
+
+def _changes_for_fsdp1(others: Iterable[ModuleType]) -> list[Change]:
+    """Return the changes of names in torch's modules and in ``others``, and the modules that torch lacks."""
+    found = {name: _module(name) for name in (*_NAMES, *_PUBLIC)}
+    lacking = {name: _PUBLIC.get(name) or ModuleType(name) for name, module in found.items() if module is None}
+    modules = {**found, **lacking}
+    pairs = [(modules[place], each) for place, names in _NAMES.items() for each in names]
+    pairs += [(modules[place], each) for place in _PUBLIC if found[place] for each in _same_names(place)]
+    present = [(place, each) for place, each in pairs if hasattr(place, each.name)]
+    absent = [(place, each) for place, each in pairs if not hasattr(place, each.name)]
+    _check_fits("patch", present, [], "import the names from fsdp in place of torch.distributed.fsdp")
+    ours = {id(change.original): change.new for change in itertools.starmap(_change, present)}
+    changes: list[Change] = [
+        Replacement(owner, name, original, ours[id(original)])
+        for owner in (*filter(None, found.values()), *others)
+        for name, original in list(vars(owner).items())
+        if id(original) in ours
+    ]
+    changes += [Replacement(place, each.name, ABSENT, each.ours) for place, each in absent]
+    for name, module in lacking.items():
+        package, _, last = name.rpartition(".")
+        changes.append(Replacement(modules[package], last, ABSENT, module))
+        changes.append(Entry("sys.modules", functools.partial(_add_module, name, module)))
+    return changes
 
 
 def unpatch() -> None:
@@ -132,8 +145,11 @@ def enable_dcp() -> None:
 def _changes_for_dcp() -> list[Change]:
     fields = getattr(vars(torchs).get("_StateDictInfo"), "__dataclass_fields__", {})
     lacking = [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
-    _check_fits("enable_dcp", _DETOURS, lacking, "get_state_dict and set_state_dict of fsdp.checkpoint do the same")
-    return [Replacement(detour.owner, detour.name, *_detoured(detour)) for detour in _DETOURS]
+    pairs = [(torchs, each) for each in _OF_STATE_DICTS]
+    if named := getattr(torchs_optim, "_NamedOptimizer", None):  # private, and for FSDP1 alone
+        pairs.append((named, _Name("_pre_load_state_dict", _pre_load_state_dict, _has_wrapper)))
+    _check_fits("enable_dcp", pairs, lacking, "get_state_dict and set_state_dict of fsdp.checkpoint do the same")
+    return list(itertools.starmap(_change, pairs))
 
 
 def disable_dcp() -> None:
@@ -272,47 +288,65 @@ def _has_wrapper(self: Any, state_dict: dict[str, Any]) -> bool:
 # -- replacing names --------------------------------------------------------------------------------------------------
 
 
-class _Detour(NamedTuple):
-    """A replacement of a function of torch with the same name and parameters; it is called if ``applies`` is true."""
+class _Name(NamedTuple):
+    """A name of torch, and the object of this package for it.
 
-    owner: Any
-    replacement: Callable[..., Any]
-    applies: Callable[..., bool]
+    Attributes:
+        name: torch's name.
+        ours: the object of this package. A function has the parameters of torch's.
+        applies: for a function, given the arguments of a call: True if ours is called, False if torch's is called.
+    """
 
-    @property
-    def name(self) -> str:
-        return self.replacement.__name__
+    name: str
+    ours: Any
+    applies: Callable[..., bool] | None = None
 
 
-_DETOURS = [
-    _Detour(torchs, _get_model_state_dict, _has_model),
-    _Detour(torchs, _load_model_state_dict, _has_model),
-    _Detour(torchs, _get_optim_state_dict, _has_optimizer),
-    _Detour(torchs, _load_optim_state_dict, _has_optimizer),
-    _Detour(torchs_optim._NamedOptimizer, _pre_load_state_dict, _has_wrapper),
-]
-_INSIDE = [
-    _Detour(torchs_fsdp, register_fsdp_forward_method, _is_wrapper),
-    _Detour(torchs_common, fsdp1._get_module_fsdp_state, _is_wrapper),
-    _Detour(torchs_common, fsdp1._get_module_fsdp_state_if_fully_sharded_module, _is_wrapper),
-    _Detour(torchs_common, fsdp1._has_fsdp_params, _is_wrapper),
-    _Detour(torchs_common, fsdp1._module_handle, _is_wrapper),
-    _Detour(torchs_common, fsdp1._get_param_to_fqns, _has_wrappers),
-    _Detour(torchs_runtime, fsdp1._lazy_init, _is_wrapper),
-    _Detour(torchs_runtime, fsdp1._root_pre_forward, _is_wrapper),
-    _Detour(torchs_runtime, fsdp1._unshard, _is_wrapper),
-    _Detour(torchs_runtime, fsdp1._reshard, _is_wrapper),
-    _Detour(torchs_runtime, fsdp1._post_backward_final_callback, _is_wrapper),
-    _Detour(torchs_unshard, fsdp1._unshard_params_for_summon, _is_wrapper),
+_OF_STATE_DICTS = [
+    _Name("_get_model_state_dict", _get_model_state_dict, _has_model),
+    _Name("_load_model_state_dict", _load_model_state_dict, _has_model),
+    _Name("_get_optim_state_dict", _get_optim_state_dict, _has_optimizer),
+    _Name("_load_optim_state_dict", _load_optim_state_dict, _has_optimizer),
 ]
 _ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of torch's _StateDictInfo
-_PUBLIC = {  # modules of torch, and ours with the same names
-    torchs_api: api,
-    torchs_wrap: wrap,
-    torchs_wrapper: wrapper,
-    torchs_scaler: sharded_grad_scaler,
+_FSDP = "torch.distributed.fsdp"
+_PUBLIC: dict[str, Any] = {  # modules of torch's FSDP1, and ours with the same names
+    f"{_FSDP}.api": api,
+    f"{_FSDP}.wrap": wrap,
+    f"{_FSDP}.fully_sharded_data_parallel": wrapper,
+    f"{_FSDP}.sharded_grad_scaler": sharded_grad_scaler,
 }
-_PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime, torchs_unshard)
+_NAMES = {  # names of torch's other modules
+    _FSDP: [
+        *(_Name(name, getattr(api, name)) for name in api.__all__ if not name.startswith("Ragged")),
+        _Name("FullyShardedDataParallel", FullyShardedDataParallel),
+        _Name("FlatParameter", FlatParameter),
+        _Name("register_fsdp_forward_method", register_fsdp_forward_method, _is_wrapper),
+    ],
+    f"{_FSDP}._flat_param": [_Name("FlatParameter", FlatParameter)],
+    f"{_FSDP}._common_utils": [
+        _Name("_FSDPState", FullyShardedDataParallel),
+        _Name("_get_module_fsdp_state", fsdp1._get_module_fsdp_state, _is_wrapper),
+        _Name(
+            "_get_module_fsdp_state_if_fully_sharded_module",
+            fsdp1._get_module_fsdp_state_if_fully_sharded_module,
+            _is_wrapper,
+        ),
+        _Name("_has_fsdp_params", fsdp1._has_fsdp_params, _is_wrapper),
+        _Name("_module_handle", fsdp1._module_handle, _is_wrapper),
+        _Name("_get_param_to_fqns", fsdp1._get_param_to_fqns, _has_wrappers),
+    ],
+    f"{_FSDP}._runtime_utils": [
+        _Name("_lazy_init", fsdp1._lazy_init, _is_wrapper),
+        _Name("_root_pre_forward", fsdp1._root_pre_forward, _is_wrapper),
+        _Name("_unshard", fsdp1._unshard, _is_wrapper),
+        _Name("_reshard", fsdp1._reshard, _is_wrapper),
+        _Name("_post_backward_final_callback", fsdp1._post_backward_final_callback, _is_wrapper),
+    ],
+    f"{_FSDP}._unshard_param_utils": [
+        _Name("_unshard_params_for_summon", fsdp1._unshard_params_for_summon, _is_wrapper)
+    ],
+}
 _LIBRARIES: dict[str, dict[str, Callable[..., Any]]] = {  # functions of libraries, and what makes the replacements
     "accelerate.utils.fsdp_utils": {"load_fsdp_optimizer": _loading_into_new_optimizers},
     "peft.utils.save_and_load": {
@@ -322,26 +356,29 @@ _LIBRARIES: dict[str, dict[str, Callable[..., Any]]] = {  # functions of librari
 }
 
 
-def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return torch's function and the replacement, which chooses between the two at each call."""
-    original = getattr(detour.owner, detour.name)
+def _change(owner: Any, named: _Name) -> Replacement:
+    """Return the change of one name; a function is replaced by one that chooses between the two at each call."""
+    original = getattr(owner, named.name)
+    applies = named.applies
+    if applies is None:
+        return Replacement(owner, named.name, original, named.ours)
     parameters = inspect.signature(original)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
-        return (detour.replacement if detour.applies(*given.args) else original)(*given.args, **given.kwargs)
+        return (named.ours if applies(*given.args) else original)(*given.args, **given.kwargs)
 
-    return original, chosen
+    return Replacement(owner, named.name, original, chosen)
 
 
-def _check_fits(function: str, detours: Iterable[_Detour], lacking: list[str], instead: str) -> None:
-    """Raise RuntimeError if torch lacks a function with the parameters of its replacement, or names are ``lacking``."""
+def _check_fits(function: str, pairs: Iterable[tuple[Any, _Name]], lacking: list[str], instead: str) -> None:
+    """Raise RuntimeError if an owner lacks a function with the parameters of ours, or names are ``lacking``."""
     wrong = []
-    for detour in detours:
-        original = getattr(detour.owner, detour.name, None)
-        wanted = list(inspect.signature(detour.replacement).parameters)
-        if original is None or list(inspect.signature(original).parameters) != wanted:
-            wrong.append(f"{detour.name}({', '.join(wanted)})")
+    for owner, each in pairs:
+        wanted = list(inspect.signature(each.ours).parameters) if each.applies else []
+        original = getattr(owner, each.name, None)
+        if each.applies and (original is None or list(inspect.signature(original).parameters) != wanted):
+            wrong.append(f"{each.name}({', '.join(wanted)})")
     if wrong or lacking:
         raise RuntimeError(
             f"{function}() does not fit this version of torch, {torch.__version__}, which lacks "
@@ -349,14 +386,24 @@ def _check_fits(function: str, detours: Iterable[_Detour], lacking: list[str], i
         )
 
 
-def _same_names() -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs (object of torch's FSDP1, object of this package) with equal names."""
-    yield torchs_flat_param.FlatParameter, FlatParameter
-    yield torchs_common._FSDPState, FullyShardedDataParallel
-    for original, ours in _PUBLIC.items():
-        for name, value in vars(original).items():
-            if getattr(value, "__module__", None) == original.__name__ and hasattr(ours, name):
-                yield value, getattr(ours, name)
+def _module(name: str) -> ModuleType | None:
+    """Import a module of torch; return None if this version of torch has none."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _add_module(name: str, module: ModuleType) -> Callable[[], object]:
+    sys.modules[name] = module
+    return lambda: sys.modules.pop(name)
+
+
+def _same_names(place: str) -> Iterator[_Name]:
+    """Yield the objects of a public module of torch for which this package has one with the same name."""
+    for name, value in vars(sys.modules[place]).items():
+        if getattr(value, "__module__", None) == place and hasattr(_PUBLIC[place], name):
+            yield _Name(name, getattr(_PUBLIC[place], name))
 
 
 def _others() -> Iterable[ModuleType]:

@@ -1,0 +1,101 @@
+"""An import hook that makes the installed torch one without FSDP1, for new processes.
+
+Modules of FSDP1 cannot be imported, and ``torch.distributed.fsdp`` has FSDP2's names alone. Other modules of torch that
+import names of FSDP1 get empty classes in their place, which no model is an instance of.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+_FSDP = "torch.distributed.fsdp"
+_STAYS = {"_fully_shard", "_common_utils", "_shard_utils"}  # FSDP2; a helper of torch.distributed.checkpoint
+_REWRITTEN = {
+    _FSDP,
+    f"{_FSDP}._common_utils",  # reduced to functions of FSDP2
+    "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.optim.named_optimizer",
+}
+_STAND_IN = "class {}:\n    fsdp_modules = staticmethod(lambda *args, **kwargs: [])"
+
+
+def environment(folder: Path, stays: Collection[str] = ()) -> dict[str, str]:
+    """Return variables for processes without FSDP1, whose hook lies in ``folder``; its modules ``stays`` are kept."""
+    root = Path(__file__).resolve().parents[2]
+    text = f"from tests.harness.without_fsdp1 import install\ninstall({sorted(stays)})\n"
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": f"{folder}:{root}"}
+
+
+def install(stays: Collection[str]) -> None:
+    sys.meta_path.insert(0, _Finder(stays))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, stays: Collection[str]) -> None:
+        self._stays = _STAYS | set(stays)
+
+    def is_gone(self, module: str) -> bool:
+        return module.startswith(f"{_FSDP}.") and module.split(".")[3] not in self._stays
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name in _REWRITTEN:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            assert spec is not None and spec.origin is not None
+            loader = _Loader(name, spec.origin)
+            loader.finder = self
+            spec.loader = loader
+            return spec
+        if self.is_gone(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    finder: _Finder
+
+    def get_code(self, fullname: str) -> Any:
+        tree = ast.parse(self.get_data(self.path))
+        if fullname == f"{_FSDP}._common_utils":
+            tree.body = [node for node in tree.body if _is_of_fsdp2(node)]
+        tree = ast.fix_missing_locations(_Without(self.finder, fullname).visit(tree))
+        return compile(tree, self.path, "exec")
+
+
+def _is_of_fsdp2(node: ast.stmt) -> bool:
+    functions = ("_named_parameters_with_duplicates", "collect_grad_tensors", "replace_grad_tensors")
+    return isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "name", "").endswith(functions)
+
+
+class _Without(ast.NodeTransformer):
+    """Removes imports of FSDP1's names, and outside of torch.distributed.fsdp writes classes in their place."""
+
+    def __init__(self, finder: _Finder, module: str) -> None:
+        self._finder, self._inside = finder, module.startswith(_FSDP)
+        self._removed: set[str] = set()
+
+    def visit_Import(self, node: ast.Import) -> Any:
+        node.names = [alias for alias in node.names if not self._finder.is_gone(alias.name)]
+        return node if node.names else None
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
+        module = f"{_FSDP}.{node.module}" if node.level and self._inside else str(node.module)
+        names = [alias.asname or alias.name for alias in node.names]
+        if not self._inside and module.startswith(_FSDP):
+            return [ast.parse(_STAND_IN.format(name)).body[0] for name in names]
+        if self._inside and self._finder.is_gone(module):
+            self._removed.update(names)
+            return None
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        if ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
+            node.value.elts = [each for each in node.value.elts if ast.literal_eval(each) not in self._removed]
+        return node
