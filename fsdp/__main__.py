@@ -21,7 +21,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; exit with 2 for an error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat imports torch's own FSDP
+    if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat changes torch
         os.execv(sys.executable, [sys.executable, "-m", "fsdp.compat", *arguments[1:]])
     parser = _Parser(prog="fsdp", description="Tools of the fsdp package.")
     commands = parser.add_subparsers(required=True)

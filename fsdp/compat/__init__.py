@@ -145,9 +145,10 @@ def enable_dcp() -> None:
 def _changes_for_dcp() -> list[Change]:
     fields = getattr(vars(torchs).get("_StateDictInfo"), "__dataclass_fields__", {})
     lacking = [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
-    pairs = [(torchs, each) for each in _OF_STATE_DICTS]
-    if named := getattr(torchs_optim, "_NamedOptimizer", None):  # private, and for FSDP1 alone
-        pairs.append((named, _Name("_pre_load_state_dict", _pre_load_state_dict, _has_wrapper)))
+    pairs: list[tuple[Any, _Name]] = [(torchs, each) for each in _OF_STATE_DICTS]
+    if hasattr(torchs_optim, "_NamedOptimizer"):  # private, and for FSDP1 alone
+        named = _Name("_pre_load_state_dict", _pre_load_state_dict, _has_wrapper)
+        pairs.append((torchs_optim._NamedOptimizer, named))
     _check_fits("enable_dcp", pairs, lacking, "get_state_dict and set_state_dict of fsdp.checkpoint do the same")
     return list(itertools.starmap(_change, pairs))
 
