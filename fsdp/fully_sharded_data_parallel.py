@@ -76,6 +76,7 @@ from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
+from fsdp.runtime.half_migrated import refuse_torchs_methods
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.moving import apply_to_unit
 from fsdp.runtime.options import WrapOptions
@@ -296,6 +297,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()
         follow_inputs()
+        refuse_torchs_methods()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError where torch's ``fully_shard()`` makes the class of a module that is wrapped already."""

@@ -107,7 +107,7 @@ class Patch(Changes):
 
     def __init__(self, owner: str, name: str, reason: str) -> None:
         """``owner`` is the name of a module; of a class in a module, ``module:Class``."""
-        super().__init__(f"{owner}.{name}", reason)
+        super().__init__(f"{owner}.{name}".replace(":", "."), reason)
         self._module, _, self._class = owner.partition(":")
         self._name = name
 
@@ -187,4 +187,18 @@ FSDP1 = Changes(
     "names of torch's FSDP1, in all modules, and private functions; see compat.patch()",
     "programs for torch's FSDP1 run on this package",
 )
-ALL: Sequence[Changes] = (BACKWARD, CLIPPING, TOTAL_NORM, STEPS, LOADED_STATE, DCP, FSDP1)
+TORCHS_FSDP1 = tuple(
+    Patch(
+        "torch.distributed.fsdp.fully_sharded_data_parallel:FullyShardedDataParallel",
+        name,
+        "raises for models of this package, where it does nothing or raises KeyError; see runtime/half_migrated.py",
+    )
+    for name in (
+        *("__init__", "clip_grad_norm_", "fsdp_modules", "no_sync", "summon_full_params"),
+        *("get_state_dict_type", "set_state_dict_type", "state_dict_type"),
+        *("optim_state_dict", "optim_state_dict_to_load", "rekey_optim_state_dict"),
+        *("full_optim_state_dict", "scatter_full_optim_state_dict", "shard_full_optim_state_dict"),
+        *("flatten_sharded_optim_state_dict", "sharded_optim_state_dict"),
+    )
+)
+ALL: Sequence[Changes] = (BACKWARD, CLIPPING, TOTAL_NORM, STEPS, LOADED_STATE, DCP, FSDP1, *TORCHS_FSDP1)

@@ -48,8 +48,7 @@ def train():
 
 def changed():
     now = everything()
-    return sorted(f"{owner}.{name}" for key, value in before.items() if now.get(key) is not value
-                  for _, owner, name in [key])
+    return sorted(".".join(filter(None, key)) for key, value in before.items() if now.get(key) is not value)
 
 import fsdp.checkpoint, fsdp.compat
 # torch replaces sys.excepthook here, and imports modules in the first step

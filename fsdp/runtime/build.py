@@ -33,6 +33,7 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.half_migrated import refuse_torchs_methods
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import check_variables, warn_of_hooks
 from fsdp.runtime.options import WrapOptions
@@ -246,6 +247,7 @@ class Membership:
         if context is None or (self._context is None and self.is_root is None):
             with own_operations():
                 context = self._become_root()
+            refuse_torchs_methods()  # again, since the program may have imported torch's FSDP1 after the wrapping
         return context
 
     def _become_root(self) -> RootContext:

@@ -1,0 +1,158 @@
+"""Methods of torch's FSDP1 raise for models of this package, and work for torch's own in the same process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
+from torch.utils._pytree import tree_flatten
+
+from fsdp import FullyShardedDataParallel, patches
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import on_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def trained(model: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def entered(context: Any) -> bool:
+    with context:
+        return True
+
+
+# Each method with a model, its optimizer, and a full state of that optimizer.
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "__init__": lambda model, optimizer, state: TorchFSDP(nn.Sequential(model), device_id=CPU),
+    "clip_grad_norm_": lambda model, optimizer, state: TorchFSDP.clip_grad_norm_(model, 0.1),
+    "fsdp_modules": lambda model, optimizer, state: len(TorchFSDP.fsdp_modules(model)),
+    "no_sync": lambda model, optimizer, state: entered(TorchFSDP.no_sync(model)),
+    "summon_full_params": lambda model, optimizer, state: entered(TorchFSDP.summon_full_params(model)),
+    "get_state_dict_type": lambda model, optimizer, state: TorchFSDP.get_state_dict_type(module=model),
+    "set_state_dict_type": lambda model, optimizer, state: str(
+        TorchFSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    ),
+    "state_dict_type": lambda model, optimizer, state: entered(
+        TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    ),
+    "optim_state_dict": lambda model, optimizer, state: list(TorchFSDP.optim_state_dict(model, optimizer)),
+    "optim_state_dict_to_load": lambda model, optimizer, state: list(
+        TorchFSDP.optim_state_dict_to_load(optim_state_dict=state, model=model, optim=optimizer)
+    ),
+    "rekey_optim_state_dict": lambda model, optimizer, state: sorted(
+        TorchFSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model)["state"]
+    ),
+    "full_optim_state_dict": lambda model, optimizer, state: TorchFSDP.full_optim_state_dict(
+        model, optimizer, rank0_only=False
+    ),
+    "scatter_full_optim_state_dict": lambda model, optimizer, state: TorchFSDP.scatter_full_optim_state_dict(
+        state, model, optim=optimizer
+    ),
+    "shard_full_optim_state_dict": lambda model, optimizer, state: TorchFSDP.shard_full_optim_state_dict(
+        state, model, optim=optimizer
+    ),
+    "flatten_sharded_optim_state_dict": lambda model, optimizer, state: list(
+        TorchFSDP.flatten_sharded_optim_state_dict(state, model, optimizer)
+    ),
+    "sharded_optim_state_dict": lambda model, optimizer, state: list(
+        TorchFSDP.sharded_optim_state_dict(model, optimizer)
+    ),
+}
+
+
+@on_ranks(2)
+def test_methods_of_torch_raise_for_our_models() -> None:
+    listed = {patch.what.rpartition(".")[2] for patch in patches.TORCHS_FSDP1}
+    assert CALLS.keys() == listed
+    for use_orig_params in (False, True):
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(net(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        optimizer = trained(model)
+        state = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+        for around in (model, model.module, nn.ModuleDict({"inner": model})):
+            for name, call in CALLS.items():
+                words = (
+                    f"torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.{name}(): this model"
+                )
+                words += " belongs to the package fsdp: import from fsdp in this file too, or call fsdp.compat.patch()"
+                with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+                    call(around, optimizer, state)
+        assert list(get_model_state_dict(model)) == list(net().state_dict()), "torch's function asks for fsdp_modules()"
+
+
+@on_ranks(2)
+def test_methods_of_torch_work_for_torchs_models() -> None:
+    warnings.simplefilter("ignore")  # torch's warnings about its formats
+    FullyShardedDataParallel(net())
+    assert all(patches.TORCHS_FSDP1)
+    results = []
+    for _ in range(2):  # with the patches, and without
+        model: Any = TorchFSDP(net(), auto_wrap_policy=TorchPolicy({nn.Linear}), device_id=CPU, use_orig_params=True)
+        optimizer = trained(model)
+        full = TorchFSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        sharded = TorchFSDP.sharded_optim_state_dict(model, optimizer)
+        states = {name: sharded if name.startswith("flatten") else full for name in CALLS}
+        results.append({name: call(model, optimizer, states[name]) for name, call in CALLS.items()})
+        whole = results[-1].pop("__init__")
+        assert isinstance(whole, TorchFSDP) and whole.module[0] is model
+        patches.take_back()
+    (leaves, structure), (plain_leaves, plain_structure) = map(tree_flatten, results)
+    assert structure == plain_structure
+    for found, expected in zip(leaves, plain_leaves):
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else str(found) == str(expected)
+
+
+LATE = """
+import sys
+import torch
+from torch import nn
+import fsdp
+
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2))
+assert "torch.distributed.fsdp" not in sys.modules
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+model(torch.ones(1, 2)).sum().backward()
+
+def call():
+    try:
+        with TorchFSDP.summon_full_params(model):
+            return "entered"
+    except TypeError as error:
+        return str(error).partition(": ")[2]
+
+print(call())
+fsdp.patches.take_back()
+print(call())
+"""
+
+
+def test_methods_of_torch_raise_if_torchs_module_is_imported_after_the_wrapping() -> None:
+    """From the first forward on, until `take_back`."""
+    command = [sys.executable, "-W", "ignore", "-c", LATE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    sentence = "this model belongs to the package fsdp: import from fsdp in this file too, or call fsdp.compat.patch()"
+    assert done.stdout.splitlines() == [sentence, "entered"], done.stderr
