@@ -74,7 +74,15 @@ def delayed_all_reduce(device: torch.device) -> None:
 
 def all_reduce_hook(device: torch.device) -> str | None:
     """Change gradients in a hook once they are reduced over the replicas."""
-    return situations.all_reduce_hook(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD)
+    pair = situations.late_pair(device, device_mesh=mesh(), sharding_strategy=S.HYBRID_SHARD)
+    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
+    for _ in range(4):
+        pair.zero_grad()
+        pair.backward()
+        for param in pair.plain.parameters():
+            param.grad.mul_(0.5)
+        pair.update()
+    return pair.check()
 
 
 CASES |= {"delayed_all_reduce": delayed_all_reduce, "all_reduce_hook": all_reduce_hook}

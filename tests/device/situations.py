@@ -4,6 +4,7 @@ python -m tests.device.situations [PART_OF_A_NAME ...]
 
 The list begins with the situations of ``scripts/gpu_situations.py``, which run on GPUs as well. The cases of this file
 set the lateness of streams, compare with a plain model in float64 on CPU, or count with this device's counters.
+``tests/test_streams.py`` traces the order of streams in further programs: with freezing, hooks, switches and moves.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import functools
 import gc
 import itertools
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -37,9 +38,12 @@ from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
 from tests.device.gpu_scripts import SITUATIONS
-from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on, values_of
+from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on
 
 CASES: dict[str, pool.Case] = dict(SITUATIONS)
+
+
+PLACES: dict[str, dict[str, Any]] = {"": {}, "_offload": offload()}  # of the shards: on the device, or in host memory
 
 
 def case(function: pool.Case) -> pool.Case:
@@ -100,26 +104,6 @@ def launches_ahead(device: torch.device) -> str:
     return words
 
 
-@case
-def ema_of_offloaded(device: torch.device) -> str | None:
-    """Update an average of offloaded parameters on the host right after a forward of it."""
-    pair = Pair(device, **offload())
-    ema = Pair(device, **offload())
-    lag.C.set_lateness(40, {})
-    plain_ema = ema.plain
-    for _ in range(4):
-        pair.step()
-        x = pair.batch()
-        with torch.no_grad():
-            got, expected = ema.model(x.to(device)), plain_ema(x)
-            for a, b in zip(ema.model.parameters(), pair.model.parameters()):
-                a.lerp_(b, 0.5)
-            for a, b in zip(plain_ema.parameters(), pair.plain.parameters()):
-                a.lerp_(b, 0.5)
-        assert_close(got, expected, "the average's output")
-    return ema.check()
-
-
 def assert_no_errors(what: str = "") -> None:
     """Wait until the device is at rest, and raise the first of its errors."""
     lag.C.set_lateness(0, {})
@@ -135,12 +119,9 @@ def fail(pair: Pair, where: str, block: int = 2) -> None:
     """Run a step that raises in the forward or backward of a block."""
     bad = pair.blocks[block]
     bad.fail = where
-    try:
+    with pytest.raises(ValueError, match=f"in {where}"):
         pair.model(pair.batch().to(pair.device)).square().mean().backward()
-    except ValueError:
-        bad.fail = None
-    else:
-        raise AssertionError("nothing was raised")
+    bad.fail = None
 
 
 def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
@@ -152,95 +133,64 @@ def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
         if what == "spoil":
             before = [p.detach().clone() for p in pair.model.parameters()]
             fill(pair.model, float("nan"))
-            for p, v in zip(pair.model.parameters(), before):
-                p.data.copy_(v)
+            for param, value in zip(pair.model.parameters(), before):
+                param.data.copy_(value)
         pair.train(2)
     return pair.check()
 
 
-for _where, _what in itertools.product(("forward", "backward"), ("go_on", "spoil")):
-    for _name, _options in {"": {}, "_offload": offload(), "_sgop": {"sharding_strategy": S.SHARD_GRAD_OP}}.items():
-        CASES[f"fail_{_where}{_name}_{_what}"] = functools.partial(_fails, where=_where, what=_what, **_options)
+KEPT = {"_sgop": {"sharding_strategy": S.SHARD_GRAD_OP}}
+for _where, _what, (_name, _options) in itertools.product(
+    ("forward", "backward"), ("go_on", "spoil"), (PLACES | KEPT).items()
+):
+    CASES[f"fail_{_where}{_name}_{_what}"] = functools.partial(_fails, where=_where, what=_what, **_options)
 
 
 @case
 def failed_backward_then_another(device: torch.device) -> str:
     """Fail in one backward, and run that of another forward next, without a forward in between."""
-    pair = Pair(device)
+    pair = late_pair(device)
     pair.train(2)
-    lag.C.set_lateness(20, {})
-    bad = pair.blocks[2]
-    for _ in range(10):
+    for _ in range(5):
         pair.zero_grad()
         x = pair.batch()
         good = pair.model(x.to(device)).square().mean()
-        bad.fail = "backward"
-        failing = pair.model(pair.batch().to(device)).square().mean()
-        bad.fail = None
-        try:
-            failing.backward()
-        except ValueError:
-            pass
-        del failing
+        fail(pair, "backward")
         good.backward()
         pair.plain(x).square().mean().backward()
         pair.update()
     return pair.check()
 
 
-@case
-def delete_after_backward(device: torch.device) -> str | None:
-    """Delete a model right after a backward: queued kernels must not touch memory of other models."""
+def _deleted(device: torch.device, after: str, **options: Any) -> str:
+    """Delete a model right after a pass: its output stays right, and queued kernels touch no memory of other models."""
     keep = Pair(device, seed=5)
     keep.train(1)
-    for options in ({}, offload()):
-        for _ in range(3):
-            pair = Pair(device, **options)
-            lag.C.set_lateness(0, {1: 40.0, 2: 60.0})
-            pair.backward()
-            del pair
-            gc.collect()
-            keep.train(1)
-        assert_no_errors()
-    return keep.check()
-
-
-@case
-def delete_after_forward(device: torch.device) -> str | None:
-    """Delete a model right after a forward, whose output stays right."""
-    keep = Pair(device, seed=5)
-    keep.train(1)
-    for options in ({}, offload()):
-        for grad in (True, False):
-            pair = Pair(device, **options)
-            lag.C.set_lateness(0, {1: 60.0, 0: 30.0})
-            with torch.set_grad_enabled(grad):
-                x = pair.batch()
-                expected = pair.plain(x).detach()
-                y = pair.model(x.to(device)).detach()
-            del pair
-            gc.collect()
-            keep.train(1)
-            lag.C.set_lateness(0, {})
-            assert_close(y, expected, f"the output of a deleted model ({options}, {grad})")
+    for _ in range(3):
+        pair = Pair(device, **options)
+        x = pair.batch()
+        expected = pair.plain(x).detach()
+        lag.C.set_lateness(0, {0: 30.0, 1: 60.0, 2: 60.0})
+        with torch.set_grad_enabled(after != "evaluation"):
+            output = pair.model(x.to(device))
+        params = list(pair.model.parameters())
+        if after == "backward":
+            output.square().mean().backward()
+        del pair
+        gc.collect()
+        if after == "forward":  # the graph keeps what its backward needs
+            output.square().mean().backward()
+            assert all(torch.isfinite(p.grad.cpu()).all() for p in params if p.grad is not None)
+        del params
+        keep.train(1)
+        lag.C.set_lateness(0, {})
+        assert_close(output, expected, "the output of a deleted model")
     assert_no_errors()
     return keep.check()
 
 
-@case
-def output_kept_from_deleted(device: torch.device) -> str | None:
-    """Run the backward of a loss whose wrapper is gone."""
-    pair = Pair(device)
-    pair.train(1)
-    lag.C.set_lateness(30, {})
-    x = pair.batch()
-    loss = pair.model(x.to(device)).square().mean()
-    params = list(pair.model.parameters())
-    model = pair.model
-    pair.model = None
-    del model
-    loss.backward()
-    assert all(torch.isfinite(p.grad.cpu()).all() for p in params if p.grad is not None)
+for _after, (_name, _options) in itertools.product(("forward", "evaluation", "backward"), PLACES.items()):
+    CASES[f"delete_after_{_after}{_name}"] = functools.partial(_deleted, after=_after, **_options)
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -304,10 +254,11 @@ def _streams(device: torch.device, switch: str, **options: Any) -> str:
     return pair.check()
 
 
-for _switch, _uop in itertools.product(("wrap", "each", "backward", "step", "eval", "nosync"), (False, True)):
-    for _name, _options in {"": {}, "_offload": offload()}.items():
-        _run = functools.partial(_streams, switch=_switch, use_orig_params=_uop, **_options)
-        CASES[f"streams_{_switch}_uop{int(_uop)}{_name}"] = _run
+for _switch, _uop, (_name, _options) in itertools.product(
+    ("wrap", "each", "backward", "step", "eval", "nosync"), (False, True), PLACES.items()
+):
+    _run = functools.partial(_streams, switch=_switch, use_orig_params=_uop, **_options)
+    CASES[f"streams_{_switch}_uop{int(_uop)}{_name}"] = _run
 
 
 @case
@@ -329,44 +280,18 @@ def streams_unfreeze(device: torch.device) -> str | None:
 
 
 @case
-def unshard_on_side_stream(device: torch.device) -> str | None:
-    """Wait for an unshard on another stream than the forward runs on."""
-    pair = Pair(device)
-    pair.train(2)
-    lag.C.synchronize(-1)
-    lag.C.set_lateness(0, {1: 60.0})
-    handle = pair.model._unshard(async_op=True)
-    side = torch.Stream(device)
-    with on(side):
-        handle.wait()
-    x = pair.batch()
-    y = pair.model(x.to(device))
-    lag.C.set_lateness(0, {})
-    assert_close(y, pair.plain(x))
-    pair.train(2)
-    return pair.check()
-
-
-@case
 def thread_trains(device: torch.device) -> str | None:
     """Train in a second host thread, which has separate current streams."""
     pair = Pair(device)
     pair.train(1)
     lag.C.set_lateness(30, {})
-    problem = []
 
-    def run():
-        try:
-            lag.C.set_device(device.index)
-            pair.train(4)
-        except BaseException as error:
-            problem.append(error)
+    def run() -> None:
+        lag.C.set_device(device.index)
+        pair.train(4)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if problem:
-        raise problem[0]
+    with futures.ThreadPoolExecutor(1) as threads:
+        threads.submit(run).result()
     pair.train(2)
     return pair.check()
 
@@ -374,121 +299,60 @@ def thread_trains(device: torch.device) -> str | None:
 # -- state -------------------------------------------------------------------------------------------------------------
 
 
-@case
-def summon_writes(device: torch.device) -> str | None:
-    """Write to summoned parameters."""
-    for options in ({}, offload(), {"use_orig_params": True}, {"use_orig_params": True, **offload()}):
-        pair = late_pair(device, **options)
-        for _ in range(3):
-            pair.step()
-            with FSDP.summon_full_params(pair.model, writeback=True), torch.no_grad():
-                for p in pair.model.parameters():
-                    p.mul_(0.5).add_(0.01)
-            with torch.no_grad():
-                for p in pair.plain.parameters():
-                    p.mul_(0.5).add_(0.01)
-        pair.check()
-
-
-@case
-def summon_forward(device: torch.device) -> str | None:
-    """Run a forward inside ``summon_full_params``, and show gradients."""
-    pair = late_pair(device, use_orig_params=True)
+def _summoned(device: torch.device, **options: Any) -> str:
+    """Write to summoned parameters, run a forward inside, and show gradients."""
+    pair = late_pair(device, **options)
     for _ in range(3):
         pair.step()
+        with FSDP.summon_full_params(pair.model), torch.no_grad():
+            for param in (*pair.model.parameters(), *pair.plain.parameters()):
+                param.mul_(0.5).add_(0.01)
         x = pair.batch()
         with FSDP.summon_full_params(pair.model, writeback=False):
-            y = pair.model(x.to(device))
-        assert_close(y, pair.plain(x))
-    with FSDP.summon_full_params(pair.model, with_grads=True):
-        for (name, param), plain in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
-            assert_close(param.grad, plain.grad, name)
+            output = pair.model(x.to(device))
+        assert_close(output, pair.plain(x))
+    if options.get("use_orig_params") and "cpu_offload" not in options:
+        with FSDP.summon_full_params(pair.model, with_grads=True):
+            for (name, param), plain in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+                assert_close(param.grad, plain.grad, name)
     with FSDP.summon_full_params(pair.model, writeback=False, offload_to_cpu=True, rank0_only=True):
         pass
     return pair.check()
 
 
-@case
-def optimizer_state(device: torch.device) -> str | None:
-    """Save and load the optimizer's state while kernels are late."""
-    pair = late_pair(device, use_orig_params=True)
+def _zero_states(pair: Pair) -> None:
+    for state in pair.mine.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def _states(device: torch.device, **options: Any) -> str:
+    """Save and load model and optimizer while kernels are late, overwritten right after each save."""
+    pair = late_pair(device, **options)
     pair.train(2)
     state = FSDP.optim_state_dict(pair.model, pair.mine)
-    for values in pair.mine.state.values():
-        for v in values.values():
-            if torch.is_tensor(v):
-                v.zero_()
+    _zero_states(pair)
     pair.mine.load_state_dict(FSDP.optim_state_dict_to_load(pair.model, pair.mine, state))
-    pair.train(2)
+    pair.train(1)
+    for number, in_background in enumerate((True, False)):
+        folder = f"{os.environ['LAG_PLACE']}/{pair.steps}.{number}"
+        saved = (async_save if in_background else save)(folder, pair.model, pair.mine)
+        fill(pair.model, float("nan"))
+        _zero_states(pair)
+        if in_background:
+            saved.result()
+        load(folder, pair.model, pair.mine)
+        pair.train(2)
+        pair.check()
     return pair.check()
 
 
-@case
-def background_save(device: torch.device) -> str | None:
-    """Overwrite parameters and optimizer states right after ``async_save``."""
-    root = [f"{os.environ['LAG_PLACE']}/saves"]
-    os.makedirs(root[0], exist_ok=True)
-    for options in ({}, offload(), {"use_orig_params": True}):
-        pair = late_pair(device, **options)
-        pair.train(2)
-        saved = async_save(root[0] + "/a", pair.model, pair.mine)
-        fill(pair.model, float("nan"))
-        for values in pair.mine.state.values():
-            for v in values.values():
-                if torch.is_tensor(v):
-                    v.zero_()
-        saved.result()
-        load(root[0] + "/a", pair.model, pair.mine)
-        pair.train(2)
-        pair.check()
-        save(root[0] + "/b", pair.model, pair.mine)
-        fill(pair.model, 3.0)
-        load(root[0] + "/b", pair.model, pair.mine)
-        pair.train(1)
-        pair.check()
-
-
-@case
-def moves(device: torch.device) -> str | None:
-    """Move a model to CPU and back, and copy it."""
-    pair = late_pair(device)
-    pair.train(2)
-    pair.model.to("cpu")
-    pair.model.to(device)
-    for state in pair.mine.state.values():
-        for k, v in state.items():
-            if torch.is_tensor(v) and v.dim():
-                state[k] = v.to(device)
-    pair.train(2)
-    copied = copy.deepcopy(pair.model)
-    fill(pair.model, float("nan"))
-    pair.model = copied
-    pair.check()
+for _uop, (_name, _options) in itertools.product((False, True), PLACES.items()):
+    CASES[f"summon_uop{int(_uop)}{_name}"] = functools.partial(_summoned, use_orig_params=_uop, **_options)
+    CASES[f"states_uop{int(_uop)}{_name}"] = functools.partial(_states, use_orig_params=_uop, **_options)
 
 
 # -- what users hang on it ---------------------------------------------------------------------------------------------
-
-
-@case
-def comm_hooks(device: torch.device) -> str | None:
-    """Reduce gradients by communication hooks."""
-
-    def mine(state, grad, shard):
-        grad.div_(dist.get_world_size())
-        dist.reduce_scatter_tensor(shard, grad)
-
-    world, hooks = dist.group.WORLD, default_hooks
-    for state, hook, bound in (
-        (None, mine, 1e-9),
-        (hooks.DefaultState(world), hooks.reduce_scatter_hook, 1e-9),
-        (hooks.LowPrecisionState(world, parameter_type=torch.float64), hooks.bf16_compress_hook, 1e-2),
-    ):
-        pair = Pair(device)
-        pair.model.register_comm_hook(state, hook)
-        lag.C.set_lateness(40, {})
-        pair.train(5)
-        remark = pair.check(bound)
-    return remark
 
 
 @case
@@ -503,17 +367,6 @@ def optimizer_in_backward(device: torch.device) -> str | None:
         theirs.zero_grad()
         pair.backward()
         theirs.step()
-    return pair.check()
-
-
-@case
-def freezing(device: torch.device) -> str | None:
-    """Freeze and unfreeze parameters between steps."""
-    pair = late_pair(device, use_orig_params=True)
-    for frozen in (True, False, True):
-        for a, b in zip(list(pair.model.parameters())[2:5], list(pair.plain.parameters())[2:5]):
-            a.requires_grad_(not frozen), b.requires_grad_(not frozen)
-        pair.train(2)
     return pair.check()
 
 
@@ -569,73 +422,6 @@ def dropout_checkpoint(device: torch.device) -> str | None:
 
 
 @case
-def switches(device: torch.device) -> str | None:
-    """Change the settings of a tree between steps."""
-    pair = late_pair(device)
-    units = [m for m in FSDP.fsdp_modules(pair.model) if m is not pair.model]
-    pair.train(2)
-    for name, argument in (
-        ("set_reshard_after_forward", False),
-        ("set_reshard_after_backward", False),
-        ("set_reshard_after_backward", True),
-        ("set_reshard_after_forward", True),
-        ("set_reduce_scatter_max_input_buffers", 1),
-        ("set_reduce_scatter_max_input_buffers", 4),
-    ):
-        getattr(pair.model, name)(argument)
-        pair.train(2)
-        pair.check()
-    pair.model.set_modules_to_forward_prefetch([units[1], units[2]])
-    pair.train(2)
-    pair.check()
-    for last in (False, True):
-        pair.model.set_is_last_backward(last)
-        pair.model.set_requires_gradient_sync(last)
-        if not last:
-            pair.zero_grad()
-        pair.backward()
-    pair.update()
-    pair.check()
-    pair.model.set_gradient_divide_factor(3.0, recurse=True)
-    pair.zero_grad()
-    pair.backward()
-    for p in pair.plain.parameters():
-        p.grad.mul_(dist.get_world_size() / 3.0)
-    pair.update()
-    return pair.check()
-
-
-@case
-def all_reduce_hook(device: torch.device, **options: Any) -> str | None:
-    """Change reduced gradients in a hook."""
-    pair = late_pair(device, **options)
-    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5), recurse=True)
-    for _ in range(4):
-        pair.zero_grad()
-        pair.backward()
-        for p in pair.plain.parameters():
-            p.grad.mul_(0.5)
-        pair.update()
-    return pair.check()
-
-
-@case
-def uneven(device: torch.device) -> str | None:
-    """Train with more batches on one rank than on the second."""
-    pair = late_pair(device)
-    batches = [pair.batch() for _ in range(3 + dist.get_rank())]
-    for x in fsdp.join(pair.model, batches):
-        pair.mine.zero_grad()
-        pair.model(x.to(device)).square().mean().backward()
-        pair.mine.step()
-    values = values_of(pair.model)
-    every = [None] * dist.get_world_size()
-    total = sum(v.sum().item() for v in values.values())
-    dist.all_gather_object(every, total)
-    assert max(every) - min(every) == 0 and all(v.isfinite().all() for v in values.values()), every
-
-
-@case
 def two_models(device: torch.device) -> str | None:
     """Train two models by turns, as adversarial training does: both use the same streams."""
     one, two = Pair(device, seed=1), Pair(device, seed=2, **offload())
@@ -648,21 +434,6 @@ def two_models(device: torch.device) -> str | None:
             two.model(x.to(device))
     one.check()
     return two.check()
-
-
-@case
-def several_forwards(device: torch.device) -> str | None:
-    """Run several forwards before their backwards."""
-    pair = late_pair(device)
-    for _ in range(4):
-        pair.zero_grad()
-        a, b = pair.batch(), pair.batch()
-        for m, d in ((pair.model, device), (pair.plain, "cpu")):
-            one, two = m(a.to(d)).square().mean(), m(b.to(d)).mean()
-            one.backward(retain_graph=True)
-            (two + one).backward()
-        pair.update()
-    return pair.check()
 
 
 @case
@@ -685,18 +456,6 @@ def tensor_parallel(device: torch.device) -> str | None:
     pair.train(4)
     x = pair.batch()
     assert_close(pair.model(x.to(device)), pair.plain(x), "the output")
-
-
-@case
-def debug_mode(device: torch.device) -> str | None:
-    """Train with FSDP_DEBUG=1."""
-    os.environ["FSDP_DEBUG"] = "1"
-    try:
-        pair = late_pair(device, use_orig_params=True)
-        pair.train(4)
-        return pair.check()
-    finally:
-        del os.environ["FSDP_DEBUG"]
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -812,35 +571,6 @@ def priorities(device: torch.device) -> None:
 
 
 # -- a training on CPU beside the device -------------------------------------------------------------------------------
-
-
-@case
-def save_on_cpu(device: torch.device) -> str:
-    """Save a CPU training in the background: no stream is made on the device."""
-    if os.environ.get("LAG_ALONE"):
-        return "skipped: the group serves the device only"
-    group = dist.new_group(backend="gloo")
-    model = FSDP(nn.Linear(5, 5), device_id="cpu", process_group=group)
-    idle = (device.index + 1) % lag.C.device_count()
-    lag.C.set_device(idle)
-    try:
-        before = lag.C.stream_count(idle)
-        async_save(f"{os.environ['LAG_PLACE']}/cpu", model, process_group=group).result()
-        made = lag.C.stream_count(idle) - before
-    finally:
-        lag.C.set_device(device.index)
-    assert not made, f"{made} streams on a device that nothing uses"
-    return "no stream on the device"
-
-
-@case
-def cpu_group(device: torch.device) -> str:
-    """Wrap a CPU module over a group that serves CPU only: it stays there."""
-    group = dist.new_group(backend="gloo")
-    model = FSDP(nn.Linear(5, 5), process_group=group)
-    assert model.compute_device.type == "cpu", model.compute_device
-    model(torch.ones(2, 5)).sum().backward()
-    return "on CPU"
 
 
 @case
