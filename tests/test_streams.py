@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -124,40 +124,29 @@ def replicas() -> tuple[Any, Any]:
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()], dist.group.WORLD
 
 
-def assert_clean(tracer: StreamTracer) -> None:
-    """Check that there was no race, and no wait of the host since its waits were cleared."""
+def assert_clean(tracer: StreamTracer, training: Training, parts: Iterable[Part]) -> None:
+    """Run `parts`, without a race or a wait of the host after the first step, in which the units' order is recorded."""
     __tracebackhide__ = True
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
+    training.step()
+    tracer.host_synchronisations.clear()
+    for part in parts:
+        part(training)
     assert not tracer.races, "\n".join(tracer.races)
     assert not tracer.host_synchronisations, "\n".join(tracer.host_synchronisations)
-
-
-@contextmanager
-def no_race() -> Iterator[StreamTracer]:
-    """Trace one rank that communicates with itself, and check that there was no race."""
-    force_sharded()
-    with trace_streams(check=False) as tracer:
-        yield tracer
-    assert not tracer.races, "\n".join(tracer.races)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @on_ranks("setting.ranks")
 def test_training_has_no_race_and_no_host_wait(setting: Setting) -> None:
-    """The host does not wait once the order of the units is known."""
     force_sharded()
-    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
+    options: dict[str, Any] = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
+    if setting.strategy in (HYBRID_SHARD, ZERO2):
+        options["process_group"] = replicas()
+    switches = setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP  # in half of the settings
+    parts = [part for part in parts_of(setting) if part is not Training.switching or switches]
     with trace_streams(check=False) as tracer:
-        options: dict[str, Any] = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
-        if setting.strategy in (HYBRID_SHARD, ZERO2):
-            options["process_group"] = replicas()
-        training = Training(tracer, BlockTower(), **options)
-        training.step()
-        tracer.host_synchronisations.clear()
-        for part in parts_of(setting):
-            # `switching` runs in half of the settings
-            if part is not Training.switching or setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP:
-                part(training)
-    assert_clean(tracer)
+        assert_clean(tracer, Training(tracer, BlockTower(), **options), parts)
 
 
 @on_ranks(2)
@@ -172,48 +161,17 @@ def test_an_all_reduce_hook_runs_on_the_given_stream() -> None:
             shard.mul_(2)
 
         training.model.set_all_reduce_hook(hook, stream=SimulatedStream("user"), recurse=True)
-        training.step()
-        tracer.host_synchronisations.clear()
-        training.steps()
-    assert_clean(tracer)
+        assert_clean(tracer, training, [Training.steps])
     assert used == {"user"}
 
 
 @on_ranks(4)
 def test_no_race_when_units_reshard_over_some_ranks() -> None:
-    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part of the program fails on purpose
+    precision = MixedPrecision(torch.bfloat16, torch.float32)
+    parts = (Training.steps, Training.several_forwards, Training.checkpointing, Training.failures)
     with trace_streams(check=False) as tracer:
-        precision = MixedPrecision(torch.bfloat16, torch.float32)
         training = Training(tracer, BlockTower((7, 13, 5, 7)), reshard_after_forward=2, mixed_precision=precision)
-        training.step()
-        tracer.host_synchronisations.clear()
-        for part in (
-            Training.steps,
-            Training.several_forwards,
-            Training.checkpointing,
-            Training.failures,
-            Training.summoning,
-            Training.deletion,
-        ):
-            part(training)
-    assert_clean(tracer)
-
-
-@on_ranks(1)
-def test_no_race_in_other_models() -> None:
-    force_sharded()
-    races = {}
-    for name, case in ZOO.items():
-        with trace_streams(check=False) as tracer:
-            model = FSDP(case.build(), auto_wrap_policy=ModuleWrapPolicy(case.blocks), use_orig_params=True)
-            tracer.watch(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            for seed in range(3):
-                case.loss(model, case.make_batch(seed, 2)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        races[name] = tracer.races
-    assert not any(races.values()), races
+        assert_clean(tracer, training, (*parts, Training.summoning, Training.deletion))
 
 
 def offloaded_gradients() -> Any:
@@ -263,89 +221,103 @@ def test_no_race_with_each_memory_pool() -> None:
     assert not any(races.values()), races
 
 
-@on_ranks(1)
-def test_no_race_on_a_current_stream_of_the_user() -> None:
-    with no_race() as tracer:
-        training = Training(tracer, BlockTower())
-        training.step()
-        streams = tracer.streams
-        before = streams.record()
-        with tracer.on(SimulatedStream("user")):
-            streams.wait(before)
-            training.steps()
-            training.accumulation()
-            after = streams.record()
-        streams.wait(after)
+# -- streams of users, and other models --------------------------------------------------------------------------------
+
+
+def on_a_stream_of_the_user(tracer: StreamTracer) -> Training:
+    training = Training(tracer, BlockTower())
+    training.step()
+    with tracer.streams.joined(SimulatedStream("user")):
         training.steps()
+        training.accumulation()
+    training.steps()
+    return training
 
 
-def units_with_foreign_hooks(model: nn.Module, stream: SimulatedStream) -> list[str]:
-    """Return the units with leaves whose hooks run on another stream."""
+def assert_hooks_on(stream: SimulatedStream, model: nn.Module) -> None:
+    """Check that autograd runs the hooks of all leaves on `stream`."""
     accumulators = [(unit, node) for _, unit, _ in units_in(model) for _, node in unit.arrivals._accumulators.values()]
-    return [unit.name for unit, node in accumulators if node.metadata["stream"] is not stream]
+    assert not [unit.name for unit, node in accumulators if node.metadata["stream"] is not stream]
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(1)
-def test_no_race_when_the_model_was_wrapped_on_another_stream(use_orig_params: bool) -> None:
+def wrapped_on_another_stream(tracer: StreamTracer, use_orig_params: bool) -> Training:
     """Autograd runs a leaf's hook on the stream on which the accumulator was made; the engine makes it anew."""
-    with no_race() as tracer:
-        streams, other, third = tracer.streams, SimulatedStream("wrapping"), SimulatedStream("third")
-        with tracer.on(other):
-            training = Training(tracer, BlockTower(), use_orig_params=use_orig_params)
-            made = streams.record()
-        streams.wait(made)
+    with tracer.streams.joined(SimulatedStream("wrapping")):
+        training = Training(tracer, BlockTower(), use_orig_params=use_orig_params)
+    training.steps()
+    assert_hooks_on(tracer.compute, training.model)
+    training.accumulation()
+    # the graphs hold the nodes of the stream on which they were made
+    first, pending = training.loss(), training.loss()
+    with tracer.streams.joined(SimulatedStream("third")):
+        for name, param in training.model.named_parameters():
+            if "base" in name:
+                param.requires_grad_(True)
+        first.backward()
+        with tracer.on(tracer.compute):  # reuses memory freed by the backward
+            torch.zeros(100)
+        training.loss().backward()
+        pending.backward()
+        del first, pending
         training.steps()
-        found = units_with_foreign_hooks(training.model, tracer.compute)
-        training.accumulation()
-        # the graphs hold the nodes of the stream on which they were made
-        first, pending = training.loss(), training.loss()
-        before = streams.record()
-        with tracer.on(third):
-            streams.wait(before)
-            for name, param in training.model.named_parameters():
-                if "base" in name:
-                    param.requires_grad_(True)
-            first.backward()
-            with tracer.on(tracer.compute):  # reuses memory freed by the backward
-                torch.zeros(100)
-            training.loss().backward()
-            pending.backward()
-            del first, pending
-            training.steps()
-            training.failures()
-            after = streams.record()
-        streams.wait(after)
-        training.steps()
-        training.accumulation()
-        found += units_with_foreign_hooks(training.model, tracer.compute)
-    assert not found
+        training.failures()
+    training.steps()
+    training.accumulation()
+    assert_hooks_on(tracer.compute, training.model)
+    return training
 
 
-@on_ranks(1)
-def test_each_stream_waits_for_an_unshard_by_hand() -> None:
+def unsharded_on_a_side_stream(tracer: StreamTracer) -> Training:
     """A side stream has waited for the gather, and the forward's stream has not."""
-    with no_race() as tracer:
-        training = Training(tracer, BlockTower())
-        training.steps()
-        streams = tracer.streams
-        before = streams.record()
-        with tracer.on(SimulatedStream("side")):
-            streams.wait(before)
-            training.model._unshard(async_op=True).wait()
-        training.steps()
+    training = Training(tracer, BlockTower())
+    training.steps()
+    before = tracer.streams.record()
+    with tracer.on(SimulatedStream("side")):
+        tracer.streams.wait(before)
+        training.model._unshard(async_op=True).wait()
+    training.steps()
+    return training
 
 
+def joined_to_another_tree(tracer: StreamTracer) -> Training:
+    inner = FSDP(Block(13), sharding_strategy=SHARD_GRAD_OP)
+    tracer.watch(inner)
+    x = torch.randn(4, WIDTH)
+    inner(x).sum().backward()
+    inner(x)
+    training = Training(tracer, nn.Sequential(FSDP(Block(7)), inner, FSDP(Block(7))), auto_wrap_policy=None)
+    training.steps()
+    return training
+
+
+def of_the_zoo(tracer: StreamTracer, name: str) -> FSDP:
+    case = ZOO[name]
+    model = FSDP(case.build(), auto_wrap_policy=ModuleWrapPolicy(case.blocks), use_orig_params=True)
+    tracer.watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(3):
+        case.loss(model, case.make_batch(seed, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+USES: dict[str, Callable[[StreamTracer], Any]] = {
+    "on a stream of the user": on_a_stream_of_the_user,
+    "wrapped on another stream, flat": partial(wrapped_on_another_stream, use_orig_params=False),
+    "wrapped on another stream, original": partial(wrapped_on_another_stream, use_orig_params=True),
+    "unsharded on a side stream": unsharded_on_a_side_stream,
+    "joined to another tree": joined_to_another_tree,
+    **{name: partial(of_the_zoo, name=name) for name in ZOO},
+}
+
+
+@pytest.mark.parametrize("use", USES)
 @on_ranks(1)
-def test_no_race_when_a_tree_joins_another() -> None:
-    with no_race() as tracer:
-        inner = FSDP(Block(13), sharding_strategy=SHARD_GRAD_OP)
-        tracer.watch(inner)
-        x = torch.randn(4, WIDTH)
-        inner(x).sum().backward()
-        inner(x)
-        training = Training(tracer, nn.Sequential(FSDP(Block(7)), inner, FSDP(Block(7))), auto_wrap_policy=None)
-        training.steps()
+def test_no_race_with_streams_of_users_and_in_other_models(use: str) -> None:
+    force_sharded()
+    with trace_streams() as tracer:  # raises on a race
+        _kept = USES[use](tracer)  # memory of the model may be freed on any stream
 
 
 # -- each synchronization is needed ------------------------------------------------------------------------------------
@@ -362,42 +334,48 @@ def lines_that_synchronize() -> set[tuple[str, int]]:
     return found
 
 
+def find_needless(
+    traces: Iterable[Callable[..., StreamTracer]], choose: Callable[[Sync], bool] = lambda sync: True
+) -> tuple[set[Sync], list[str]]:
+    """Return the synchronizations in `traces`, and those that can be left out in each without a race on any rank."""
+    found, needed = set[Sync](), set[str]()
+    for trace in traces:
+        own = {sync for syncs in of_all_ranks(trace().syncs) for sync in syncs if choose(sync)}
+        for sync in sorted(own):
+            if str(sync) not in needed and any(of_all_ranks(trace((sync,)).races)):
+                needed.add(str(sync))
+        found |= own
+    return found, [str(sync) for sync in found if str(sync) not in needed]
+
+
 @needs_swaps
 @on_ranks(1)
 def test_leaving_out_any_synchronization_is_detected_as_a_race() -> None:
-    syncs = {name: trace_program(name).syncs for name in PROGRAMS}
-    seen: dict[str, str | None] = {}
-    for name in PROGRAMS:
-        for sync in sorted(syncs[name]):
-            if seen.get(str(sync)) is None:
-                seen[str(sync)] = next(iter(trace_program(name, (sync,)).races), None)
-    sites = {site for found in syncs.values() for sync in found for site in (sync.recorded, sync.waited)}
-    lines = {(site.file, site.line) for site in sites}
+    found, needless = find_needless(partial(trace_program, name) for name in PROGRAMS)
+    lines = {(site.file, site.line) for sync in found for site in (sync.recorded, sync.waited)}
     assert lines_that_synchronize() == lines, "some are not exercised here"
-    assert [sync for sync, race in seen.items() if race is None] == []
+    assert needless == []
 
 
+@pytest.mark.parametrize("kind", ["pooled", "offloaded"])
 @on_ranks(2)
-def test_leaving_out_a_synchronization_with_replicas_is_detected() -> None:
+def test_leaving_out_a_synchronization_with_replicas_is_detected(kind: str) -> None:
     """The mean over replicas follows the reduction, and precedes reading the gradient."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part fails on purpose
-    group, strategy = replicas(), HYBRID_SHARD
+    group = replicas()
 
-    def trace(kind: str, drop: tuple[Sync, ...] = ()) -> StreamTracer:
+    def trace(drop: tuple[Sync, ...] = ()) -> StreamTracer:
         with memory(kind), trace_streams(drop=drop, check=False) as tracer:
-            training = Training(tracer, BlockTower(), process_group=group, sharding_strategy=strategy)
+            training = Training(tracer, BlockTower(), process_group=group, sharding_strategy=HYBRID_SHARD)
             for part in (Training.steps, Training.failures):
                 if not tracer.races:
                     part(training)
             del training
         return tracer
 
-    found: dict[str, str | None] = {}
-    for kind in ("pooled", "offloaded"):
-        for sync in sorted(sync for sync in trace(kind).syncs if "replica" in (sync.by, sync.on)):
-            found[f"{kind}: {sync}"] = next(iter(trace(kind, (sync,)).races), None)
-    assert len(found) >= 4 and [sync for sync, race in found.items() if race is None] == []
+    found, needless = find_needless([trace], lambda sync: "replica" in (sync.by, sync.on))
+    assert len(found) >= 2 and needless == []
 
 
 @on_ranks(2)
@@ -564,7 +542,7 @@ UNITS, STEPS = 3, 2
 EXCHANGE = "WholeParamOptimizer"
 
 
-def trace_exchanges(*drop: Sync) -> StreamTracer:
+def trace_exchanges(drop: tuple[Sync, ...] = ()) -> StreamTracer:
     """Trace steps with owners, without the synchronisations of `drop`."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH + unit, WIDTH + unit + 1) for unit in range(UNITS)))
@@ -593,9 +571,5 @@ def test_exchanges_run_beside_the_computation_without_a_race() -> None:
 
 @on_ranks(2)
 def test_each_synchronisation_of_an_exchange_is_needed() -> None:
-    syncs = of_all_ranks(trace_exchanges().syncs)
-    own = sorted({sync for found in syncs for sync in found if sync.recorded.file == "placement/redistribute.py"})
-    assert len(own) == 2
-    for sync in own:
-        races = of_all_ranks(trace_exchanges(sync).races)  # on an owner, or on the rank that sends to it
-        assert any(races), f"{sync} is superfluous"
+    found, needless = find_needless([trace_exchanges], lambda sync: sync.recorded.file == "placement/redistribute.py")
+    assert len(found) == 2 and needless == []
