@@ -30,10 +30,11 @@ from tests.harness.lockstep import Data, assert_at_rest
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import BlockWithUnused, Gain, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
-from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, Mode, clear
+from tests.harness.passes import WIDTH, clear
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import _in_memory_order, full_parameters, wrap
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, Mode
 
 SYNC, NO_SYNC = "sync", "no_sync"
 

@@ -25,16 +25,10 @@ from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import ALL_SMALL, STEP, Data, Reference, assert_at_rest, gradient_sizes
 from tests.harness.models import MlpBlock, Net, SegmentBlock, Unit, in_turn
 from tests.harness.passes import (
-    FULL,
     KINDS,
-    MODES,
-    NONE,
     WIDTH,
-    Mode,
-    by_turns,
     check_parity,
     clear,
-    describe,
     gathered,
     loss_of,
     mlp,
@@ -45,6 +39,7 @@ from tests.harness.passes import (
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL, MODES, NONE, Mode, by_turns, describe
 
 # -- orders of forwards and backwards ----------------------------------------------------------------------------
 

@@ -27,10 +27,11 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, assert_at_rest, gradient_sizes
 from tests.harness.models import LoraBlock, Net, Unit
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, check_parity, describe, seeded
+from tests.harness.passes import check_parity, seeded
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, describe
 
 WIDTH, VOCABULARY = 6, 11
 Build = Callable[[], nn.Module]

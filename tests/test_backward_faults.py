@@ -24,10 +24,11 @@ from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import Net, Unit, in_turn
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import KINDS, MODES, WIDTH, by_turns, check_parity, clear, describe, loss_of, seeded, wrapped
+from tests.harness.passes import KINDS, WIDTH, check_parity, clear, loss_of, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients
+from tests.harness.strategies import MODES, by_turns, describe
 
 
 class Fault(Exception):

@@ -18,15 +18,10 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, STEP, Data, Reference
 from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock, Net, Unit, in_turn
 from tests.harness.passes import (
-    FULL,
     KINDS,
-    MODES,
-    NONE,
     WIDTH,
-    by_turns,
     check_parity,
     clear,
-    describe,
     gathered,
     loss_of,
     mlp,
@@ -38,6 +33,7 @@ from tests.harness.poison import poisoned_memory
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL, MODES, NONE, by_turns, describe
 from tests.harness.versions import RELEASE
 
 

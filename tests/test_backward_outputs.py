@@ -14,8 +14,9 @@ from fsdp import ShardingStrategy
 from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock, Net, Unit
-from tests.harness.passes import MODES, WIDTH, by_turns, check_parity, describe, seeded, wrapped
+from tests.harness.passes import WIDTH, check_parity, seeded, wrapped
 from tests.harness.pool import on_ranks
+from tests.harness.strategies import MODES, by_turns, describe
 
 
 class Holder:

@@ -15,9 +15,10 @@ from torch import nn
 from tests.harness.lockstep import STEP, Data, Reference
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import MlpBlock
-from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, WIDTH, clear, describe, loss_of, mlp, seeded, wrapped
+from tests.harness.passes import WIDTH, clear, loss_of, mlp, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, describe
 
 # -- stale copies ------------------------------------------------------------------------------------------------
 

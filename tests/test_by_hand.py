@@ -23,20 +23,8 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of
 from tests.harness.small import batch, error_of, values
-from tests.harness.strategies import NO_SHARD
-from tests.harness.summoned import (
-    MODES,
-    Mode,
-    Plain,
-    Problem,
-    backward,
-    build,
-    modes,
-    modes_of_two_ranks,
-    net,
-    sgd,
-    summon,
-)
+from tests.harness.strategies import EVERY_MODE, NO_SHARD, Mode
+from tests.harness.summoned import Problem, backward, build, make_twin, modes, modes_of_two_ranks, net, sgd, summon
 
 # -- apply ---------------------------------------------------------------------------------------------------------
 
@@ -54,20 +42,20 @@ def test_apply_gets_full_parameters(mode: Mode) -> None:
                 nn.init.normal_(param)
 
     shapes = {f"{type(m).__name__}.{n}": p.shape for m in net().modules() for n, p in m.named_parameters(recurse=False)}
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     for step in range(2):
         seen: list[str] = []
         torch.manual_seed(step)
         assert model.apply(init) is model
         wrapped, seen = seen, []
         torch.manual_seed(step)
-        plain.module.apply(init)
+        plain.apply(init)
         assert [name for name in wrapped if name != "FullyShardedDataParallel"] == seen
         assert wrapped.count("FullyShardedDataParallel") == 4
         assert_at_rest(model, str(mode))
-        assert_bit_equal(full_parameters(model), plain.values())
-        plain.train_beside(model, optimizer, step)
+        twin.check()
+        twin.train(step)
     with summon(model):
         model.apply(lambda module: None)
         assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
@@ -75,8 +63,8 @@ def test_apply_gets_full_parameters(mode: Mode) -> None:
     torch.manual_seed(5)
     parent.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
     torch.manual_seed(5)
-    plain.module.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
-    assert_bit_equal(full_parameters(model), plain.values())
+    plain.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
+    twin.check()
 
 
 # -- moving and casting ----------------------------------------------------------------------------------------------
@@ -96,58 +84,56 @@ MOMENTS = ["built", "trained", "with gradients"]
 @on_ranks(2)
 def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast: str) -> None:
     """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
-    moment = MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)]  # by turns
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    moment = MOMENTS[(EVERY_MODE.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)]  # by turns
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
+    held = [p for group in twin.optimizers[0].param_groups for p in group["params"]]
     if moment != "built":
-        plain.train_beside(model, optimizer, 0)
+        twin.train(0)
     if moment == "trained":
-        optimizer.zero_grad()
-        plain.optimizer.zero_grad()
+        twin.zero_grad()
     leaves = [leaf for handle in handles_of(model) for leaf in handle.leaves]
     result: Any = CASTS[cast](model)
-    CASTS[cast](plain.module)
+    CASTS[cast](plain)
     assert result is model
     assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
     assert all(a is b for a, b in zip([x for h in handles_of(model) for x in h.leaves], leaves, strict=True))
-    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.module.parameters()}
-    assert model.scale.dtype == plain.module.scale.dtype
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.parameters()}
+    assert model.scale.dtype == plain.scale.dtype
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
     with summon(model):
-        assert_bit_equal(values(model), plain.values())
+        assert_bit_equal(values(model), twin.values())
     assert_at_rest(model, str(mode))
     if moment == "with gradients":
-        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
-        optimizer.step()
-        plain.optimizer.step()
+        assert_bit_equal(full_gradients(model), twin.grads())
+        twin.update()
     for step in (1, 2):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
     for layout in (bucket.layout for unit in shard_info(model) for bucket in unit.buckets):
-        assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
+        assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.gain.dtype
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
 def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None:
     """A cast during a pass or an accumulation is refused."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
+    twin.train(0)
     nn.Sequential(model).double()  # a parent
-    plain.module.double()
-    plain.train_beside(model, optimizer, 1)
+    plain.double()
+    twin.train(1)
     assert_at_rest(model, str(mode))
 
     # A single unit: the neighbours keep their dtype.
     model.layers[1].float()
-    plain.module.layers[1].float()
+    plain.layers[1].float()
     assert {str(p.dtype) for p in model.layers[1].parameters()} == {"torch.float32"}
-    for each in (model, plain.module):
+    for each in (model, plain):
         each.layers[1].register_forward_pre_hook(lambda m, args: args[0].float())
         each.layers[1].register_forward_hook(lambda m, args, output: output.double())
     with summon(model):
-        assert_bit_equal(values(model), plain.values())
+        assert_bit_equal(values(model), twin.values())
 
     # Not during a forward or an accumulation; and then no parameter or buffer has changed.
     found: list[str] = []
@@ -166,7 +152,7 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
         model._apply(lambda tensor: 1 // 0)
     assert list(map(id, model.parameters())) == list(map(id, before))
     with summon(model):
-        assert_bit_equal(values(model), plain.values())
+        assert_bit_equal(values(model), twin.values())
     model.double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
@@ -175,38 +161,38 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
 @on_ranks(2)
 def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
     """Shards and gradients stay, and with `writeback` get the values in the dtype of the shards."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
+    twin.train(0)
     grads = full_gradients(model)
     casts: list[Callable[[Any], Any]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.half()]
     casts.append(lambda m: nn.Sequential(m).double())
     for cast in casts:
         for options in ({"writeback": False}, {"writeback": False, "rank0_only": True}):
-            shown = copy.deepcopy(plain.module)
+            shown = copy.deepcopy(plain)
             cast(shown)
             with summon(model, **options):
                 cast(model)
                 if dist.get_rank() == 0 or "rank0_only" not in options:
                     assert_bit_equal(values(model), values(shown))
                 assert model.scale.dtype == shown.scale.dtype
-                model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
+                model.scale.data = plain.scale.clone()  # buffers stay as they were cast
             assert_at_rest(model, str(mode))
-            assert_bit_equal(full_parameters(model), plain.values(), "no write-back")
+            twin.check("no write-back")
             assert_bit_equal(full_gradients(model), grads)
             assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
     with summon(model):
         model.half()
         assert {p.dtype for p in model.parameters()} == {torch.float16}
-        model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
-    for param in plain.module.parameters():
+        model.scale.data = plain.scale.clone()  # buffers stay as they were cast
+    for param in plain.parameters():
         param.data = param.data.half().float()
-    assert_bit_equal(full_parameters(model), plain.values(), "written back in the dtype of the shards")
+    twin.check("written back in the dtype of the shards")
     for step in (1, 2):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
     with summon(model, recurse=False):
         assert "or with all units in it while summoned" in error_of(model.half)
-    assert_bit_equal(full_parameters(model), plain.values())
+    twin.check()
 
 
 # -- forward methods -----------------------------------------------------------------------------------------------
@@ -215,20 +201,19 @@ def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
 def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
-    model, plain = build(mode), Plain()
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     fsdp.register_forward_method(model, "generate")
-    optimizer = sgd(model)
     for step in range(2):
         x = batch(step)
-        assert torch.equal(model.generate(x, steps=3), plain.module.generate(x, steps=3))
+        assert torch.equal(model.generate(x, steps=3), plain.generate(x, steps=3))
         with torch.no_grad():
-            assert torch.equal(model.generate(x), plain.module.generate(x))
-        optimizer.zero_grad()
+            assert torch.equal(model.generate(x), plain.generate(x))
+        twin.zero_grad()
         model.generate(x).square().mean().backward()  # used twice
-        plain.backward(run=lambda rank: plain.module.generate(batch(step, rank)).square().mean().backward())  # noqa: B023
-        optimizer.step()
-        plain.optimizer.step()
-        assert_bit_equal(full_parameters(model), plain.values())
+        twin.backward_plain(run=lambda rank: plain.generate(batch(step, rank)).square().mean().backward())  # noqa: B023
+        twin.update()
+        twin.check()
 
     def fail(*args: Any) -> None:
         raise Problem
@@ -236,7 +221,7 @@ def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
     handle = model.layers[0].register_forward_pre_hook(fail)
     assert error_of(model.generate, batch(0)).startswith("Problem")
     handle.remove()
-    assert torch.equal(model.generate(batch(0)), plain.module.generate(batch(0)))
+    assert torch.equal(model.generate(batch(0)), plain.generate(batch(0)))
     assert copy.deepcopy(model).generate.__name__ == "generate"
     words = error_of(fsdp.register_forward_method, model, "nothing")
     assert words == "ValueError: Net has no method 'nothing'"
@@ -252,14 +237,14 @@ def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
 @on_ranks("world_size")
 def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mode) -> None:
     """The forward gathers only the remaining units."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
     units = FullyShardedDataParallel.fsdp_modules(model)
     direct = os.environ.get("FSDP_COLLECTIVES") == "direct"  # one exchange gathers all buckets of a unit
     buckets = {unit: 1 if direct else len(unit._fsdp_unit.handles) for unit in units}
     for step in range(3):
-        optimizer.zero_grad()
+        twin.zero_grad()
         with record_collectives() as log:
             for unit in units[:2]:  # the root and the first nested unit
                 if step == 0:
@@ -272,21 +257,21 @@ def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mo
             loss = model(batch(step)).square().mean()
             assert len(log.units("gather")) == gathers * sum(buckets.values()), "gathered again"
         loss.backward()
-        optimizer.step()
+        twin.backward_plain(step)
+        twin.update()
         model._wait_unshard_streams_on_current_stream()
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values())
+        twin.check()
         assert_at_rest(model, str(mode))
     # Unsharded and used by a forward without gradients, or never used.
     model._unshard()
     model.layers[1]._unshard(async_op=True)
     with torch.no_grad():
-        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+        assert torch.equal(model(batch(0)), plain(batch(0)))
     assert_at_rest(model, str(mode))
     model._unshard()
     model.reset_iter_state()
     model.reset_iter_state()
-    plain.train_beside(model, optimizer, 3)
+    twin.train(3)
 
     found: list[str] = []
     handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
@@ -326,8 +311,8 @@ def test_unit_outlives_its_tree_during_a_gather(mode: Mode) -> None:
 @on_ranks(2)
 def test_reset_iter_state_drops_a_pass_and_keeps_gradients(mode: Mode) -> None:
     """After a failure in forward or backward, and after a forward without backward."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model = twin.model
     model.reset_iter_state()
     backward(model, 0)
     before = {name: p.grad for name, p in model.named_parameters()}
@@ -348,7 +333,6 @@ def test_reset_iter_state_drops_a_pass_and_keeps_gradients(mode: Mode) -> None:
     model.reset_iter_state()
     assert_at_rest(model, str(mode))
     assert all(p.grad is before[name] for name, p in model.named_parameters())
-    plain.backward(0)
-    optimizer.step()
-    plain.optimizer.step()
-    plain.train_beside(model, optimizer, 1)
+    twin.backward_plain(0)
+    twin.update()
+    twin.train(1)

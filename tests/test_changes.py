@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import fsdp.export
 from fsdp import ShardingStrategy
-from tests.harness.exports import FULL, HYBRID, NONE, Model, build, copied, expected, train
+from tests.harness.exports import Model, build, copied, expected, train
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.strategies import FULL, HYBRID, NONE
 
 
 def receiver(weights: dict[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:

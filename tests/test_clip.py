@@ -27,8 +27,8 @@ from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.small import torchs
+from tests.harness.strategies import FULL, NONE
 
-FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 ORDERS = (2.0, 1.0, math.inf, 0.5, 3.0, -1.0)
 WIDTH = 7
 

@@ -25,11 +25,11 @@ from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_close_ulp, rank_batch, run_plain
-from tests.harness.passes import FULL, GRAD_OP, MODES, NONE, by_turns
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 from tests.harness.small import torchs
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, by_turns
 
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=3)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 import fsdp.export
 from fsdp import ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.exports import FULL, HYBRID, NONE, build, copied, expected, train
+from tests.harness.exports import build, copied, expected, train
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters, wrap
+from tests.harness.strategies import FULL, HYBRID, NONE
 
 CASES = [
     *((*case, FULL) for case in pairwise([1, 2, 3], [True, False], [None, torch.bfloat16])),

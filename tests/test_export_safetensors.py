@@ -18,11 +18,12 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, checkpoint
 from fsdp.checkpoint.safetensors import header_size, parse_header
 from fsdp.export import load_safetensors, safetensors, save_safetensors
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.exports import FULL, HYBRID, NONE, Block, Model, build, expected, train
+from tests.harness.exports import Block, Model, build, expected, train
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pairs import pairwise
 from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.sharded import full_parameters, wrap
+from tests.harness.strategies import FULL, HYBRID, NONE
 
 
 def content(folder: Path) -> dict[str, Tensor]:

@@ -26,21 +26,18 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
 from tests.harness.small import WIDTH, batch, error_of, values
-from tests.harness.strategies import FULL_SHARD, NO_SHARD
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, Mode
 from tests.harness.summoned import (
-    Mode,
-    Plain,
     Problem,
     backward,
     build,
     enter,
+    make_twin,
     modes,
     modes_of_two_ranks,
     net,
     pieces,
-    sgd,
     summon,
-    train,
 )
 
 # -- values and names -----------------------------------------------------------------------------------------------
@@ -50,23 +47,23 @@ from tests.harness.summoned import (
 @on_ranks("world_size")
 def test_summon_shows_full_parameters_and_restores_shards(world_size: int, mode: Mode) -> None:
     """Between steps, for a wrapped model and for a parent module; gradients are hidden with flat parameters."""
-    plain, module = Plain(), net()
+    module = net()
     module.layers[1] = checkpoint_wrapper(module.layers[1])
     originals = list(module.parameters())
-    model = build(mode, module)
-    optimizer = sgd(model)
+    twin = make_twin(mode, module)
+    model, plain = twin.model, twin.plain
     resting = {name: p for name, p in model.named_parameters()}  # noqa: C416
     for step in range(3):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
         grads = {name: p.grad for name, p in model.named_parameters()}
-        expected = plain.values()
+        expected = twin.values()
         for module_ in (model, nn.Sequential(model)):
             with summon(module_):
                 assert_bit_equal(values(model), expected, f"step {step}")
                 params = list(model.parameters())
                 assert all(type(p) is nn.Parameter and p.is_leaf for p in params)
-                assert [p.requires_grad for p in params] == [p.requires_grad for p in plain.module.parameters()]
-                assert [p.stride() for p in params] == [p.stride() for p in plain.module.parameters()]
+                assert [p.requires_grad for p in params] == [p.requires_grad for p in plain.parameters()]
+                assert [p.stride() for p in params] == [p.stride() for p in plain.parameters()]
                 if mode.use_orig_params:
                     assert all(p.grad is grad for p, grad in zip(params, grads.values(), strict=True))
                     assert all(a is b for a, b in zip(params, originals, strict=True))
@@ -80,7 +77,7 @@ def test_summon_shows_full_parameters_and_restores_shards(world_size: int, mode:
         now = dict(model.named_parameters())
         assert list(now) == list(resting) and all(now[name] is p for name, p in resting.items())
         assert all(now[name].grad is grad for name, grad in grads.items())
-    assert_bit_equal(full_parameters(model), plain.values())
+    twin.check()
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
@@ -111,8 +108,9 @@ def test_summoned_parameters_have_clean_names(mode: Mode) -> None:
 @on_ranks(2)
 def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> None:
     """`recurse=False` shows one unit. A unit that is summoned already, or in a forward or backward, is refused."""
-    model, plain = build(mode), Plain()
-    expected = plain.values()
+    twin = make_twin(mode)
+    model = twin.model
+    expected = twin.values()
     sharded = mode.strategy is not NO_SHARD
     with summon(model, recurse=False):
         assert torch.equal(model.gain, expected["gain"])
@@ -143,23 +141,23 @@ def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> Non
     output.sum().backward()
     assert found[0].startswith("AssertionError: ")
     assert "Cannot manually unshard parameters during forward/backward" in found[0]
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
+    twin.train(0)
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
 def test_summon_between_forward_and_backward(mode: Mode) -> None:
     """Between a forward and its backward."""
-    model, plain = build(mode), Plain()
+    twin = make_twin(mode)
+    model = twin.model
     loss = model(batch(0)).square().mean()
     with summon(model):
-        assert_bit_equal(values(model), plain.values())
+        assert_bit_equal(values(model), twin.values())
     with summon(model, writeback=False), torch.no_grad():
         model(batch(1))
     loss.backward()
-    plain.backward(0)
-    wanted = {n: p.grad for n, p in plain.module.named_parameters()}
+    twin.backward_plain(0)
+    wanted = twin.grads()
     assert_bit_equal(full_gradients(model), wanted)
     assert_at_rest(model, str(mode))
 
@@ -171,9 +169,9 @@ def test_summon_between_forward_and_backward(mode: Mode) -> None:
 @on_ranks("world_size")
 def test_writeback(world_size: int, mode: Mode) -> None:
     rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
-    model = build(mode)
-    optimizer = sgd(model)
-    train(model, optimizer, 0)
+    twin = make_twin(mode)
+    model = twin.model
+    twin.train(0)
     before = full_parameters(model)
 
     def change(module: nn.Module, by: float) -> None:
@@ -217,20 +215,19 @@ def test_writeback(world_size: int, mode: Mode) -> None:
                     assert not gap.any(), "padding has to stay zero"
 
     # The next step starts from the written values.
-    plain = Plain()
     with summon(model), torch.no_grad():
-        for ours, theirs in zip(model.parameters(), plain.module.parameters(), strict=True):
+        for ours, theirs in zip(model.parameters(), twin.plain.parameters(), strict=True):
             ours.copy_(theirs)
-    optimizer = sgd(model)
     for step in range(2):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))
 @on_ranks(2)
 def test_errors_before_and_inside_summon(mode: Mode) -> None:
     """After an error all units are resharded, and values written before the error are kept."""
-    model, plain = build(mode), Plain()
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     try:
         with summon(model):
             with torch.no_grad():
@@ -241,7 +238,7 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
     assert_at_rest(model, str(mode))
     assert full_parameters(model)["gain"].unique().tolist() == [7]
     with torch.no_grad():
-        plain.module.gain.fill_(7)
+        plain.gain.fill_(7)
 
     def put_another_shape() -> None:
         with summon(model):
@@ -272,11 +269,10 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
         handle = model.layers[1].register_forward_pre_hook(fail)
         assert error_of(model, batch(0)).startswith("Problem")
         handle.remove()
-        assert_bit_equal(values(model), plain.values())
-        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+        assert_bit_equal(values(model), twin.values())
+        assert torch.equal(model(batch(0)), plain(batch(0)))
     assert_at_rest(model, str(mode))
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
+    twin.train(0)
 
 
 # -- on rank 0, on the CPU, with gradients ---------------------------------------------------------------------------
@@ -286,16 +282,16 @@ def test_errors_before_and_inside_summon(mode: Mode) -> None:
 @on_ranks(2)
 def test_rank0_only(mode: Mode) -> None:
     """The remaining ranks keep shards, and a forward is refused on every rank."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model = twin.model
     sharded = mode.strategy is not NO_SHARD
     for step in range(2):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
         resting = [p for p in model.parameters()]  # noqa: C416
         for offload in (False, True) if sharded else (False,):
             with summon(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
                 if dist.get_rank() == 0 or not sharded:
-                    assert_bit_equal(values(model), plain.values())
+                    assert_bit_equal(values(model), twin.values())
                     with torch.no_grad():
                         model.gain.add_(0)
                 else:
@@ -304,25 +300,25 @@ def test_rank0_only(mode: Mode) -> None:
                 message = error_of(model, batch(0))
                 assert message.startswith("RuntimeError") and "rank0_only" in message, message
             assert_at_rest(model, str(mode))
-    assert_bit_equal(full_parameters(model), plain.values())
+    twin.check()
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_offload_of_parameters_on_the_cpu_shares_their_memory(use_orig_params: bool) -> None:
     """torch frees this memory inside the context and aborts."""
-    model, plain = build(Mode(FULL_SHARD, use_orig_params)), Plain()
+    twin = make_twin(Mode(FULL_SHARD, use_orig_params))
+    model, plain = twin.model, twin.plain
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with summon(model, offload_to_cpu=True):
-            assert_bit_equal(values(model), plain.values())
+            assert_bit_equal(values(model), twin.values())
             assert all(p.device.type == "cpu" for p in model.parameters())
             with torch.no_grad():
                 model.gain.add_(1)
-                plain.module.gain.add_(1)
+                plain.gain.add_(1)
     assert [w.filename for w in caught] == [__file__]
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
+    twin.train(0)
     (message,) = [str(w.message) for w in caught]
     assert "rank0_only" in message
 
@@ -333,10 +329,11 @@ def test_with_grads_shows_and_writes_back_gradients(world_size: int, mode: Mode)
     """They have full shapes, with zeros from ranks without one, and are written back when replaced or dropped, too."""
     mode = mode._replace(use_orig_params=True)  # flat parameters show no gradients
     rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
-    model, plain = build(mode), Plain()
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     backward(model, 0)
-    plain.backward(0)
-    grads = {name: None if p.grad is None else p.grad.clone() for name, p in plain.module.named_parameters()}
+    twin.backward_plain(0)
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in plain.named_parameters()}
     if rank == 0:
         model.layers[1].weight.grad = None  # this rank's part has no gradient: zeros
     elif model.layers[1].weight.grad is not None and not sharded:
@@ -389,7 +386,8 @@ def test_with_grads_shows_and_writes_back_gradients(world_size: int, mode: Mode)
 def test_unsharded_gradients_survive_summon(mode: Mode) -> None:
     """Gradients of `no_sync` are kept by `summon_full_params`, `apply` and `full_params`."""
     for use in (enter, lambda m: m.apply(lambda module: None), lambda m: list(fsdp.full_params(m))):
-        model, plain = build(mode), Plain()
+        twin = make_twin(mode)
+        model, plain = twin.model, twin.plain
         with model.no_sync():
             backward(model, 0)
         before = {name: p.grad for name, p in model.named_parameters()}
@@ -399,8 +397,8 @@ def test_unsharded_gradients_survive_summon(mode: Mode) -> None:
             message = error_of(enter, model, with_grads=True)
             assert message.startswith("RuntimeError") and "no_sync" in message, message
         backward(model, 1)
-        plain.backward(run=lambda rank: [backward(plain.module, step, rank) for step in (0, 1)])  # noqa: B023
-        assert_bit_equal(full_gradients(model), {name: p.grad for name, p in plain.module.named_parameters()})
+        twin.backward_plain(run=lambda rank: [backward(plain, step, rank) for step in (0, 1)])  # noqa: B023
+        assert_bit_equal(full_gradients(model), twin.grads())
 
 
 # -- forward and backward inside -------------------------------------------------------------------------------------
@@ -410,26 +408,26 @@ def test_unsharded_gradients_survive_summon(mode: Mode) -> None:
 @on_ranks("world_size")
 def test_forward_inside_summon_gathers_nothing(world_size: int, mode: Mode) -> None:
     """A forward inside uses the summoned values as they are at that moment."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
     for step in range(3):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
         with summon(model), record_collectives() as log:
             with torch.no_grad():
-                assert torch.equal(model(batch(step)), plain.module(batch(step)))
+                assert torch.equal(model(batch(step)), plain(batch(step)))
                 model.gain.mul_(0.5)
-                plain.module.gain.mul_(0.5)
-                model.layers[1].bias.data = plain.module.layers[1].bias.data = torch.full((WIDTH,), 0.25)
+                plain.gain.mul_(0.5)
+                model.layers[1].bias.data = plain.layers[1].bias.data = torch.full((WIDTH,), 0.25)
             for context in (torch.no_grad, torch.enable_grad):
                 with context():
-                    assert torch.equal(model.eval()(batch(step)), plain.module(batch(step)))
-            assert_bit_equal(values(model), plain.values())
+                    assert torch.equal(model.eval()(batch(step)), plain(batch(step)))
+            assert_bit_equal(values(model), twin.values())
             model.train()
         assert not log.units("gather")
         assert_at_rest(model, str(mode))
-        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+        twin.check(f"step {step}")
     with summon(model, recurse=False), torch.no_grad():  # the units inside gather for themselves
-        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+        assert torch.equal(model(batch(0)), plain(batch(0)))
     assert_at_rest(model, str(mode))
 
 
@@ -437,12 +435,12 @@ def test_forward_inside_summon_gathers_nothing(world_size: int, mode: Mode) -> N
 @on_ranks("world_size")
 def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
     """Gradients would not be reduced, wherever the forward ran. Training goes on afterwards."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
+    twin = make_twin(mode)
+    model = twin.model
     message = "RuntimeError: a backward of the root unit inside summon_full_params, or of a forward inside"
     with summon(model):
         assert error_of(backward, model, 0).startswith(message)
-        assert_bit_equal(values(model), plain.values())
+        assert_bit_equal(values(model), twin.values())
         loss = model(batch(0)).square().mean()
     assert error_of(loss.backward).startswith(message)
     loss = model(batch(0)).square().mean()
@@ -451,7 +449,7 @@ def test_backward_inside_summon_is_refused(world_size: int, mode: Mode) -> None:
     assert all(param.grad is None for param in model.parameters())
     assert_at_rest(model, str(mode))
     for step in range(2):
-        plain.train_beside(model, optimizer, step)
+        twin.train(step)
 
 
 @on_ranks(2)
@@ -486,10 +484,10 @@ def test_a_flat_parameter_and_its_attributes_are_frozen_together() -> None:
 @pytest.mark.parametrize(("world_size", "mode"), modes(False))
 @on_ranks("world_size")
 def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> None:
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    plain.train_beside(model, optimizer, 0)
-    expected = plain.values()
+    twin = make_twin(mode)
+    model, plain = twin.model, twin.plain
+    twin.train(0)
+    expected = twin.values()
     shown = {}
     for name, param in fsdp.full_params(nn.Sequential(model)):
         assert type(param) is nn.Parameter
@@ -511,9 +509,9 @@ def test_full_params_yields_one_unit_at_a_time(world_size: int, mode: Mode) -> N
     for _ in fsdp.full_params(model):
         break  # the generator is closed at once
     assert_at_rest(model, str(mode))
-    for param, value in zip(plain.module.parameters(), changed.values(), strict=True):
+    for param, value in zip(plain.parameters(), changed.values(), strict=True):
         param.data.copy_(value)
-    plain.train_beside(model, optimizer, 1)
+    twin.train(1)
     assert list(fsdp.full_params(nn.Linear(2, 2))) == []
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 from torch.optim import SGD, Adam
 
-from fsdp import MixedPrecision, ShardingStrategy
+from fsdp import MixedPrecision
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch, sgd
@@ -26,8 +26,8 @@ from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.small import torchs
+from tests.harness.strategies import FULL, NONE
 
-FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=8)
 

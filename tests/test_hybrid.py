@@ -43,9 +43,8 @@ from tests.harness.pool import of_all_ranks, on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.small import WIDTH, StandIn, net
-from tests.harness.strategies import FULL_SHARD, NO_SHARD
+from tests.harness.strategies import FULL_SHARD, HYBRID, NO_SHARD, ZERO2
 
-HYBRID, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
 

@@ -32,8 +32,8 @@ from tests.harness.oracle import adamw, assert_bit_equal, named_optim_state, nam
 from tests.harness.pool import on_ranks
 from tests.harness.shapes import LENGTH, SHAPES, VOCABULARY, Inputs, Shape
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, wrap
+from tests.harness.strategies import FULL, GRAD_OP
 
-FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 STEPS = 3
 
 # All pairs of strategy, mode and kind of checkpointing (None, reentrant or not).

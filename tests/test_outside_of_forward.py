@@ -24,9 +24,10 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference
 from tests.harness.models import MlpBlock, Net
-from tests.harness.passes import GRAD_OP, NONE, WIDTH, mlp, seeded, wrapped
+from tests.harness.passes import WIDTH, mlp, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.strategies import GRAD_OP, NONE
 
 
 def unsharded_model(kind: str, use_orig_params: bool, build: Callable[[], nn.Module], **options: Any) -> Any:

@@ -16,11 +16,12 @@ import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.agreeing import impatient, new_group, raises_soon
-from tests.harness.exports import FULL, NONE, WORDS, build
+from tests.harness.exports import WORDS, build
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters
+from tests.harness.strategies import FULL, NONE
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

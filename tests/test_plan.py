@@ -32,9 +32,8 @@ from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.models import EncoderBlock, Net, Stacked, Unit, in_turn, tied_transformer
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
+from tests.harness.strategies import FULL, GRAD_OP, HYBRID, NO_SHARD
 
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-HYBRID = ShardingStrategy.HYBRID_SHARD
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 

@@ -43,8 +43,9 @@ from tests.harness.oracle import (
     rank_batch,
 )
 from tests.harness.pool import on_ranks
-from tests.harness.precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
+from tests.harness.precision import BF16, FP16, FP32, FP64, reduced
 from tests.harness.sharded import run_fsdp, wrap
+from tests.harness.strategies import FULL, GRAD_OP, NONE
 
 BATCH_NORM = "Both mixed precision and an auto_wrap_policy were given"
 

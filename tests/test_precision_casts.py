@@ -33,24 +33,10 @@ from tests.harness.lockstep import assert_local_gradients
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
 from tests.harness.pool import on_ranks
-from tests.harness.precision import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    FULL,
-    GRAD_OP,
-    MODES,
-    NONE,
-    WIDTH,
-    Pair,
-    by_foreach,
-    loss_of,
-    reduced,
-    same,
-)
+from tests.harness.precision import BF16, FP16, FP32, FP64, WIDTH, Pair, by_foreach, loss_of, reduced, same
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 from tests.harness.small import torchs
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE
 from tests.harness.versions import needs
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------

@@ -27,26 +27,11 @@ from tests.harness.lockstep import assert_at_rest, assert_local_gradients, asser
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.pool import on_ranks
-from tests.harness.precision import (
-    BF16,
-    FP16,
-    FP32,
-    FP64,
-    FULL,
-    GRAD_OP,
-    MODES,
-    NONE,
-    WIDTH,
-    Block,
-    Pair,
-    by_foreach,
-    loss_of,
-    same,
-)
+from tests.harness.precision import BF16, FP16, FP32, FP64, WIDTH, Block, Pair, by_foreach, loss_of, same
 from tests.harness.process_groups import delay_collectives
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, STRATEGIES
 
-STRATEGIES = (FULL, GRAD_OP, NONE)
 OTHER_MODES = [(FULL, False), (FULL, True), (GRAD_OP, False), (NONE, True)]
 
 # -- writes to the shards -----------------------------------------------------------------------------------------

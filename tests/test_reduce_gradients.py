@@ -20,8 +20,8 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
+from tests.harness.strategies import FULL, GRAD_OP, NONE
 
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 WIDTH = 7
 
 

@@ -14,8 +14,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_parameters, wrap
-
-FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+from tests.harness.strategies import FULL, GRAD_OP
 
 
 class Repacking(nn.Module):

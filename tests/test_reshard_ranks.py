@@ -27,7 +27,8 @@ from tests.harness.chains import Part
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import handles_of
-from tests.harness.switches import GRAD_OP, HYBRID, Net, per_rank
+from tests.harness.strategies import GRAD_OP, HYBRID
+from tests.harness.switches import Net, per_rank
 
 ALL = (0, 1, 2, 3)
 UNITS = 5

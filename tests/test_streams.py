@@ -34,13 +34,10 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import of_all_ranks, on_ranks
-from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, ZERO2
 from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 from tests.harness.traced import WIDTH, Block, BlockTower, Chain, Training
 from tests.harness.versions import needs_swaps
-
-HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-
 
 # -- traced programs ---------------------------------------------------------------------------------------------------
 

@@ -20,47 +20,12 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm.streams import HostStreams
 from fsdp.runtime.unit import units_of
-from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_gradients, full_parameters
-from tests.harness.switches import FULL, GRAD_OP, HYBRID, HYBRID_2, NO_SHARD, Net, batch, build, per_rank
-
-
-class Comparison:
-    """A wrapped model and a plain one, which train alike."""
-
-    def __init__(self, **options: Any) -> None:
-        self.model = build(**options)
-        torch.manual_seed(4)
-        self.plain = Net()
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (self.model, self.plain)]
-
-    def backward(self, step: int) -> None:
-        for model in (self.model, self.plain):
-            model(batch(step)).square().mean().backward()
-
-    def train(self, step: int) -> None:
-        self.backward(step)
-        self.step()
-
-    def gathers_of_a_step(self, step: int) -> tuple[int, int]:
-        """Run a forward, a backward and a step, and return the numbers of gathers of both passes."""
-        with gathers() as forward:
-            loss = self.model(batch(step)).square().mean()
-        with gathers() as backward:
-            loss.backward()
-        self.plain(batch(step)).square().mean().backward()
-        self.step()
-        return len(forward), len(backward)
-
-    def step(self) -> None:
-        gradients = full_gradients(self.model)
-        assert_bit_equal(gradients, {name: p.grad for name, p in self.plain.named_parameters()})
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_bit_equal(full_parameters(self.model), dict(self.plain.named_parameters()))
+from tests.harness.sharded import full_gradients
+from tests.harness.strategies import FULL, GRAD_OP, HYBRID, NO_SHARD, ZERO2
+from tests.harness.switches import Net, batch, build, make_twin, per_rank
+from tests.harness.twin import Twin
 
 
 @contextmanager
@@ -73,6 +38,17 @@ def gathers() -> Iterator[list[str]]:
         names.append("root" if "root" in unit else unit.rstrip("'").replace("'", ".").rpartition(".")[2])
 
 
+def gathers_of_a_step(twin: Twin, step: int) -> tuple[int, int]:
+    """Train both models, and return the numbers of gathers in the forward and in the backward."""
+    with gathers() as forward:
+        loss = twin.loss_of(twin.model, step, 0)
+    with gathers() as backward:
+        loss.backward()
+    twin.backward_plain(step)
+    twin.finish()
+    return len(forward), len(backward)
+
+
 @on_ranks(2)
 def test_reshard_after_forward_argument_sets_the_gathers_of_a_step() -> None:
     for options, forward, backward in (
@@ -82,20 +58,20 @@ def test_reshard_after_forward_argument_sets_the_gathers_of_a_step() -> None:
         ({"sharding_strategy": GRAD_OP}, 5, 0),
         ({"sharding_strategy": GRAD_OP, "reshard_after_forward": False}, 5, 0),
     ):
-        comparison = Comparison(**options)
+        twin = make_twin(**options)
         for step in range(3):
-            assert comparison.gathers_of_a_step(step) == (forward, backward), options
+            assert gathers_of_a_step(twin, step) == (forward, backward), options
 
 
 @on_ranks(2)
 def test_set_reshard_after_forward_changes_the_gathers_of_a_step() -> None:
-    comparison = Comparison()
-    model = comparison.model
+    twin = make_twin()
+    model = twin.model
     for step, (given, recurse, forward, backward) in enumerate(
         [(False, True, 5, 0), (True, True, 5, 5), (None, True, 5, 4), (True, False, 5, 5), (None, False, 5, 4)]
     ):
         model.set_reshard_after_forward(given, recurse)
-        assert comparison.gathers_of_a_step(step) == (forward, backward), f"{given}, {recurse}"
+        assert gathers_of_a_step(twin, step) == (forward, backward), f"{given}, {recurse}"
     loss = model(batch(9)).square().mean()  # between a forward and the backward: gathered units stay gathered
     model.set_reshard_after_forward(False)
     with gathers() as found:
@@ -117,87 +93,88 @@ class WritingThroughData(torch.optim.Optimizer):
 
 @on_ranks(2)
 def test_parameters_kept_after_backward_are_gathered_again_after_a_write() -> None:
-    comparison = Comparison()
-    comparison.model.set_reshard_after_backward(False)
-    comparison.model.set_reshard_after_forward(False)
+    twin = make_twin()
+    twin.model.set_reshard_after_backward(False)
+    twin.model.set_reshard_after_forward(False)
     for step in range(3):
         with gathers() as first:
-            comparison.backward(3 * step)
+            twin.backward(3 * step)
         with gathers() as then:
-            comparison.backward(3 * step + 1)
-            comparison.backward(3 * step + 2)
+            twin.backward(3 * step + 1)
+            twin.backward(3 * step + 2)
         assert len(first) == 5 and then == [], (first, then)
-        comparison.step()
-    comparison.backward(18)
-    WritingThroughData(comparison.model.parameters()).step()
-    WritingThroughData(comparison.plain.parameters()).step()
-    comparison.model.zero_grad()
-    comparison.plain.zero_grad()
-    comparison.train(20)
-    comparison.model.set_reshard_after_backward(True)
-    comparison.backward(21)
-    assert not any(unit.is_gathered for unit in units_of(comparison.model))
-    comparison.step()
-    comparison.model.set_reshard_after_backward(False)
-    comparison.backward(22)
-    for wrapper in comparison.model.fsdp_modules(comparison.model):
+        twin.finish()
+    twin.backward(18)
+    WritingThroughData(twin.model.parameters()).step()
+    WritingThroughData(twin.plain.parameters()).step()
+    twin.zero_grad()
+    twin.backward(20)
+    twin.finish()
+    twin.model.set_reshard_after_backward(True)
+    twin.backward(21)
+    assert not any(unit.is_gathered for unit in units_of(twin.model))
+    twin.finish()
+    twin.model.set_reshard_after_backward(False)
+    twin.backward(22)
+    for wrapper in twin.model.fsdp_modules(twin.model):
         assert wrapper._fsdp_unit.is_gathered
         wrapper.reshard()
         assert not wrapper._fsdp_unit.is_gathered
         wrapper.reshard()
-    comparison.step()
+    twin.finish()
 
 
 @on_ranks(2)
 def test_unshard_and_reshard_by_hand() -> None:
-    comparison = Comparison()
-    comparison.train(0)
+    twin = make_twin()
+    twin.backward(0)
+    twin.finish()
     for step, asynchronous in enumerate((False, True), 1):
-        layer = comparison.model.layers[1]
+        layer = twin.model.layers[1]
         with gathers() as early:
             handle = layer.unshard(async_op=asynchronous)
             assert (handle is None) is not asynchronous
             if handle is not None:
                 handle.wait()
         with gathers() as late:
-            comparison.backward(step)
+            twin.backward(step)
         assert len(early) == 1 and len(late) == 8, (early, late)
-        comparison.step()
+        twin.finish()
     layer.unshard()
     layer.reshard()
     assert not layer._fsdp_unit.is_gathered
     with (
-        comparison.model.summon_full_params(comparison.model),
+        twin.model.summon_full_params(twin.model),
         pytest.raises(RuntimeError, match="is in SUMMONED: call"),
     ):
-        comparison.model.reshard()
+        twin.model.reshard()
 
 
 @on_ranks(2)
 def test_set_unshard_in_backward_omits_the_gather() -> None:
-    comparison = Comparison()
-    comparison.model.embed.set_unshard_in_backward(False)
+    twin = make_twin()
+    twin.model.embed.set_unshard_in_backward(False)
     for step in range(3):
         with gathers() as found:
-            comparison.backward(step)
+            twin.backward(step)
         assert len(found) == 8 and found.count("embed") == 1, found
-        comparison.step()
-    comparison.model.layers[0].set_unshard_in_backward(False)
-    loss = comparison.model(batch(0)).sum()
+        twin.finish()
+    twin.model.layers[0].set_unshard_in_backward(False)
+    loss = twin.model(batch(0)).sum()
     with pytest.raises(RuntimeError, match="at version 1073741824"):
         loss.backward()
 
 
 @on_ranks(2)
 def test_explicit_prefetch_lists_set_the_order_of_gathers() -> None:
-    comparison = Comparison()
-    model = comparison.model
+    twin = make_twin()
+    model = twin.model
     layers = model.layers
     model.set_modules_to_forward_prefetch([model.embed, layers[1]])
     model.set_reshard_after_forward(True, recurse=False)  # so that the root prefetches the next unit at the end
     layers[1].set_modules_to_forward_prefetch([layers[2]])
     layers[2].set_modules_to_backward_prefetch([layers[0], layers[1]])
-    for model in (comparison.model, copy.deepcopy(comparison.model)):  # a copy has separate prefetch lists
+    for model in (twin.model, copy.deepcopy(twin.model)):  # a copy has separate prefetch lists
         for _ in range(2):
             with gathers() as forward:
                 loss = model(batch(0)).square().mean()
@@ -206,65 +183,68 @@ def test_explicit_prefetch_lists_set_the_order_of_gathers() -> None:
             order = ["root", "embed", "1", "0", "2"]
             assert (forward, backward) == (order, ["root", "2", "0", "1", "embed"])
             model.zero_grad()
-    comparison.model.layers[2].set_modules_to_backward_prefetch([])
-    comparison.backward(1)
-    comparison.model.zero_grad()
-    comparison.plain.zero_grad()
-    comparison.train(1)
+    twin.model.layers[2].set_modules_to_backward_prefetch([])
+    twin.backward(1)
+    twin.zero_grad()
+    twin.backward(1)
+    twin.finish()
     with pytest.raises(TypeError, match="got Linear"):
-        comparison.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+        twin.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
     with pytest.raises(ValueError, match="can prefetch other units, each once"):
-        comparison.model.set_modules_to_forward_prefetch([comparison.model])
+        twin.model.set_modules_to_forward_prefetch([twin.model])
 
 
 @on_ranks(2)
 def test_gradient_sync_can_be_switched_for_single_units() -> None:
-    comparison = Comparison()
-    layer = comparison.model.layers[0]
+    twin = make_twin()
+    layer = twin.model.layers[0]
     layer.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
-        comparison.backward(0)
+        twin.backward(0)
     reduced = recorded.units("reduce")
     assert len(reduced) == 4 and not any("layers.0" in label for label in reduced), reduced
     assert layer.linear.weight.grad.shape == (6, 6)
     layer.set_requires_gradient_sync(True)
-    comparison.train(1)
-    comparison.model.set_requires_gradient_sync(False)
+    twin.backward(1)
+    twin.finish()
+    twin.model.set_requires_gradient_sync(False)
     with record_collectives() as recorded:
-        comparison.backward(2)
+        twin.backward(2)
     assert not recorded.units("reduce")
-    comparison.model.set_requires_gradient_sync(True)
-    comparison.train(3)
+    twin.model.set_requires_gradient_sync(True)
+    twin.backward(3)
+    twin.finish()
 
 
 @on_ranks(2)
 def test_several_backwards_reduce_together_at_the_last_one() -> None:
-    comparison = Comparison()
+    twin = make_twin()
     for first in (0, 10):
-        comparison.model.set_is_last_backward(False)
-        comparison.backward(first)
-        comparison.backward(first + 1)
+        twin.model.set_is_last_backward(False)
+        twin.backward(first)
+        twin.backward(first + 1)
         with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
-            comparison.model.clip_grad_norm_(1.0)
+            twin.model.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
-            fsdp.full_grad(next(comparison.model.parameters()))
-        comparison.model.set_is_last_backward(True)
-        comparison.backward(first + 2)
-        comparison.step()
+            fsdp.full_grad(next(twin.model.parameters()))
+        twin.model.set_is_last_backward(True)
+        twin.backward(first + 2)
+        twin.finish()
     with pytest.raises(RuntimeError, match="on the root"):
-        comparison.model.layers[0].set_is_last_backward(False)
+        twin.model.layers[0].set_is_last_backward(False)
 
 
 @on_ranks(2)
 def test_the_number_of_pending_reductions_is_configurable() -> None:
-    comparison = Comparison()
+    twin = make_twin()
     for number in (1, 3):
-        comparison.model.set_reduce_scatter_max_input_buffers(number)
-        assert comparison.model._fsdp_unit.context.reductions.max_buffers == number
-        comparison.train(number)
+        twin.model.set_reduce_scatter_max_input_buffers(number)
+        assert twin.model._fsdp_unit.context.reductions.max_buffers == number
+        twin.backward(number)
+        twin.finish()
     for wrong, kind in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="max_input_buffers must be"):
-            comparison.model.set_reduce_scatter_max_input_buffers(wrong)
+            twin.model.set_reduce_scatter_max_input_buffers(wrong)
 
 
 @on_ranks(2)
@@ -296,7 +276,7 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor], terms: int) -> No
 
 
 def _on_four(strategy: ShardingStrategy, shard: int) -> Any:
-    if strategy not in (HYBRID, HYBRID_2):
+    if strategy not in (HYBRID, ZERO2):
         return build(sharding_strategy=strategy)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank")
@@ -306,7 +286,7 @@ def _on_four(strategy: ShardingStrategy, shard: int) -> Any:
 @on_ranks(4)
 def test_sums_of_gradients_are_divided_by_any_number() -> None:
     rank = dist.get_rank()
-    for strategy, shard in [(FULL, 0), (NO_SHARD, 0), (HYBRID, 2), (HYBRID_2, 1), (HYBRID, 4)]:
+    for strategy, shard in [(FULL, 0), (NO_SHARD, 0), (HYBRID, 2), (ZERO2, 1), (HYBRID, 4)]:
         model = _on_four(strategy, shard)
         for step, factor in enumerate((1.0, 8, None)):
             model.set_gradient_divide_factor(factor, recurse=True)
@@ -350,7 +330,7 @@ def test_gradients_are_divided_on_one_rank() -> None:
 @on_ranks(4)
 def test_gradients_are_reduced_over_replicas_only_when_requested() -> None:
     rank = dist.get_rank()
-    for strategy, shard in [(HYBRID, 2), (HYBRID_2, 2), (HYBRID, 1)]:
+    for strategy, shard in [(HYBRID, 2), (ZERO2, 2), (HYBRID, 1)]:
         model = _on_four(strategy, shard)
         for first in (0, 10):
             model.set_requires_all_reduce(False)
@@ -406,15 +386,15 @@ def test_a_stream_for_the_all_reduce_hook_is_refused_on_cpu() -> None:
 @on_ranks(2)
 def test_sums_in_the_collectives_give_the_same_gradients() -> None:
     """`set_force_sum_reduction_for_comms()` changes no value; a separate process group for reductions is refused."""
-    comparison = Comparison()
-    for module in FullyShardedDataParallel.fsdp_modules(comparison.model):
+    twin = make_twin()
+    for module in FullyShardedDataParallel.fsdp_modules(twin.model):
         module.set_force_sum_reduction_for_comms(True)
-    comparison.backward(0)
-    assert all(unit.communicator.sums_only for unit in units_of(comparison.model))
-    comparison.step()
-    comparison.model.set_separate_reduce_scatter_group(False)
+    twin.backward(0)
+    assert all(unit.communicator.sums_only for unit in units_of(twin.model))
+    twin.finish()
+    twin.model.set_separate_reduce_scatter_group(False)
     with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\)"):
-        comparison.model.set_separate_reduce_scatter_group()
+        twin.model.set_separate_reduce_scatter_group()
 
 
 SWITCHES: dict[str, Callable[[Any], None]] = {

@@ -13,7 +13,8 @@ from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.runtime import tensors
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
-from tests.harness.switches import FULL, GRAD_OP, NO_SHARD, Net, batch, build
+from tests.harness.strategies import FULL, GRAD_OP, NO_SHARD
+from tests.harness.switches import Net, batch, build
 
 
 def plain_net() -> Net:

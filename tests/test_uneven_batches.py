@@ -22,8 +22,7 @@ from tests.harness.models import Net
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
-
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+from tests.harness.strategies import FULL, GRAD_OP, NO_SHARD
 
 
 def plain_net() -> nn.Module:

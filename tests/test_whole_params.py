@@ -29,11 +29,12 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, of_all_ranks, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.strategies import FULL, HYBRID, NONE
+from tests.harness.twin import Twin
 
 if not hasattr(torch.optim, "Muon"):
     pytest.skip("this torch has no Muon", allow_module_level=True)
 
-FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
 WIDTH, WORDS, STEPS = 7, 13, 10
 
 
@@ -108,25 +109,18 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-class PlainTwin:
+class OptimizerTwin(Twin):
     """A plain model that takes the full gradients of a sharded one, bit for bit, so that only steps can differ."""
 
     def __init__(self, model: FullyShardedDataParallel, factory: Callable[[Any], Optimizer] = muon) -> None:
-        self.sharded, self.plain = model, build(next(model.parameters()).dtype)
+        self.model, self.plain = model, build(next(model.parameters()).dtype)
         self.plain.load_state_dict(full_state(model))
         self.optimizers = plain_pair(self.plain, factory)
 
     def take_gradients(self) -> None:
-        grads = full_gradients(self.sharded)
+        grads = full_gradients(self.model)
         for name, param in self.plain.named_parameters():
             param.grad = grads[name]
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def check(self, what: str) -> None:
-        assert_bit_equal(full_parameters(self.sharded), dict(self.plain.named_parameters()), what)
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def test_steps_equal_the_plain_models_bit_for_bit(
     shards are empty, one matrix is frozen, one is tied and one unused.
     """
     model = wrapped(use_orig_params, strategy)
-    optimizer, twin = whole(model), PlainTwin(model)
+    optimizer, twin = whole(model), OptimizerTwin(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 3, gamma=0.5) for each in (optimizer, *twin.optimizers)]
     for step in range(STEPS):
         for micro in range(2):
@@ -157,7 +151,7 @@ def test_steps_equal_the_plain_models_bit_for_bit(
         model.clip_grad_norm_(0.5)
         twin.take_gradients()
         optimizer.step()
-        twin.step()
+        twin.update()
         twin.check(f"step {step}")
         for scheduler in schedulers:
             scheduler.step()
@@ -167,13 +161,13 @@ def test_steps_equal_the_plain_models_bit_for_bit(
     assert rates == [each.param_groups[0]["lr"] for each in twin.optimizers] != [0.02, 3e-3]
 
 
-def train_beside(twin: PlainTwin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
+def train_beside(twin: OptimizerTwin, model: nn.Module, optimizer: Optimizer, steps: int, words: str = "") -> None:
     """Train `model` and the plain `twin` on the same gradients, and compare them after each step."""
     for step in range(steps):
         loss_of(model, tokens(step)).backward()
         twin.take_gradients()
         optimizer.step()
-        twin.step()
+        twin.update()
         twin.check(f"{words}step {step}")
         optimizer.zero_grad()
 
@@ -200,13 +194,13 @@ def test_step_after_a_failed_one_uses_new_values_and_gradients(use_orig_params: 
         optimizer.step()
     assert all(param.untyped_storage().nbytes() == 8 for param in optimizer.param_groups[0]["params"])
     optimizer.zero_grad()
-    train_beside(PlainTwin(model), model, optimizer, 2)
+    train_beside(OptimizerTwin(model), model, optimizer, 2)
 
 
 @on_ranks(4)
 def test_steps_with_replicas_equal_the_plain_models() -> None:
     model = wrapped(True, HYBRID)
-    train_beside(PlainTwin(model), model, whole(model), 3)
+    train_beside(OptimizerTwin(model), model, whole(model), 3)
 
 
 def adafactor(params: Iterable[nn.Parameter]) -> Optimizer:
@@ -239,7 +233,7 @@ def test_unmodified_optimizers_of_various_classes_are_supported(use_orig_params:
     makes_state_in_the_constructor = partial(torch.optim.Adagrad, lr=0.05, initial_accumulator_value=0.5)
     for factory in (adafactor, makes_state_in_the_constructor, CountingOptimizer):
         model = wrapped(use_orig_params)
-        twin = PlainTwin(model, factory)
+        twin = OptimizerTwin(model, factory)
         optimizer = whole(model, factory)
         train_beside(twin, model, optimizer, 4, f"{factory}, ")
         for group, other in zip(optimizer.param_groups, twin.optimizers[0].param_groups):
@@ -271,7 +265,7 @@ def test_unmodified_optimizers_of_a_library_are_supported(name: str, use_orig_pa
         return made
 
     model = wrapped(use_orig_params)
-    twin = PlainTwin(model, factory)
+    twin = OptimizerTwin(model, factory)
     train_beside(twin, model, whole(model, factory), 5)
 
 
@@ -285,7 +279,7 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
     for low in (False, True):
         mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=low)
         model, first = wrapped(True, dtype=torch.float32, mixed_precision=mixed), sgd if low else muon
-        optimizer, twin = WholeParamOptimizer(model, first, select=is_matrix, rest=sgd), PlainTwin(model, first)
+        optimizer, twin = WholeParamOptimizer(model, first, select=is_matrix, rest=sgd), OptimizerTwin(model, first)
         twin.optimizers[1] = sgd(twin.optimizers[1].param_groups[0]["params"])
         scaler = ShardedGradScaler("cpu", init_scale=4.0)
         for step in range(3):
@@ -295,7 +289,7 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
             for name, param in twin.plain.named_parameters():
                 param.grad = None if (grad := grads[name]) is None else grad.float()
             scaler.step(optimizer)
-            twin.step()
+            twin.update()
             twin.check(f"step {step}")
             scaler.update()
             optimizer.zero_grad()
@@ -312,7 +306,7 @@ def test_mixed_precision_and_a_gradient_scaler_are_supported() -> None:
 def test_gradients_of_the_groups_are_refused_where_they_would_be_left_out() -> None:
     """`GradScaler`, torch's clipping and resetting by hand raise on all ranks, and the next step is as without them."""
     model = wrapped(True, dtype=torch.float32)
-    optimizer, twin = whole(model), PlainTwin(model)
+    optimizer, twin = whole(model), OptimizerTwin(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(loss_of(model, tokens(0)))  # makes the scale
     loss_of(model, tokens(0)).backward()
@@ -329,7 +323,7 @@ def test_gradients_of_the_groups_are_refused_where_they_would_be_left_out() -> N
             attempt()
     twin.take_gradients()
     optimizer.step()
-    twin.step()
+    twin.update()
     twin.check("the step")
 
 
@@ -425,14 +419,14 @@ def test_owners_of_matrices_are_balanced(ranks: int) -> None:
 
 def _trained(
     use_orig_params: bool, factory: Callable[[Any], Optimizer] = muon, strategy: ShardingStrategy = FULL
-) -> tuple[Any, Any, PlainTwin]:
+) -> tuple[Any, Any, OptimizerTwin]:
     model = wrapped(use_orig_params, strategy)
-    twin, optimizer = PlainTwin(model, factory), whole(model, factory)
+    twin, optimizer = OptimizerTwin(model, factory), whole(model, factory)
     train_beside(twin, model, optimizer, 3)
     return model, optimizer, twin
 
 
-def _plain_states(twin: PlainTwin) -> dict[str, dict[str, Any]]:
+def _plain_states(twin: OptimizerTwin) -> dict[str, dict[str, Any]]:
     names = {param: name for name, param in twin.plain.named_parameters()}
     return {names[param]: state for each in twin.optimizers for param, state in each.state.items()}
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from fsdp import FlatParameter
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
-from tests.harness.writes import FULL, GRAD_OP, NONE, Mode, batch, build, layer_of, local_part, loss_of, pair, summon
+from tests.harness.strategies import FULL, GRAD_OP, NONE, Mode
+from tests.harness.writes import batch, build, layer_of, local_part, loss_of, pair, summon
 
 
 class Subject:

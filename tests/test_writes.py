@@ -27,12 +27,11 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.passes import describe
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
-from tests.harness.strategies import both_modes
-from tests.harness.writes import FULL, GRAD_OP, MODES, NONE, batch, build, layer_of, loss_of, pair, summon
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, both_modes, describe
+from tests.harness.writes import batch, build, layer_of, loss_of, pair, summon
 
 
 def step(model: nn.Module, seed: int = 0) -> Tensor:

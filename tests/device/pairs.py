@@ -14,6 +14,7 @@ from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag
+from tests.harness.twin import Twin
 
 WIDTH = 32
 
@@ -39,42 +40,38 @@ def _raise(grad: Tensor) -> Tensor:
     raise ValueError("in backward")
 
 
-class Pair:
-    """A sharded tower on the device beside the plain one on CPU; all ranks have the same batch."""
+class Pair(Twin):
+    """A sharded tower on the device next to the plain one on CPU; all ranks have the same batch."""
 
     def __init__(self, device: torch.device, depth: int = 4, seed: int = 1, **options: Any) -> None:
         torch.manual_seed(seed)
         blocks = (Block() for _ in range(depth))
-        self.plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 2)).double()
-        self.device = device
+        plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 2)).double()
         policy = ModuleWrapPolicy({Block})
-        self.model: Any = FSDP(copy.deepcopy(self.plain), auto_wrap_policy=policy, device_id=device, **options)
-        self.mine = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.theirs = torch.optim.AdamW(self.plain.parameters(), lr=1e-3)
+        model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, device_id=device, **options)
+        super().__init__(model, plain, self._loss_of, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), ranks=1)
+        self.device = device
         self.steps = 0
+
+    def _loss_of(self, model: nn.Module, step: int, rank: int) -> Tensor:
+        x = self.batch(step)
+        return model(x if model is self.plain else x.to(self.device)).square().mean()
 
     @property
     def blocks(self) -> list[Block]:
         return [module for module in self.model.modules() if type(module) is Block]
 
-    def batch(self) -> Tensor:
-        generator = torch.Generator().manual_seed(self.steps)
-        self.steps += 1
+    def batch(self, step: int | None = None) -> Tensor:
+        """Return the batch of a step, by default a new one."""
+        if step is None:
+            step, self.steps = self.steps, self.steps + 1
+        generator = torch.Generator().manual_seed(step)
         return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
 
-    def zero_grad(self) -> None:
-        self.mine.zero_grad()
-        self.theirs.zero_grad()
-
-    def backward(self, synchronise: bool = True) -> None:
-        x = self.batch()
+    def backward(self, step: int | None = None, *, synchronise: bool = True) -> None:
+        self.steps += 1
         with contextlib.nullcontext() if synchronise else self.model.no_sync():
-            self.model(x.to(self.device)).square().mean().backward()
-        self.plain(x).square().mean().backward()
-
-    def update(self) -> None:
-        self.mine.step()
-        self.theirs.step()
+            super().backward(self.steps - 1 if step is None else step)
 
     def step(self) -> None:
         self.zero_grad()
@@ -85,7 +82,7 @@ class Pair:
         for _ in range(steps):
             self.step()
 
-    def check(self, bound: float = 1e-9) -> str:
+    def check(self, what: str = "", bound: float = 1e-9) -> str:
         return check_parameters(self.model, self.plain, bound)
 
 

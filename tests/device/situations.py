@@ -226,9 +226,9 @@ def _streams(device: torch.device, switch: str, **options: Any) -> str:
                 loss = pair.model(x.to(device)).square().mean()
             with after_last(three):
                 loss.backward()
-                pair.mine.step()
+                pair.optimizers[0].step()
             pair.plain(x).square().mean().backward()
-            pair.theirs.step()
+            pair.optimizers[1].step()
         elif switch == "step":  # the optimizer on another stream than the backward
             with after_last(two):
                 pair.zero_grad()
@@ -321,7 +321,7 @@ def _summoned(device: torch.device, **options: Any) -> str:
 
 
 def _zero_states(pair: Pair) -> None:
-    for state in pair.mine.state.values():
+    for state in pair.optimizers[0].state.values():
         for value in state.values():
             value.zero_()
 
@@ -330,18 +330,18 @@ def _states(device: torch.device, **options: Any) -> str:
     """Save and load model and optimizer while kernels are late, overwritten right after each save."""
     pair = late_pair(device, **options)
     pair.train(2)
-    state = FSDP.optim_state_dict(pair.model, pair.mine)
+    state = FSDP.optim_state_dict(pair.model, pair.optimizers[0])
     _zero_states(pair)
-    pair.mine.load_state_dict(FSDP.optim_state_dict_to_load(pair.model, pair.mine, state))
+    pair.optimizers[0].load_state_dict(FSDP.optim_state_dict_to_load(pair.model, pair.optimizers[0], state))
     pair.train(1)
     for number, in_background in enumerate((True, False)):
         folder = f"{os.environ['LAG_PLACE']}/{pair.steps}.{number}"
-        saved = (async_save if in_background else save)(folder, pair.model, pair.mine)
+        saved = (async_save if in_background else save)(folder, pair.model, pair.optimizers[0])
         fill(pair.model, float("nan"))
         _zero_states(pair)
         if in_background:
             saved.result()
-        load(folder, pair.model, pair.mine)
+        load(folder, pair.model, pair.optimizers[0])
         pair.train(2)
         pair.check()
     return pair.check()
@@ -452,7 +452,7 @@ def tensor_parallel(device: torch.device) -> str | None:
     finally:
         del os.environ["FSDP_FORCE_SHARDED"]
     lag.C.set_lateness(40, {})
-    pair.mine, pair.theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.plain))
+    pair.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pair.model, pair.plain)]
     pair.train(4)
     x = pair.batch()
     assert_close(pair.model(x.to(device)), pair.plain(x), "the output")
@@ -479,10 +479,10 @@ def phases(device: torch.device) -> str | None:
             pair.step()
         before = _allocated_nbytes() - around
         buffers = sum(buffer.nbytes for buffer in pair.model.buffers())
-        fsdp.offload(pair.model, pair.mine)
+        fsdp.offload(pair.model, pair.optimizers[0])
         left = _allocated_nbytes() - around
         assert left <= buffers < before, f"{options}: {left} of {before} bytes are left, {buffers} of them buffers"
-        fsdp.onload(pair.model, pair.mine)
+        fsdp.onload(pair.model, pair.optimizers[0])
         for _ in range(2):
             pair.step()
         pair.check()
@@ -551,11 +551,11 @@ def host_waits(device: torch.device) -> str | None:
             lag.C.synchronize(-1)
             lag.C.take_syncs(), lag.C.take_counts()
             for x in xs:
-                pair.mine.zero_grad()
+                pair.optimizers[0].zero_grad()
                 pair.model(x).square().mean().backward()
                 if clip:
                     pair.model.clip_grad_norm_(1.0)
-                pair.mine.step()
+                pair.optimizers[0].step()
             syncs = Counter(lag.C.take_syncs())
             if syncs:
                 found[f"{name}{'+clip' if clip else ''}"] = {k: v / 3 for k, v in syncs.items()}

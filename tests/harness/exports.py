@@ -11,9 +11,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Stacked
 from tests.harness.sharded import wrap
-
-FULL, NONE, HYBRID = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD
-
+from tests.harness.strategies import FULL
 
 WIDTH, WORDS = 7, 13
 

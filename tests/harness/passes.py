@@ -1,4 +1,4 @@
-"""Helpers of tests of backward passes: strategies and modes by turns, a small model, states of units."""
+"""Helpers of tests of backward passes: a small model, parity with plain replicas, states of units."""
 
 from __future__ import annotations
 
@@ -10,29 +10,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import Program, Reference
 from tests.harness.models import MlpBlock, Net, in_turn
 from tests.harness.sharded import wrap
+from tests.harness.strategies import MODES, Mode, describe
 
-Mode = tuple[ShardingStrategy, bool]
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]  # strategy and use_orig_params
 KINDS = ("none", "non-reentrant", "reentrant")
 
 
-def by_turns(number: int) -> list[Mode]:
-    """Return each strategy in one of the two modes, alternating with the number of the case."""
-    return [(strategy, (number + index) % 2 == 0) for index, strategy in enumerate((FULL, GRAD_OP, NONE))]
-
-
 WIDTH = 7
-
-
-def describe(mode: Mode) -> str:
-    return f"{mode[0].name}, use_orig_params={mode[1]}"
 
 
 def wrapped(build: Callable[[], nn.Module], mode: Mode, *blocks: type[nn.Module]) -> FullyShardedDataParallel:

@@ -17,9 +17,6 @@ from tests.harness.lockstep import assert_local_gradients, assert_local_paramete
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.sharded import wrap
 
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
@@ -34,10 +31,6 @@ def reduced(grads: list[Tensor]) -> Tensor:
     for grad in grads[1:]:
         total = total + grad.div(factor)
     return total.to(dtype).div_(size / factor)
-
-
-# Both modes of full sharding, and of the other strategies one each.
-MODES = [(FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False)]
 
 
 WIDTH = 7

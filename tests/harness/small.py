@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel
-from tests.harness.oracle import clean_name
+from tests.harness.twin import average, values
 
 WIDTH = 5
 
@@ -96,25 +95,6 @@ def train_plain(module: nn.Module, world_size: int, first: int = 0, steps: int =
         average(module, world_size, lambda rank: module(batch(step, rank)).square().mean().backward())  # noqa: B023
         optimizer.step()
     return values(module)
-
-
-def average(module: nn.Module, world_size: int, run: Callable[[int], Any]) -> None:
-    """Average the gradients of `run(rank)` over all ranks, summed in rank order; unused parameters have zeros."""
-    grads = []
-    for rank in range(world_size):
-        module.zero_grad()
-        run(rank)
-        grads.append([p.grad for p in module.parameters()])
-    for param, *each in zip(module.parameters(), *grads, strict=True):
-        if each[0] is not None:
-            wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
-            param.grad = (functools.reduce(torch.add, [grad.to(wide) for grad in each]) / world_size).to(param.dtype)
-        elif param.requires_grad:
-            param.grad = torch.zeros_like(param)  # unused beside used ones
-
-
-def values(module: nn.Module) -> dict[str, Tensor]:
-    return {clean_name(name): param.detach().clone() for name, param in module.named_parameters()}
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.oracle import assert_bit_equal
-from tests.harness.sharded import full_parameters, wrap
-from tests.harness.small import WIDTH, average, batch, values
-from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
+from tests.harness.sharded import wrap
+from tests.harness.small import WIDTH, batch
+from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, Mode
+from tests.harness.twin import Twin
 
 summon = FullyShardedDataParallel.summon_full_params
-
-
-class Mode(NamedTuple):
-    strategy: ShardingStrategy
-    use_orig_params: bool
-
-
-MODES = [Mode(s, uop) for s in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for uop in (False, True)]
 
 
 class Net(nn.Module):
@@ -69,8 +61,12 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.125, momentum=0.5)
 
 
+def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    return model(batch(step, rank).to(next(model.buffers()).dtype)).square().mean()
+
+
 def backward(model: nn.Module, step: int, rank: int | None = None) -> None:
-    model(batch(step, rank).to(next(model.buffers()).dtype)).square().mean().backward()
+    loss_of(model, step, rank).backward()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -79,29 +75,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.step()
 
 
-class Plain:
-    """The plain model and its optimizer, trained on every rank's batches: gradients are summed in rank order."""
-
-    def __init__(self) -> None:
-        self.module: Any = net()
-        self.optimizer = sgd(self.module)
-
-    def backward(self, step: int = 0, run: Callable[[int], Any] | None = None) -> None:
-        """Average the gradients of `run(rank)`, which by default is a backward of the rank's batch of `step`."""
-        average(self.module, dist.get_world_size(), run or (lambda rank: backward(self.module, step, rank)))
-
-    def train(self, step: int) -> None:
-        self.backward(step)
-        self.optimizer.step()
-
-    def train_beside(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Train the wrapped model as well, and compare the parameters."""
-        train(model, optimizer, step)
-        self.train(step)
-        assert_bit_equal(full_parameters(model), self.values(), f"step {step}")
-
-    def values(self) -> dict[str, Tensor]:
-        return values(self.module)
+def make_twin(mode: Mode, module: nn.Module | None = None) -> Twin:
+    return Twin(build(mode, module), net(), loss_of, sgd)
 
 
 def pieces(model: nn.Module, whole: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.chains import Part
-
-FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+from tests.harness.twin import Twin
 
 
 class Net(nn.Sequential):
@@ -35,3 +33,17 @@ def batch(step: int) -> Tensor:
 
 def per_rank(step: int, rank: int) -> Tensor:
     return torch.randint(10, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def make_twin(**options: Any) -> Twin:
+    """Return models that have one batch on all ranks."""
+
+    def sgd(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        return model(batch(step)).square().mean()
+
+    model = build(**options)
+    torch.manual_seed(4)
+    return Twin(model, Net(), loss_of, sgd, ranks=1)

@@ -8,19 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
+from tests.harness.strategies import Mode
 from tests.harness.summoned import pieces
-
-FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-
-
-Mode = tuple[ShardingStrategy, bool]
-
-
-MODES: list[Mode] = [(FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False)]
-
 
 summon = FullyShardedDataParallel.summon_full_params
 
