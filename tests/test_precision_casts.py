@@ -5,6 +5,7 @@ Also together with autocast, checkpointing, batch norms and methods other than f
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.precision import BF16, FP16, FP32, FP64, WIDTH, Pair, by_foreach, loss_of, reduced, same
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 from tests.harness.small import torchs
-from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE
+from tests.harness.strategies import EVERY_MODE, FULL, MODES, NONE, Mode
 from tests.harness.versions import needs
 
 # -- how often a shard is cast -------------------------------------------------------------------------------------
@@ -65,12 +66,9 @@ class CountShardCasts(TorchDispatchMode):
         return found
 
 
-def stop(*args: Any) -> None:
-    raise ZeroDivisionError
-
-
+@pytest.mark.parametrize("mode", [mode for mode in EVERY_MODE if mode.strategy is not NONE], ids=str)
 @on_ranks(2)
-def test_a_shard_is_cast_once_per_gather() -> None:
+def test_a_shard_is_cast_once_per_gather(mode: Mode) -> None:
     """Units that stay gathered, and summoned parameters, are not cast."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
@@ -78,37 +76,34 @@ def test_a_shard_is_cast_once_per_gather() -> None:
             x = torch.tanh(layer(x))
         return torch.nn.functional.linear(x, m.head.weight)
 
-    x = torch.ones(2, 7)
-    for strategy in (FULL, GRAD_OP):
-        for use_orig_params in (False, True):
-            case = f"{strategy.name}, {use_orig_params=}"
-            policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
-            layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])  # shards of many sizes
-            net = Net(forward, layers=layers, head=nn.Linear(17, 3, bias=False))
-            model = wrap(net, strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
-            _, *inner = shards = [handle.layout.shard_numel for handle in handles_of(model)]
-            assert len(set(shards)) == 4
-            for _ in range(2):  # the second pass prefetches
-                model(x).sum().backward()
-            with CountShardCasts() as counter:
-                for _ in range(3):
-                    loss = model(x).sum()
-                    assert set(counter.casts) == set(shards) and counter.take() == {1}, case
-                    loss.backward()
-                    assert set(counter.casts) == (set(inner) if strategy is FULL else set()), case
-                    assert counter.take() <= {1}, case
-                for context in (torch.no_grad, torch.inference_mode):
-                    with context():
-                        model(x)
-                    assert counter.take() == {1}, case
-                with model.no_sync():
-                    model(x).sum().backward()
-                counter.take()
-                model(x).sum().backward()
-                assert counter.take() == ({1, 2} if strategy is FULL else set()), f"{case}: kept by the backward"
-                with FullyShardedDataParallel.summon_full_params(model):
-                    model(x)
-                assert counter.take() == set(), f"{case}: in full precision"
+    x, resharded = torch.ones(2, 7), mode.strategy is FULL
+    policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
+    layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])  # shards of many sizes
+    net = Net(forward, layers=layers, head=nn.Linear(17, 3, bias=False))
+    model = wrap(net, *mode, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
+    _, *inner = shards = [handle.layout.shard_numel for handle in handles_of(model)]
+    assert len(set(shards)) == 4
+    for _ in range(2):  # the second pass prefetches
+        model(x).sum().backward()
+    with CountShardCasts() as counter:
+        for _ in range(3):
+            loss = model(x).sum()
+            assert set(counter.casts) == set(shards) and counter.take() == {1}
+            loss.backward()
+            assert set(counter.casts) == (set(inner) if resharded else set())
+            assert counter.take() <= {1}
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                model(x)
+            assert counter.take() == {1}
+        with model.no_sync():
+            model(x).sum().backward()
+        counter.take()
+        model(x).sum().backward()
+        assert counter.take() == ({1, 2} if resharded else set()), "kept by the backward"
+        with FullyShardedDataParallel.summon_full_params(model):
+            model(x)
+        assert counter.take() == set(), "in full precision"
 
 
 @on_ranks(2)
@@ -159,48 +154,49 @@ class Chain(nn.Module):
         return self.part(x * self.scale)
 
 
+@pytest.mark.parametrize("casts", [True, False])
+@pytest.mark.parametrize("parameters", [True, False])
+@on_ranks(1)
+def test_forward_inputs_in_containers_are_cast(parameters: bool, casts: bool) -> None:
+    """Floating-point tensors in containers of every kind, also by a root without parameters."""
+    number, index = torch.ones(2, WIDTH, requires_grad=True), torch.arange(WIDTH)
+    weight = nn.Parameter(torch.ones(WIDTH)) if parameters else None
+    echo = Net(lambda m, *args, **kwargs: (args, kwargs), weight=weight)
+    model = wrap(echo, use_orig_params=True, mixed_precision=MixedPrecision(BF16, cast_root_forward_inputs=casts))
+    nest = {"list": [number, index, 1.5], "pack": InputTuple(number, index), "record": InputRecord(number)}
+    (first, second), found = model(number, index, nest=nest, mask=index > 2)
+    (listed, *others), pack, record = found["nest"].values()
+    assert [x.dtype for x in (first, listed, pack.value, record.value)] == [BF16 if casts else FP32] * 4
+    assert second is pack.index is others[0] is index and others[1] == 1.5 and found["mask"].dtype == torch.bool
+    assert type(pack) is InputTuple and type(record) is InputRecord
+    assert casts or first is pack.value is number
+
+
+# Precision of the outer and of the inner unit, and the dtypes of input and parameters in both.
+INPUTS = [
+    (MixedPrecision(BF16), MixedPrecision(BF16), [BF16, BF16, BF16, BF16]),
+    (MixedPrecision(BF16), MixedPrecision(FP16, cast_forward_inputs=True), [BF16, BF16, FP16, FP16]),
+    (None, MixedPrecision(FP16, cast_forward_inputs=True), [FP32, FP32, FP16, FP16]),
+    (MixedPrecision(FP16), MixedPrecision(FP32, cast_forward_inputs=True), [FP16, FP16, FP32, FP32]),
+    (
+        MixedPrecision(BF16, cast_root_forward_inputs=False, cast_forward_inputs=True),
+        MixedPrecision(BF16, cast_forward_inputs=True),
+        [BF16, BF16, BF16, BF16],
+    ),
+]
+
+
 @on_ranks(1)
 def test_forward_inputs_are_cast_as_configured() -> None:
-    """Floating-point tensors in containers of every kind are cast, also by a root without parameters."""
-    number, index = torch.ones(2, WIDTH, requires_grad=True), torch.arange(WIDTH)
-    for with_parameters in (True, False):
-        for casts in (True, False):
-            precision = MixedPrecision(BF16, cast_root_forward_inputs=casts)
-            weight = nn.Parameter(torch.ones(WIDTH)) if with_parameters else None
-            echo = Net(lambda m, *args, **kwargs: (args, kwargs), weight=weight)
-            model = wrap(echo, use_orig_params=True, mixed_precision=precision)
-            nest = {"list": [number, index, 1.5], "pack": InputTuple(number, index), "record": InputRecord(number)}
-            (first, second), found = model(number, index, nest=nest, mask=index > 2)
-            dtype = BF16 if casts else FP32
-            assert first.dtype == dtype and second is index and found["mask"].dtype == torch.bool
-            nest = found["nest"]
-            assert nest["list"][0].dtype == dtype and nest["list"][1] is index and nest["list"][2] == 1.5
-            assert (
-                type(nest["pack"]) is InputTuple and nest["pack"].value.dtype == dtype and nest["pack"].index is index
-            )
-            assert type(nest["record"]) is InputRecord and nest["record"].value.dtype == dtype
-            if not casts:
-                assert first is number and nest["pack"].value is number
     x = torch.ones(2, WIDTH)
-    for outer, inner, expected in (
-        (MixedPrecision(BF16), MixedPrecision(BF16), [BF16, BF16, BF16, BF16]),
-        (MixedPrecision(BF16), MixedPrecision(FP16, cast_forward_inputs=True), [BF16, BF16, FP16, FP16]),
-        (None, MixedPrecision(FP16, cast_forward_inputs=True), [FP32, FP32, FP16, FP16]),
-        (MixedPrecision(FP16), MixedPrecision(FP32, cast_forward_inputs=True), [FP16, FP16, FP32, FP32]),
-        (
-            MixedPrecision(BF16, cast_root_forward_inputs=False, cast_forward_inputs=True),
-            MixedPrecision(BF16, cast_forward_inputs=True),
-            [BF16, BF16, BF16, BF16],
-        ),
-    ):
-        for strategy, use_orig_params in MODES:
-            net = Chain()
-            net.part = wrap(net.part, strategy, use_orig_params, mixed_precision=inner)
-            model = wrap(net, strategy, use_orig_params, mixed_precision=outer)
-            output = model(x)
-            assert net.seen == expected and output.dtype == expected[-1]
-            loss_of(output).backward()
-            assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FP32}
+    for (outer, inner, expected), mode in itertools.product(INPUTS, MODES):
+        net = Chain()
+        net.part = wrap(net.part, *mode, mixed_precision=inner)
+        model = wrap(net, *mode, mixed_precision=outer)
+        output = model(x)
+        assert net.seen == expected and output.dtype == expected[-1], mode
+        loss_of(output).backward()
+        assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FP32}, mode
     net = Chain()  # no unit casts the inputs of the part
     net.part = wrap(net.part, mixed_precision=MixedPrecision(FP16))
     model = wrap(net, mixed_precision=MixedPrecision(cast_root_forward_inputs=False))
@@ -212,19 +208,17 @@ def test_forward_inputs_are_cast_as_configured() -> None:
 def test_outputs_are_cast_to_output_dtype() -> None:
     """For units of the user, not of a policy. Without `output_dtype` the module's own objects are returned."""
     x = torch.ones(2, WIDTH)
-    for strategy, use_orig_params in MODES:
-        for output_dtype in (None, FP32, FP64):
-            precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
-            net = Chain()
-            net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
-            policy = ModuleWrapPolicy({nn.Linear})
-            model = wrap(net, strategy, use_orig_params, wrap_policy=policy, mixed_precision=precision)
-            output = model(x)
-            assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16
-            assert net.part.mixed_precision.output_dtype is None, "outputs of the policy's units stay as computed"
-            loss_of(output).backward()
-            inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
-            assert inner(x).dtype == (output_dtype or BF16)
+    for mode, output_dtype in itertools.product(MODES, (None, FP32, FP64)):
+        precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
+        net = Chain()
+        net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
+        model = wrap(net, *mode, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=precision)
+        output = model(x)
+        assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16, mode
+        assert net.part.mixed_precision.output_dtype is None, "outputs of the policy's units stay as computed"
+        loss_of(output).backward()
+        inner = wrap(nn.Linear(WIDTH, WIDTH), *mode, mixed_precision=precision)
+        assert inner(x).dtype == (output_dtype or BF16), mode
     values: dict[str, Any] = {}
 
     def forward(m: Any, x: Tensor) -> Any:
@@ -283,42 +277,33 @@ def cast_to(dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {name: dtype if own.is_floating_point else own for name, own in OWN.items()}
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @on_ranks(1)
-def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
+def test_buffers_are_cast_once_and_stay_the_same_objects(mode: Mode) -> None:
     """Settings of inner units win, ignored modules and integers are left alone, and original dtypes are kept."""
-    for strategy, use_orig_params in MODES:
-        plain, unit, other, ignored = (with_buffers() for _ in range(4))
-        net: Any = Net(
-            lambda m, x: m.other(m.unit(m.plain(x))),
-            plain=plain,
-            unit=unit,
-            other=other,
-            ignored=ignored,
-            own=torch.ones(3),
-        )
-        before = {module: own_buffers(module) for module in net.modules()}
-        net.unit = wrap(unit, strategy, use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=FP16))
-        net.other = wrap(other, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
-        precision = MixedPrecision(buffer_dtype=BF16)
-        model = wrap(net, strategy, use_orig_params, mixed_precision=precision, ignored_modules=[net.ignored])
-        assert dtypes(unit) == OWN, "the first forward, or whatever makes a root, casts them"
-        model.check_is_root()
-        cast = {net.plain: cast_to(BF16), unit: cast_to(FP16), other: OWN, net.ignored: OWN}
-        for module, expected in cast.items():
-            assert dtypes(module) == expected
-            assert all(before[module][name] is buffer for name, buffer in own_buffers(module).items())
-        assert net.own.dtype == BF16
-        net.plain.f32 = net.plain.f32 + 1  # as a forward may do
-        assert original_dtypes(model, net.plain) == original_dtypes(net.unit, unit) == OWN
-        assert original_dtypes(model, net) == {"own": FP32}
-        with FullyShardedDataParallel.summon_full_params(model):
-            assert dtypes(net.plain) == cast_to(BF16)
-        copied = deepcopy(model)
-        plain = copied.module.plain
-        for _ in range(2):
-            assert original_dtypes(copied, plain) == OWN
-            copied.check_is_root()
+    parts = {name: with_buffers() for name in ("plain", "unit", "other", "ignored")}
+    net: Any = Net(lambda m, x: m.other(m.unit(m.plain(x))), own=torch.ones(3), **parts)
+    plain, unit, other, ignored = parts.values()
+    before = {module: own_buffers(module) for module in net.modules()}
+    net.unit = wrap(unit, *mode, mixed_precision=MixedPrecision(buffer_dtype=FP16))
+    net.other = wrap(other, *mode, mixed_precision=MixedPrecision(BF16))
+    model = wrap(net, *mode, mixed_precision=MixedPrecision(buffer_dtype=BF16), ignored_modules=[ignored])
+    assert dtypes(unit) == OWN, "the first forward, or whatever makes a root, casts them"
+    model.check_is_root()
+    for module, expected in {plain: cast_to(BF16), unit: cast_to(FP16), other: OWN, ignored: OWN}.items():
+        assert dtypes(module) == expected
+        assert all(before[module][name] is buffer for name, buffer in own_buffers(module).items())
+    assert net.own.dtype == BF16
+    plain.f32 = plain.f32 + 1  # as a forward may do
+    assert original_dtypes(model, plain) == original_dtypes(net.unit, unit) == OWN
+    assert original_dtypes(model, net) == {"own": FP32}
+    with FullyShardedDataParallel.summon_full_params(model):
         assert dtypes(plain) == cast_to(BF16)
+    copied = deepcopy(model)
+    for _ in range(2):
+        assert original_dtypes(copied, copied.module.plain) == OWN
+        copied.check_is_root()
+    assert dtypes(copied.module.plain) == cast_to(BF16)
 
 
 @on_ranks(1)
@@ -435,27 +420,26 @@ def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
 def test_autocast_applies_on_top_of_mixed_precision() -> None:
     """Autocast's cached casts end with the full parameters."""
     rank = dist.get_rank()
-    for strategy, use_orig_params in MODES:
-        for param_dtype in (BF16, FP16, None):
-            case = f"{strategy.name}, {use_orig_params=}, {param_dtype}"
-            pair = Pair(strategy, use_orig_params, MixedPrecision(param_dtype, FP32))
-            for _ in range(2):
-                inputs = pair.inputs()
-                with torch.autocast("cpu", BF16):
-                    pair.model(inputs[rank])
-                    # Casts of NO_SHARD's own parameters are cached until the block ends, as for plain models.
-                    if strategy is not NONE or param_dtype is not None:
-                        by_foreach(list(pair.model.parameters()))
-                        by_foreach(list(pair.master.parameters()))
-                    output = pair.model(inputs[rank])  # new values within one autocast block
-                    runs = [pair.run(x, param_dtype) for x in inputs]
-                same(output, runs[rank][1], case)
-                loss_of(output).backward()
-                for _, expected in runs:
-                    loss_of(expected).backward()
-                by_rank = [{n: p.grad.float() for n, p in named_parameters(replica).items()} for replica, _ in runs]  # type: ignore[union-attr]
-                assert_local_gradients(pair.model, pair.mean(by_rank), 0, case)
-                pair.model.zero_grad()
+    for mode, param_dtype in itertools.product(MODES, (BF16, FP16, None)):
+        case = f"{mode}, {param_dtype}"
+        pair = Pair(*mode, MixedPrecision(param_dtype, FP32))
+        for _ in range(2):
+            inputs = pair.inputs()
+            with torch.autocast("cpu", BF16):
+                pair.model(inputs[rank])
+                # Casts of NO_SHARD's own parameters are cached until the block ends, as for plain models.
+                if mode.strategy is not NONE or param_dtype is not None:
+                    by_foreach(list(pair.model.parameters()))
+                    by_foreach(list(pair.master.parameters()))
+                output = pair.model(inputs[rank])  # new values within one autocast block
+                runs = [pair.run(x, param_dtype) for x in inputs]
+            same(output, runs[rank][1], case)
+            loss_of(output).backward()
+            for _, expected in runs:
+                loss_of(expected).backward()
+            by_rank = [{n: p.grad.float() for n, p in named_parameters(replica).items()} for replica, _ in runs]  # type: ignore[union-attr]
+            assert_local_gradients(pair.model, pair.mean(by_rank), 0, case)
+            pair.model.zero_grad()
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     plain = deepcopy(net)
     model = wrap(net, FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))  # the root owns no parameters
@@ -466,32 +450,30 @@ def test_autocast_applies_on_top_of_mixed_precision() -> None:
         same(model(inputs[rank]), plain(inputs[rank]), "a root without parameters")
 
 
+PLACES = [("none", CheckpointImpl.NO_REENTRANT), *itertools.product(("outside", "inside"), CheckpointImpl)]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @on_ranks(2)
-def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
+def test_checkpointing_around_and_inside_a_unit_of_another_precision(mode: Mode) -> None:
     """Recomputation casts inputs as the forward did."""
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
-    for strategy, use_orig_params in MODES:
-        found = []
-        for around in (None, "outside", "inside"):
-            for implementation in CheckpointImpl if around else (None,):
-                checkpoint = partial(checkpoint_wrapper, checkpoint_impl=implementation)
-                torch.manual_seed(0)
-                net = Chain()
-                options = {"mixed_precision": MixedPrecision(FP16, FP32, cast_forward_inputs=True)}
-                part: nn.Module = checkpoint(net.part) if around == "inside" else net.part
-                part = wrap(part, strategy, use_orig_params, **options)
-                net.part = checkpoint(part) if around == "outside" else part
-                model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
-                for _ in range(2):
-                    output = model(x)
-                    loss_of(output).backward()
-                assert set(net.seen[2::2]) | set(net.seen[3::2]) == {BF16, FP16}
-                assert x.grad is not None
-                grads = {clean_name(name): grad for name, grad in full_gradients(model).items()}
-                found.append({**grads, "input": x.grad})
-                x.grad = None
-        for other in found[1:]:
-            assert_bit_equal(other, found[0], f"{strategy.name}, {use_orig_params=}")
+    found = []
+    for place, implementation in PLACES:
+        checkpoint = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+        torch.manual_seed(0)
+        net = Chain()
+        part: nn.Module = checkpoint(net.part) if place == "inside" else net.part
+        part = wrap(part, *mode, mixed_precision=MixedPrecision(FP16, FP32, cast_forward_inputs=True))
+        net.part = checkpoint(part) if place == "outside" else part
+        model = wrap(net, *mode, mixed_precision=MixedPrecision(BF16))
+        for _ in range(2):
+            loss_of(model(x)).backward()
+        assert set(net.seen[2::2]) | set(net.seen[3::2]) == {BF16, FP16}
+        grads = {clean_name(name): grad for name, grad in full_gradients(model).items()}
+        found.append({**grads, "input": x.grad})
+        x.grad = None
+        assert_bit_equal(found[-1], found[0], f"{place}, {implementation}")
 
 
 @on_ranks(2)
@@ -503,20 +485,18 @@ def test_registered_forward_methods_use_mixed_precision() -> None:
             return torch.tanh(self(x) + shift)
 
     x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
-    for strategy, use_orig_params in MODES:
-        for output_dtype in (None, FP32):
-            module = Coder(WIDTH, WIDTH)
-            plain = deepcopy(module).to(BF16)
-            precision = MixedPrecision(BF16, output_dtype=output_dtype)
-            model = wrap(module, strategy, use_orig_params, mixed_precision=precision)
-            register_forward_method(model, "encode")
-            output = model.encode(x, shift=shift)
-            expected = plain.encode(x.to(BF16), shift.to(BF16))
-            same(output, expected.to(output_dtype or BF16), strategy.name)
-            loss_of(output.float()).backward()
-            loss_of(expected.float()).backward()
-            grads = {name: p.grad.float() for name, p in named_parameters(plain).items()}  # type: ignore[union-attr]
-            assert_local_gradients(model, grads, 0, strategy.name)
+    for mode, output_dtype in itertools.product(MODES, (None, FP32)):
+        module = Coder(WIDTH, WIDTH)
+        plain = deepcopy(module).to(BF16)
+        model = wrap(module, *mode, mixed_precision=MixedPrecision(BF16, output_dtype=output_dtype))
+        register_forward_method(model, "encode")
+        output = model.encode(x, shift=shift)
+        expected = plain.encode(x.to(BF16), shift.to(BF16))
+        same(output, expected.to(output_dtype or BF16), str(mode))
+        loss_of(output.float()).backward()
+        loss_of(expected.float()).backward()
+        grads = {name: p.grad.float() for name, p in named_parameters(plain).items()}  # type: ignore[union-attr]
+        assert_local_gradients(model, grads, 0, str(mode))
 
 
 @on_ranks(2)
@@ -529,53 +509,51 @@ def test_parameters_of_several_dtypes_in_one_unit() -> None:
         return m.brain(x.to(m.brain.weight.dtype)) * m.scale
 
     rank = dist.get_rank()
-    for strategy, use_orig_params in MODES:
-        for precision in (MixedPrecision(), MixedPrecision(BF16, FP32), MixedPrecision(FP64), MixedPrecision(FP32)):
-            case = f"{strategy.name}, {use_orig_params=}, {precision.param_dtype}"
-            torch.manual_seed(0)
-            net = Net(
-                forward,
-                single=nn.Linear(WIDTH, WIDTH),
-                brain=nn.Linear(WIDTH, WIDTH, dtype=BF16),
-                frozen=nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False),
-                order=nn.Parameter(torch.randperm(WIDTH), requires_grad=False),
-                scale=nn.Parameter(torch.ones(3, WIDTH, dtype=BF16), requires_grad=False),
-            )
-            plain = deepcopy(net)
-            model = wrap(net, strategy, use_orig_params, mixed_precision=precision)
-            for _ in range(2):
-                inputs = [torch.randn(3, WIDTH) for _ in range(dist.get_world_size())]
-                output = model(inputs[rank])
-                by_rank = []
-                for x in inputs:
-                    replica = deepcopy(plain)
-                    for param in replica.parameters():
-                        param.data = param.data.to(precision.compute_dtype_of(param.dtype))
-                    expected = replica(x)
-                    if x is inputs[rank]:
-                        same(output, expected, case)
-                    loss_of(expected).backward()
-                    by_rank.append(named_parameters(replica))
-                loss_of(output).backward()
-                grads: dict[str, Tensor | None] = {}
-                for name, param in named_parameters(plain).items():
-                    grads[name] = None
-                    if param.requires_grad:
-                        dtype = precision.reduce_dtype_of(param.dtype)
-                        grads[name] = reduced([r[name].grad.to(dtype) for r in by_rank]).to(param.dtype)  # type: ignore[union-attr]
-                assert_local_gradients(model, grads, 0, case)
-                model.zero_grad()
-            assert_bit_equal(full_parameters(model), {n: p.detach() for n, p in named_parameters(plain).items()}, case)
+    precisions = (MixedPrecision(), MixedPrecision(BF16, FP32), MixedPrecision(FP64), MixedPrecision(FP32))
+    for mode, precision in itertools.product(MODES, precisions):
+        case = f"{mode}, {precision.param_dtype}"
+        torch.manual_seed(0)
+        net = Net(
+            forward,
+            single=nn.Linear(WIDTH, WIDTH),
+            brain=nn.Linear(WIDTH, WIDTH, dtype=BF16),
+            frozen=nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False),
+            order=nn.Parameter(torch.randperm(WIDTH), requires_grad=False),
+            scale=nn.Parameter(torch.ones(3, WIDTH, dtype=BF16), requires_grad=False),
+        )
+        plain = deepcopy(net)
+        model = wrap(net, *mode, mixed_precision=precision)
+        for _ in range(2):
+            inputs = [torch.randn(3, WIDTH) for _ in range(dist.get_world_size())]
+            output = model(inputs[rank])
+            loss_of(output).backward()
+            by_rank = []
+            for x in inputs:
+                replica = deepcopy(plain)
+                for param in replica.parameters():
+                    param.data = param.data.to(precision.compute_dtype_of(param.dtype))
+                expected = replica(x)
+                if x is inputs[rank]:
+                    same(output, expected, case)
+                loss_of(expected).backward()
+                by_rank.append(named_parameters(replica))
+            grads: dict[str, Tensor | None] = {}
+            for name, param in named_parameters(plain).items():
+                dtype = precision.reduce_dtype_of(param.dtype)
+                own = [r[name].grad.to(dtype) for r in by_rank] if param.requires_grad else []  # type: ignore[union-attr]
+                grads[name] = reduced(own).to(param.dtype) if own else None
+            assert_local_gradients(model, grads, 0, case)
+            model.zero_grad()
+        assert_bit_equal(full_parameters(model), {n: p.detach() for n, p in named_parameters(plain).items()}, case)
 
 
 @on_ranks(2)
 def test_low_precision_models_train_in_their_own_dtype() -> None:
-    for strategy, use_orig_params in MODES:
-        for dtype in (BF16, FP16, FP64):
-            pair = Pair(strategy, use_orig_params, MixedPrecision(), dtype=dtype)
-            for step in range(3):
-                pair.step(f"{strategy.name}, {use_orig_params=}, {dtype}, step {step}", dtype=None)
-            assert {param.dtype for param in pair.model.parameters()} == {dtype}
+    for mode, dtype in itertools.product(MODES, (BF16, FP16, FP64)):
+        pair = Pair(*mode, MixedPrecision(), dtype=dtype)
+        for step in range(3):
+            pair.step(f"{mode}, {dtype}, step {step}", dtype=None)
+        assert {param.dtype for param in pair.model.parameters()} == {dtype}
 
 
 @on_ranks(2)
