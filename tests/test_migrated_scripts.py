@@ -1,4 +1,6 @@
-"""Five training scripts for DDP: `--diff` and an edit of each line that it names make them train here as before."""
+"""Five training scripts for DDP, and one for FSDP1: `--diff` and an edit of each line that it names make them train
+here as before.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ SCRIPTS = {path.stem: path.read_text() for path in sorted((Path(__file__).parent
 del SCRIPTS["model"]
 
 WRAPPED = "broadcast_buffers=True, use_orig_params=True, sync_module_states=True"
+UNUSED = f"reduce_unused=True, {WRAPPED}"
 SCALER = 'from fsdp.sharded_grad_scaler import ShardedGradScaler\n{}ShardedGradScaler("cpu", enabled=True)'
 
 
@@ -36,8 +39,9 @@ def _policy(line: str, layer: str) -> str:
 
 # The advice to each named line, done. "" takes a condition off the lines under it.
 BY_HAND: dict[str, dict[str, str]] = {
+    "fsdp1": {},
     "tutorial": {
-        (line := f"self.model = FSDP(self.model, {WRAPPED})"): _policy(line, "torch.nn.Linear"),
+        (line := f"self.model = FSDP(self.model, {UNUSED})"): _policy(line, "torch.nn.Linear"),
         "if self.gpu_id == 0 and epoch % self.save_every == 0:": "if epoch % self.save_every == 0:",
         (line := "torch.save(snapshot, self.snapshot_path)"): f"if self.gpu_id == 0:\n    {line}",
         (line := 'print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")'): (

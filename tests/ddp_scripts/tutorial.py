@@ -23,7 +23,7 @@ class Trainer:
         if os.path.exists(snapshot_path):
             print("Loading snapshot")
             self._load_snapshot(snapshot_path)
-        self.model = DDP(self.model)
+        self.model = DDP(self.model, find_unused_parameters=True)
 
     def _load_snapshot(self, snapshot_path):
         snapshot = torch.load(snapshot_path, map_location="cpu")
