@@ -6,7 +6,6 @@ reference adds the same numbers in the same order. Sums over 3 ranks have that o
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from fsdp import FullyShardedDataParallel
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import passes
 from tests.harness.lockstep import Data, assert_at_rest
 from tests.harness.meter import Meter, needs_meter
-from tests.harness.models import BlockWithUnused, Gain, MlpBlock, Net
+from tests.harness.models import BlockWithUnused, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
 from tests.harness.passes import WIDTH, clear
 from tests.harness.pool import on_ranks
@@ -560,61 +559,6 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
         held(kept, "cleared after an unsynchronised pass")
         backward(True)
         clear(model)
-
-
-@on_ranks(2)
-def test_writes_to_shards_inside_no_sync_are_gathered() -> None:
-    """A unit that stayed gathered takes over writes into its shard, by users and by the engine."""
-    for orig in (True, False):
-        torch.manual_seed(3)
-        plain = nn.Sequential(MlpBlock(5, 5), Gain(), nn.Linear(5, 5))
-        state = {name: 2 * value.clone() for name, value in plain.state_dict().items()}
-        model = wrap(copy.deepcopy(plain), GRAD_OP, orig, wrap_policy=ModuleWrapPolicy({MlpBlock, Gain}))
-        x = torch.randn(2, 5)
-
-        def in_place(model: nn.Module) -> None:
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.mul_(0.5)
-
-        def assigned(model: nn.Module) -> None:  # leaves no trace on the parameter: the engine writes to the shard
-            for param in model.parameters():
-                param.data = param.data * 0.5
-
-        def replaced(model: nn.Module) -> None:
-            for module in model.modules():
-                for name, param in module.named_parameters(recurse=False):
-                    setattr(module, name, nn.Parameter(param.detach() * 0.5))
-
-        def summoned(model: nn.Module) -> None:
-            with FullyShardedDataParallel.summon_full_params(model):
-                in_place(model)
-
-        def summoned_past_versions(model: nn.Module) -> None:
-            with FullyShardedDataParallel.summon_full_params(model):
-                for param in model.parameters():
-                    param.data.mul_(2.0)
-
-        def loaded(model: nn.Module, state: dict[str, Tensor] = state) -> None:
-            model.load_state_dict(state)
-
-        def loaded_from_rank_0(model: nn.Module, state: dict[str, Tensor] = state) -> None:
-            if not isinstance(model, FullyShardedDataParallel):
-                model.load_state_dict(state)
-                return
-            config = FullStateDictConfig(rank0_only=True)
-            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-                model.load_state_dict(state if dist.get_rank() == 0 else {})
-
-        writes = [in_place, summoned, assigned, summoned_past_versions, loaded, in_place, loaded_from_rank_0]
-        if orig:
-            writes += [replaced, assigned]  # to the new parameters, too
-        with model.no_sync():
-            for write in writes:
-                model(x).sum().backward()
-                write(model)
-                write(plain)
-                torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0, msg=f"{write.__name__}, orig={orig}")
 
 
 @on_ranks(2)

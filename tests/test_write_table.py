@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FlatParameter
+from fsdp import FlatParameter, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
-from tests.harness.strategies import FULL, GRAD_OP, NONE, Mode
+from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, Mode
 from tests.harness.writes import batch, build, layer_of, local_part, loss_of, pair, summon
 
 
@@ -104,6 +104,16 @@ def _copy_the_module(subject: Subject) -> None:
     assert_bit_equal(copied.state_dict(), build().layers[0].state_dict())
 
 
+def _load_from_rank_0(subject: Subject) -> None:
+    state = {name: value * 0.5 for name, value in build().state_dict().items()}
+    if subject.plain:
+        subject.model.load_state_dict(state)
+        return
+    full, of_rank_0 = StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(subject.model, full, of_rank_0):
+        subject.model.load_state_dict(state if dist.get_rank() == 0 else {})
+
+
 def _apply(subject: Subject) -> None:
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -134,6 +144,7 @@ ACTIONS: dict[str, Act] = {
     "apply": _apply,
     "to": lambda subject: subject.model.to(torch.float64),
 }
+OTHER_ACTIONS: dict[str, Act] = {"load_state_dict of rank 0": _load_from_rank_0}
 
 
 def _between(subject: Subject, act: Act) -> None:
@@ -165,10 +176,41 @@ def _accumulating(subject: Subject, act: Act) -> None:
         loss_of(subject.model, 1).backward()
 
 
+def _before_the_step(subject: Subject, act: Act) -> None:
+    loss_of(subject.model, 0).backward()
+    act(subject)
+    torch.optim.SGD([p for p in subject.model.parameters() if p.requires_grad], lr=0.5).step()
+
+
+def _unsharded_ahead(subject: Subject, act: Act) -> None:
+    """Unshard all units, write, and unshard those again whose values are outdated."""
+    units = [] if subject.plain else [subject.model, *subject.model.layers]
+    loss_of(subject.model, 0)
+    for unit in units:
+        unit.unshard()
+    act(subject)
+    for unit in units:
+        unit.unshard()
+
+
+def _summoned_in_no_sync(subject: Subject, act: Act) -> None:
+    with subject.no_sync():
+        loss_of(subject.model, 0).backward()
+        with subject.summoned():
+            act(subject)
+        loss_of(subject.model, 1).backward()
+
+
 def _summoned(subject: Subject, act: Act, **options: bool) -> None:
     loss_of(subject.model, 0).backward()
     with subject.summoned(**options):
         act(subject)
+
+
+def _in_a_load_hook(subject: Subject, act: Act) -> None:
+    handle = subject.layer.register_load_state_dict_pre_hook(lambda *_: act(subject))
+    subject.model.load_state_dict(build().state_dict())
+    handle.remove()
 
 
 def _in_a_state_dict_hook(subject: Subject, act: Act) -> None:
@@ -202,18 +244,21 @@ MOMENTS: dict[str, Callable[[Subject, Act], None]] = {
     "in forward": _inside_forward,
     "after backward": _after_backward,
     "in no_sync": _accumulating,
+    "before the step": _before_the_step,
+    "unsharded ahead": _unsharded_ahead,
     "summoned": _summoned,
     "summoned with grads": partial(_summoned, with_grads=True),
     "in a state dict hook": _in_a_state_dict_hook,
     "after a failure": _after_a_failure,
     "evaluating": _evaluating,
 }
+OTHER_MOMENTS = {"in a load hook": _in_a_load_hook, "summoned in no_sync": _summoned_in_no_sync}
 
 
 def outcome(subject: Subject, moment: str, action: str) -> tuple[str, dict[str, Tensor]]:
     """Return the state after two further steps, since some writes are refused later, or the error."""
     try:
-        MOMENTS[moment](subject, ACTIONS[action])
+        (MOMENTS | OTHER_MOMENTS)[moment](subject, (ACTIONS | OTHER_ACTIONS)[action])
         dtype = next(subject.model.parameters()).dtype
         for seed in (2, 3):
             subject.model(batch(seed).to(dtype)).square().mean().backward()
@@ -275,10 +320,19 @@ def explain_difference(subject: Subject, moment: str, action: str) -> str:
     return f"other values of {wrong}" if wrong else ""
 
 
+KEPT: list[Mode] = [Mode(GRAD_OP, True), Mode(GRAD_OP, False)]
+
 # Cells in further modes than the one that is their turn.
 BESIDES: list[tuple[str, str, Mode]] = [
     *itertools.product(["between"], ["to", "load_state_dict"], [(FULL, True), (NONE, False)]),
     *itertools.product(["in a state dict hook"], ["copy_", "data.copy_", "deepcopy"], [(FULL, False), (FULL, True)]),
+    *itertools.product(["in a state dict hook", "in a load hook"], ["frozen"], MODES),
+    *itertools.product(["before the step"], ["data = new"], MODES[1:]),
+    *itertools.product(["unsharded ahead"], ["data = new", "load_state_dict"], MODES),
+    # units that stay gathered between the passes
+    *itertools.product(["in no_sync"], ["copy_", "data = new", "load_state_dict", *OTHER_ACTIONS], KEPT),
+    *itertools.product(["summoned in no_sync"], ["copy_", "data.copy_"], KEPT),
+    ("in no_sync", "replaced", KEPT[0]),
 ]
 
 

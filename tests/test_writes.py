@@ -299,37 +299,7 @@ def test_parameters_shared_after_wrapping_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_forward_computes_with_what_was_written_since_the_last_pass() -> None:
-    """The forward follows a write at once: nothing else, such as a state dict, comes between."""
-    writes: list[Callable[[nn.Parameter], Any]] = [
-        lambda param: param.detach().mul_(0.5),
-        lambda param: setattr(param, "data", param.data * 0.5),
-        lambda param: param.requires_grad_(False),
-    ]
-    for mode in MODES:
-        plain, model = pair(mode)
-        for number, write in enumerate(writes):
-            for net in (plain, model):
-                for param in layer_of(net, 1).parameters():
-                    write(param)
-            assert torch.equal(step(model, number), step(plain, number)), (number, describe(mode))
-        assert_bit_equal(model.state_dict(), plain.state_dict(), describe(mode))
-
-
-@on_ranks(2)
-def test_an_optimizer_steps_from_what_was_written_after_the_backward() -> None:
-    for mode in ((FULL, True), (GRAD_OP, True), (NONE, True), (NONE, False)):
-        plain, model = pair(mode)
-        for net in (plain, model):
-            loss_of(net).backward()
-            linear = layer_of(net, 0).linear
-            linear.weight.data = linear.weight.data * 0.5
-            torch.optim.SGD(net.parameters(), lr=0.5).step()
-        assert_bit_equal(model.state_dict(), plain.state_dict(), describe(mode))
-
-
-@on_ranks(2)
-def test_a_unit_that_is_unsharded_ahead_computes_with_what_was_written_or_loaded() -> None:
+def test_a_unit_that_is_unsharded_ahead_computes_with_what_was_loaded() -> None:
     for mode in MODES:
         plain, model = pair(mode)
         state = {name: value * 0.5 for name, value in plain.state_dict().items()}
@@ -339,11 +309,6 @@ def test_a_unit_that_is_unsharded_ahead_computes_with_what_was_written_or_loaded
         for net in (plain, model):
             net.load_state_dict(state)
         assert torch.equal(model(batch()), plain(batch())), describe(mode)
-        for net in (plain, model):
-            for param in net.layers[0].parameters():
-                param.data = param.data * 0.5
-        model.layers[0].unshard()
-        assert torch.equal(model(batch()), plain(batch())), f"written before, {describe(mode)}"
 
 
 @on_ranks(2)
@@ -556,48 +521,6 @@ def test_writes_to_summoned_flat_parameters_take_effect() -> None:
             layer_of(model, 1).linear.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match=r"unit 'layers\.1' was changed in place, or replaced, between"):
             loss.backward()
-
-
-@on_ranks(2)
-def test_parameters_that_state_dict_hooks_freeze_stay_frozen() -> None:
-    for mode, loads in itertools.product(MODES, (False, True)):
-        _, model = pair(mode)
-        state = model.state_dict()
-        layer = layer_of(model, 0)
-
-        def freeze(module: Any, *_: Any, layer: Any = layer) -> None:
-            layer.linear.requires_grad_(False)
-
-        if loads:
-            layer.register_load_state_dict_pre_hook(freeze)
-            model.load_state_dict(state)
-        else:
-            layer.register_state_dict_pre_hook(freeze)
-            model.state_dict()
-        found = [param.requires_grad for param in layer.parameters()]
-        assert not any(found), (mode, loads, found)
-        assert all(param.requires_grad for param in layer_of(model, 1).parameters())
-        loss_of(model).backward()
-        assert all(param.grad is None for param in layer.parameters())
-
-
-@on_ranks(2)
-def test_writes_of_state_dict_hooks_reach_the_model() -> None:
-    """As in a plain model, although a write through `.data` leaves no trace."""
-    writes: list[Callable[[nn.Linear], Any]] = [
-        lambda linear: linear.weight.data.mul_(0.5),
-        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach() * 0.5)),
-        lambda linear: setattr(linear.weight, "data", linear.weight.data * 0.5),
-    ]
-    for mode in MODES:
-        plain, model = pair(mode)
-        for write in writes:
-            for net in (plain, model):
-                layer = layer_of(net, 0)
-                handle = layer.register_state_dict_pre_hook(lambda module, *_, write=write: write(module.linear))
-                net.state_dict()
-                handle.remove()
-            assert_alike(model, plain, describe(mode))
 
 
 @on_ranks(2)
