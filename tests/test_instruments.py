@@ -1,12 +1,11 @@
-"""Faults in collectives, hooks, streams and optimizers: the property that each endangers detects it.
+"""Faults in collectives, hooks and optimizers: the comparison of a model with its plain twin detects each.
 
-A fault that is not detected would show that the test of that property cannot fail. Faults of ranks are in
-test_out_of_step.py.
+A fault that is not detected would show that the tests that use it cannot fail. Faults of ranks are in
+test_out_of_step.py, and missing waits between streams in test_streams.py.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -18,48 +17,44 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp import ShardingStrategy
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.runtime import hooks
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import process_groups
-from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, new_group
-from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.lockstep import assert_local_parameters
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import delay_collectives
+from tests.harness.sharded import wrap
+from tests.harness.small import WIDTH, batch, net, sgd
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD
-from tests.harness.stream_tracer import StreamTracer, Sync, trace_streams
+from tests.harness.twin import Twin
 
-# -- equality with the plain model -------------------------------------------------------------------------------------
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(batch(step, rank)).square().mean()
 
 
 def first_difference(strategy: ShardingStrategy) -> str:
-    """Train two steps beside a plain model; return the difference of the third losses on this rank, or an error."""
+    """Train two steps next to a plain twin; return the difference of this rank's parameters, or the error."""
     os.environ["FSDP_COLLECTIVES"] = "native"
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    plain = Chain(UNEQUAL)
-    single_rank_group = [dist.new_group([each]) for each in range(size)][rank]
-    group = (single_rank_group, dist.group.WORLD) if strategy is HYBRID_SHARD else new_group()
-    model = build(copy.deepcopy(plain), group, strategy, use_orig_params=True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain)]
-    generator = torch.Generator().manual_seed(1)
-    for step in range(3):
-        inputs = [torch.randn(2, WIDTH, generator=generator) for _ in range(size)]
-        try:
-            loss = model(inputs[rank]).square().mean()
-            if step == 2:  # this forward uses the parameters after two steps
-                torch.testing.assert_close(loss, plain(inputs[rank]).square().mean())
-                return ""
-            loss.backward()
-        except (RuntimeError, AssertionError) as error:
-            return str(error)
-        for each in inputs:
-            (plain(each).square().mean() / size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    raise AssertionError("the last step returns")
+    options: dict[str, Any] = {"process_group": dist.new_group()}
+    if strategy is HYBRID_SHARD:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        options["process_group"] = (alone[dist.get_rank()], dist.group.WORLD)
+    model = wrap(net(), strategy, True, wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    twin = Twin(model, net(), loss_of, sgd)
+    try:
+        for step in range(2):
+            twin.zero_grad()
+            twin.backward(step)
+            twin.update()
+        assert_local_parameters(model, twin.values(), 0, "after two steps")
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""
 
 
 Change = Callable[[Tensor, Tensor, dict[int, Tensor]], Any]
@@ -134,17 +129,14 @@ def test_training_without_a_fault_equals_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "name", "change"), COLLECTIVES)
-def test_parity_detects_wrong_results_of_collectives(strategy: ShardingStrategy, name: str, change: str) -> None:
-    assert any(run_ranks(2, difference_of_collective, strategy, name, change))
-
-
-def difference_of_collective(strategy: ShardingStrategy, name: str, change: str) -> str:
+@on_ranks(2)
+def test_twins_detect_wrong_results_of_collectives(strategy: ShardingStrategy, name: str, change: str) -> None:
     with changed(name, {**GATHERS, **REDUCTIONS}[change]):
-        return first_difference(strategy)
+        assert any(of_all_ranks(first_difference(strategy)))
 
 
 @on_ranks(2)
-def test_parity_detects_a_missing_wait() -> None:
+def test_twins_detect_a_missing_wait() -> None:
     """Values in flight are NaN."""
     left_out = mock.patch.object(process_groups._DelayedWork, "wait", lambda self, *timeout: True)
     with pytest.raises(RuntimeError, match="never waited for"), delay_collectives(), left_out:
@@ -152,7 +144,7 @@ def test_parity_detects_a_missing_wait() -> None:
 
 
 @on_ranks(2)
-def test_parity_detects_a_lost_gradient() -> None:
+def test_twins_detect_a_lost_gradient() -> None:
     """The hook of one leaf is never called."""
     real = hooks.on_accumulated
 
@@ -164,36 +156,7 @@ def test_parity_detects_a_lost_gradient() -> None:
 
 
 @on_ranks(2)
-def test_parity_detects_an_optimizer_that_skips_one_rank() -> None:
+def test_twins_detect_an_optimizer_that_skips_one_rank() -> None:
     step = torch.optim.SGD.step
     with mock.patch.object(torch.optim.SGD, "step", step if dist.get_rank() == 0 else lambda self: None):
-        assert first_difference(FULL_SHARD)
-
-
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-def trace(drop: tuple[Sync, ...]) -> StreamTracer:
-    os.environ["FSDP_FORCE_SHARDED"] = "1"
-    torch.manual_seed(0)
-    with trace_streams(drop=drop, check=False) as tracer:
-        model = build(Chain(UNEQUAL), dist.group.WORLD, use_orig_params=True)
-        tracer.watch(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            model(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return tracer
-
-
-@on_ranks(1)
-def test_stream_tracer_detects_missing_waits() -> None:
-    """All waits of one stream for one other stream are dropped at a time."""
-    full_trace = trace(())
-    assert not full_trace.races
-    pairs = {(sync.by, sync.on) for sync in full_trace.syncs}
-    assert len(pairs) >= 4, pairs
-    for pair in sorted(pairs):
-        dropped = tuple(sync for sync in full_trace.syncs if (sync.by, sync.on) == pair)
-        assert trace(dropped).races, f"{pair[0]} does not wait for {pair[1]}, without an error"
+        assert any(of_all_ranks(first_difference(FULL_SHARD)))
