@@ -7,7 +7,6 @@ import copy
 import itertools
 import math
 import os
-import re
 from typing import Any
 from unittest import mock
 
@@ -26,20 +25,17 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import (
     UNEQUAL,
     Chain,
-    assert_out_of_step,
     build,
     impatient,
     new_group,
     new_pair,
-    play,
     train,
     train_and_raise,
 )
 from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO, Net
 from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
-from tests.harness.pairs import by_turns
-from tests.harness.pool import of_all_ranks, on_ranks, run_ranks
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.harness.small import WIDTH, StandIn, net
@@ -385,37 +381,6 @@ def test_reduce_unused_with_different_units_on_all_ranks(strategy: ShardingStrat
 
 
 # -- ranks that differ -------------------------------------------------------------------------------------------------
-
-DEVIATIONS = {
-    "swap": ("unit 'blocks.0'", "unit 'blocks.1'"),
-    "skip a unit": ("unit 'blocks.1'",),
-    "cut the graph": ("in the backward", "unit 'blocks.0'"),
-    "raise early": ("failed in the forward of the root unit",),
-    "raise in backward": ("failed in the backward",),
-}
-
-
-# A pass and a failure diverge on one rank, a shard group and a replica group; further deviations take turns.
-ODD_RANKS = [(1,), (2, 3), (0, 2)]
-DIVERGENCES = [
-    *itertools.product(("swap", "raise early"), ODD_RANKS),
-    *by_turns(("skip a unit", "cut the graph", "raise in backward"), ODD_RANKS),
-]
-
-
-@pytest.mark.parametrize(
-    ("odd", "odd_ranks", "step"), [(*case, 2 * (n % 2)) for n, case in enumerate(DIVERGENCES)], ids=str
-)
-def test_divergence_is_reported_on_all_ranks(odd: str, odd_ranks: tuple[int, ...], step: int) -> None:
-    """One rank, a shard group or a replica group diverges: all ranks raise in that step and name both sides.
-
-    Also ranks without a common group with a diverging rank.
-    """
-    outcomes = run_ranks(4, play, odd, UNEQUAL, step, strategy=HYBRID, odd_ranks=odd_ranks)
-    assert_out_of_step(outcomes, step, *DEVIATIONS[odd])
-    for outcome in outcomes:
-        named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
-        assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
 
 
 @on_ranks(4)

@@ -161,7 +161,7 @@ class RootContext:
             )
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self.failed or self.passes.in_backward or self.passes.diverged:  # the last pass ended in an error
+        if self.failed or self.passes.in_backward or self.passes.given_up or self.passes.diverged:  # after an error
             self._clear()
         self._adopt_stream()
         self.unsharder.forget_slices()

@@ -16,15 +16,17 @@ _PACKAGE = str(Path(fsdp.__file__).parent)
 
 
 class Lines:
-    """Counts the lines of the package that this thread executes, and raises ``error`` at number ``at``, from 0 on.
+    """Counts the lines of the package, or of a folder in it, that this thread executes, and raises ``error`` at number
+    ``at``, from 0 on.
 
     Attributes:
         count: the number of lines so far.
         place: file, line and function where ``error`` was raised; "" before that.
     """
 
-    def __init__(self, at: int = -1, error: type[BaseException] = KeyboardInterrupt) -> None:
+    def __init__(self, at: int = -1, error: type[BaseException] = KeyboardInterrupt, folder: str = "") -> None:
         self.count, self.place = 0, ""
+        self._folder = str(Path(_PACKAGE) / folder)
         self._at, self._error = at, error
 
     @contextmanager
@@ -38,7 +40,7 @@ class Lines:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_PACKAGE) else None
+        return self._line if frame.f_code.co_filename.startswith(self._folder) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line" and not _leaves_with(frame):
