@@ -1,6 +1,9 @@
 """Run random programs in which one rank differs at one place: every rank must get an error soon, and then continue.
 
-    python scripts/fuzz_ranks.py --count 500 --seed 0 [--exits 50]
+    python scripts/fuzz_ranks.py --count 500 --seed 0 [--exits 50] [--hybrid] [--agrees nothing|stop]
+
+With `--agrees` no rank deviates, and none may get an error: the ranks also use other models over the same or fewer
+ranks, train one on another thread, and save in the background; with `stop` one rank is stopped for 30 seconds.
 
 Prints each violation with the program and the seed, and exits with 0 only if there is none. The programs are those of
 `tests/harness/differing.py`; `tests/test_differing_ranks.py` runs some of them.
@@ -16,35 +19,32 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.harness.differing import Outcome, Program, faults, run_programs
+from tests.harness.differing import AGREES, STOPPED, Outcome, Program, faults, run_programs
 from tests.harness.pool import Died, RankFailure, run_fresh, run_ranks, shutdown
 
 BATCH = 10  # programs per job
 
 
-def ranks_of(seed: int) -> int:
-    """Return the number of ranks of a program, which is the same for all seeds of a job."""
-    return 3 - seed // BATCH % 2
-
-
-def run(seeds: list[int], *, exits: bool) -> int:
-    """Run the programs; return the number of violations."""
-    size = ranks_of(seeds[0])
+def run(seeds: list[int], *, exits: bool, hybrid: bool, agrees: str) -> int:
+    """Run the programs, all on the same number of ranks; return the number of violations."""
+    size, shard_size = (4, 2) if hybrid else (3 - seeds[0] // BATCH % 2, 0)
+    each = 20 + STOPPED * (agrees == "stop")
     try:
         if exits:
-            by_rank = run_fresh(size, run_programs, seeds, True, timeout=90.0)
+            by_rank = run_fresh(size, run_programs, seeds, True, shard_size, timeout=90.0)
             outcomes = [[None if isinstance(found, Died) else found[0] for found in by_rank]]
         else:
-            by_rank = run_ranks(size, run_programs, seeds, False, timeout=60.0 + 20 * len(seeds))
+            arguments = seeds, False, shard_size, agrees
+            by_rank = run_ranks(size, run_programs, *arguments, timeout=60.0 + each * len(seeds))
             outcomes = [list(of_program) for of_program in zip(*by_rank)]
     except RankFailure as failure:
         if len(seeds) > 1:
-            return sum(run([seed], exits=exits) for seed in seeds)
-        print(f"FAULT {Program.make(seeds[0], size, exits=exits)}\n  {failure}", flush=True)
+            return sum(run([seed], exits=exits, hybrid=hybrid, agrees=agrees) for seed in seeds)
+        print(f"FAULT {Program.make(seeds[0], size, exits=exits, agrees=agrees)}\n  {failure}", flush=True)
         return 1
     bad = 0
     for seed, of_program in zip(seeds, outcomes):
-        program = Program.make(seed, size, exits=exits)
+        program = Program.make(seed, size, exits=exits, agrees=agrees)
         found = faults(program, of_program)
         if found:
             bad += 1
@@ -61,14 +61,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
     parser.add_argument("--exits", type=int, default=None, help="how many of them end a process; a tenth if not given")
+    parser.add_argument("--hybrid", action="store_true", help="four ranks: two replicas of two ranks")
+    parser.add_argument("--agrees", choices=AGREES, default="", help="no rank deviates")
     options = parser.parse_args()
     exits = options.count // 10 if options.exits is None else options.exits
+    exits = 0 if options.agrees else exits
     seeds, bad, started = list(range(options.seed, options.seed + options.count)), 0, time.monotonic()
     last, rest = seeds[:exits], seeds[exits:]
     for _, batch in itertools.groupby(rest, key=lambda seed: seed // BATCH):
-        bad += run(list(batch), exits=False)
+        bad += run(list(batch), exits=False, hybrid=options.hybrid, agrees=options.agrees)
     for seed in last:
-        bad += run([seed], exits=True)
+        bad += run([seed], exits=True, hybrid=options.hybrid, agrees="")
     shutdown()
     print(
         f"{options.count} programs from seed {options.seed}, {exits} of them with a process that ends: {bad} bad, "

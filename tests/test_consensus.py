@@ -142,7 +142,7 @@ def test_side_group_communicates_over_a_tree() -> None:
         with ranks.call("go on"):
             assert ranks.first("b", lambda: 5) == 5
         patch.setattr(threads, "PATIENCE", timedelta(0))
-        patch.setattr(consensus._SideGroup, "_raise_if_dead", lambda side: interrupt() if rank == 3 else None)
+        patch.setattr(consensus.Wait, "look", lambda wait: interrupt() if rank == 3 else None)
         if rank == 3:  # it is interrupted while it waits, before its peers arrive
             with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
                 raise AssertionError("no peer has arrived")

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.calls import BESIDE, Calls
-from fsdp.comm.diagnosis import END_WORDS
+from fsdp.comm import waits
 from fsdp.comm.history import Pass
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane import ORDER_REMEDY, Lane
@@ -30,7 +29,7 @@ class Tree:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        lane.join(self, "a test", [f"{name}: 1 element" for name in UNITS])
+        lane.join("a test", [f"{name}: 1 element" for name in UNITS])
 
     def run(self, order: list[int], number: int = 1, *, backward: bool = False, wait: bool = False) -> list[float]:
         """Sum a value per unit over the ranks in this order of units; return the sums."""
@@ -54,7 +53,6 @@ class Tree:
         self.run(list(reversed(forward)) if backward is None else backward, 2, backward=True, wait=True)
 
     def recover(self) -> None:
-        self.lane.post_state()
         self.lane.recover()
 
 
@@ -92,8 +90,11 @@ def test_deviation_raises_on_every_rank_and_the_lane_recovers() -> None:
 
     deviations: list[tuple[Callable[[], None], list[str]]] = [
         (lambda: tree.step([0, 2, 1] if odd else [0, 1, 2]), ["gather unit 'a'", "gather unit 'b'"]),
-        (lambda: tree.step([0, 1, 2], [2, 1] if odd else [2, 1, 0]), ["reduce the root unit", END_WORDS]),
-        (another_pass, ["rank 1 runs the forward", "runs the backward"]),
+        (
+            lambda: tree.step([0, 1, 2], [2, 1] if odd else [2, 1, 0]),
+            ["reduce the root unit", "at the end of the backward"],
+        ),
+        (another_pass, ["in the forward", "in the backward"]),
         (lambda: tree.step([0, 1, 2] if odd else [0, 2, 1]), ["gather unit 'a'", "gather unit 'b'"]),
     ]
     for number, (deviate, fragments) in enumerate(deviations, start=1):
@@ -159,33 +160,11 @@ def test_rank_alone_with_an_unexpected_pass_sends_no_data() -> None:
 def test_process_that_ended_is_named_in_a_long_wait() -> None:
     """A wait on an accelerator learns of a dead peer only so: no connection of the host is closed."""
     lane = lane_of_new_group()
-    for words in ("all ranks have to come", "rank 0"):  # before the first pass of a tree, and after it
-        ended = mock.patch.object(lane.arrivals, "ended", return_value=[1])
+    for words in ("rank 0 comes before the first pass", "rank 0 is about to gather unit"):
+        ended = mock.patch.object(waits, "ended_of", return_value=[1])
         with ended, pytest.raises(RuntimeError, match=f"the process of rank 1 has ended, and {words}"):
-            lane.slow()
+            lane.waiting(1, "gather unit 'a'").look()
         Tree(lane).run([0, 1])
-
-
-@on_ranks(2)
-@impatient
-def test_a_failed_pass_is_not_held_against_a_rank_that_did_not_begin_it() -> None:
-    """Rank 0 is ahead only until the pass, or the meeting after it, fails; later rank 1 is ahead in another call."""
-    lane, rank = lane_of_new_group(), dist.get_rank()
-    tree, saves = Tree(lane), Calls(lane.group, BESIDE)
-    if rank == 0:
-        current_pass = Pass("forward", tree)
-        lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
-        lane.fail(current_pass)
-    for turn in (0, 2):
-        if rank == 0 and turn:
-            interrupt = mock.patch.object(lane, "slow", side_effect=KeyboardInterrupt)
-            with interrupt, pytest.raises(KeyboardInterrupt):
-                tree.recover()
-        saves.began([1 + turn + rank], "has called fsdp.checkpoint.save()")
-        saves.post()
-        dist.barrier()
-        assert saves.difference() is None
-        dist.barrier()
 
 
 class BadBatchError(Exception):
@@ -363,11 +342,6 @@ def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
         pending = lane.collective("all_reduce", event, torch.ones(1), asynchronous=True)
     del tree
     lane.begin("a model")
-    saves = Calls(lane.group, BESIDE)
-    saves.began([1 + dist.get_rank()], "has called fsdp.checkpoint.save()")
-    saves.post()
-    dist.barrier()
-    assert saves.difference() is None, "passes of a deleted tree are counted"
     other = Tree(lane)
     other.step([2, 1, 0])
     if dist.get_rank() == 0:

@@ -23,7 +23,6 @@ from fsdp.comm.groups import default_group, group_store
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store of few ranks
 _CROWD = 64  # larger groups look less often: one process serves the store to all ranks
-_NEXT = 8  # the number of ranks whose posts one look reads
 
 
 class Board:
@@ -37,7 +36,6 @@ class Board:
         self._group, self._name = weakref.ref(group), name  # boards are cached by group, and must not keep it alive
         self._rank, self._size = group.rank(), group.size()
         self._longest = _LONGEST * max(1.0, self._size / _CROWD)
-        self._turn = 0  # where ``posted_next`` continues
         self._journals: dict[str, dict[int, Any]] = {}  # entries that were read; they do not change
         self._signed = ""  # the latest meeting: a rank that leaves and returns signs once
         self._said = "", ""  # the latest comparison, and the key that counts this rank
@@ -73,17 +71,6 @@ class Board:
     def posted(self, key: str) -> dict[int, Any]:
         """Return the messages under ``key`` by rank, of the ranks that have written one."""
         return self.posted_by(key, range(self._size))
-
-    def posted_next(self, key: str) -> dict[int, Any]:
-        """Return the messages of the next few ranks after this one, and of further ranks at the next call.
-
-        A look therefore costs the same in a group of any size. If the ranks have split into two parts, some rank is
-        next to one of the remaining part, and has to report the difference.
-        """
-        others = self._size - 1
-        turns = range(self._turn, self._turn + min(_NEXT, others))
-        self._turn = turns.stop % max(1, others)
-        return self.posted_by(key, sorted((self._rank + 1 + turn % others) % self._size for turn in turns))
 
     def posted_by(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
         """Return the messages under ``key`` by rank, of those of ``ranks`` that have written one."""
@@ -169,31 +156,31 @@ class Board:
         """Register this process, so that peers on this machine can see its end."""
         pid = os.getpid()
         if here := machine():
-            self._log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
+            self.log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
         """Return the registered ranks whose processes have ended, as far as a rank of their machine has noticed.
 
         Costs the same number of operations on the store in a group of any size.
         """
-        lives = {rank: life for rank, *life in self._logged(f"lives/{machine()}")}  # the latest of each
-        ended = {rank: life for rank, *life in self._logged("deaths")}
+        lives = {rank: life for rank, *life in self.logged(f"lives/{machine()}")}  # the latest of each
+        ended = {rank: life for rank, *life in self.logged("deaths")}
         for rank, life in lives.items():
             if _start_of(life[0]) == life[1]:
                 ended.pop(rank, None)
             elif ended.get(rank) != life:
                 ended[rank] = life
-                self._log("deaths", [rank, *life])
+                self.log("deaths", [rank, *life])
         return sorted(ended)
 
-    def _log(self, key: str, value: Any) -> None:
+    def log(self, key: str, value: Any) -> None:
         """Append ``value`` to the log of all ranks under ``key``."""
         store = self._store
         if store is not None:
             with contextlib.suppress(RuntimeError):
                 self.write(f"{key}/{store.add(self._path(key), 1)}", value)
 
-    def _logged(self, key: str) -> list[Any]:
+    def logged(self, key: str) -> list[Any]:
         """Return the log of all ranks under ``key``; each entry is read from the store once."""
         store, read = self._store, self._journals.setdefault(key, {})
         with contextlib.suppress(RuntimeError):

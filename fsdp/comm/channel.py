@@ -34,10 +34,10 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp.comm import threads
-from fsdp.comm.calls import UNEVEN
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.native import Gather
 from fsdp.comm.segment import HEADER, Block, Mapping, Peer, Segment
+from fsdp.comm.waits import UNEVEN
 from fsdp.comm.work import HostWork, OutOfStep, TimedOut
 
 PARTS = 4  # vectors in one post: units rarely have more buckets

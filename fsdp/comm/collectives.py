@@ -420,7 +420,7 @@ def shared_channel(lane: Lane, device: torch.device) -> Channel | None:
     group = lane.group
     if not may_share(group, device):
         return None
-    channel = None if debug_detail() else lane.sharing.connect(lane.slow)
+    channel = None if debug_detail() else lane.connect()
     if channel is None and COLLECTIVES.value == "shared":
         why = "torch's debug level DETAIL checks its own calls alone" if debug_detail() else lane.sharing.why_not
         raise RuntimeError(

@@ -22,7 +22,7 @@ of any size.
 
 [Note: Meetings]
 Each call begins with a meeting of all ranks at the store. A rank that waits there sees ranks whose process has ended,
-and ranks in another call (:mod:`fsdp.comm.calls`). Within a call all ranks are present, and messages are waited for to
+and ranks in another call (:mod:`fsdp.comm.waits`). Within a call all ranks are present, and messages are waited for to
 the end.
 
 [Note: Spoiled groups]
@@ -36,7 +36,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Sequence as Several
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -45,13 +46,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
-from fsdp.comm.board import Board, processes
-from fsdp.comm.calls import BESIDE, REMEDY, UNEVEN, Calls, Waited, ranks_in_words
+from fsdp.comm.board import Board
 from fsdp.comm.collectives import agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.history import hash_of
 from fsdp.comm.lane import Lane
 from fsdp.comm.threads import in_thread, reported_if_long
+from fsdp.comm.waits import BESIDE, REMEDY, Sequence, Wait, ranks_as_text
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of their peers
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; the end of a process is noticed at once
@@ -96,7 +97,7 @@ def joint_error(failures: Mapping[int, Failure], size: int = 0) -> Exception:
     for rank, failure in failures.items():
         by_text.setdefault(failure.text, []).append(rank)
     each = [
-        f"{'on all ranks' if len(ranks) == size else ranks_in_words(ranks)}: {text}" for text, ranks in by_text.items()
+        f"{'on all ranks' if len(ranks) == size else ranks_as_text(ranks)}: {text}" for text, ranks in by_text.items()
     ]
     return next(iter(failures.values())).as_error("; ".join(each))
 
@@ -105,11 +106,11 @@ def joint_error(failures: Mapping[int, Failure], size: int = 0) -> Exception:
 
 
 def failures_in(
-    groups: Sequence[Any],
+    groups: Several[Any],
     error: BaseException | None,
     label: str,
     device: torch.device,
-    alike: Mapping[Any, Sequence[str]] | None = None,
+    alike: Mapping[Any, Several[str]] | None = None,
 ) -> dict[int, Failure]:
     """Exchange the errors of all ranks of ``groups``, which all have to call; return those of the peers, by rank.
 
@@ -211,7 +212,7 @@ class TrainingRanks:
 
     def __init__(
         self,
-        groups: Sequence[Any],
+        groups: Several[Any],
         device: torch.device,
         *,
         announce: Callable[[], None] = lambda: None,
@@ -228,7 +229,7 @@ class TrainingRanks:
         self._device, self._announce, self._error = device, announce, error
 
     def together(
-        self, label: str, action: Callable[[], _T], same: Callable[[_T], Mapping[Any, Sequence[str]]] | None = None
+        self, label: str, action: Callable[[], _T], same: Callable[[_T], Mapping[Any, Several[str]]] | None = None
     ) -> _T:
         """Run ``action`` on every rank; each returns the local result.
 
@@ -279,7 +280,7 @@ class NotLoaded(RuntimeError):
     """No rank has loaded, because the state does not fit on some rank."""
 
 
-def ranks_of(units: Collection[Any], groups: Sequence[Any] | None = None) -> TrainingRanks:
+def ranks_of(units: Collection[Any], groups: Several[Any] | None = None) -> TrainingRanks:
     """Return the ranks of ``groups`` (None: all groups of the units), for agreement on a load."""
 
     def announce() -> None:
@@ -325,7 +326,7 @@ class _Answer(NamedTuple):
     """The message down the tree at the end of a round, for a rank and the ranks behind it."""
 
     call: int
-    values: Sequence[Any]  # one per rank
+    values: Several[Any]  # one per rank
     failures: dict[int, Failure]  # of all ranks; without values then
 
 
@@ -417,7 +418,7 @@ class Ranks:
         self,
         label: str,
         mine: Callable[[], _T],
-        then: Callable[[Any], Sequence[_U]],
+        then: Callable[[Any], Several[_U]],
         join: Callable[[list[_T]], _T] | None = None,
     ) -> _U:
         """Run ``mine`` on every rank; rank 0 turns the results into one for each rank. See [Note: A tree of ranks].
@@ -466,7 +467,7 @@ class Ranks:
             return None, {self.rank: Failure.of(error)}, error
 
     def _exchange(
-        self, side: _SideGroup, share: _Share, join: Callable[[list[Any]], Any], then: Callable[[Any], Sequence[Any]]
+        self, side: _SideGroup, share: _Share, join: Callable[[list[Any]], Any], then: Callable[[Any], Several[Any]]
     ) -> tuple[_Answer, Exception | None]:
         """Send the share up, and the answer down; return the answer, with the error of ``join`` or ``then``."""
         parent, children = tree(self.rank, self.size)
@@ -484,7 +485,7 @@ class Ranks:
                 if place != self._place and not failures:
                     text = f"it is in {place}, and rank 0 in {self._place}: the ranks do not make the same calls"
                     failures[rank] = Failure("RuntimeError", None, f"{text}. {REMEDY}")
-            values: Sequence[Any] | None = None
+            values: Several[Any] | None = None
             if not failures:
                 values, failures, error = self._try(lambda: then(value))
             answer = _Answer(max(place.call for place in places), values or [None] * self.size, failures)
@@ -521,16 +522,16 @@ class _SideGroup:
         if store is None:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
-        self.global_ranks, self._processes = group_ranks(group), processes()
+        self.global_ranks = group_ranks(group)
         self._groups: dict[int, tuple[Any, int]] = {}  # by connected rank: the group, and the place of the rank in it
         self._number = 0  # of the first group that is not spoiled
         self._count = 0  # of calls of this rank with this group
-        self._calls, self._doing = Calls(group, BESIDE), ""
+        self._calls = Sequence(group, BESIDE)
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
     def missed_a_call(self) -> bool:
-        """Return whether peers have left a call that this rank has not made, as they reported in a later one."""
-        return self._calls.forgive()
+        """Return whether other ranks have left a call that this rank has not made, as an error of this rank said."""
+        return self._calls.has_missed
 
     def join(self, call: int, doing: str) -> None:
         """Wait until all ranks have arrived at this call, and connect if need be.
@@ -540,65 +541,58 @@ class _SideGroup:
             doing: the call in words.
 
         Raises:
-            OutOfStep: other ranks make other calls.
-            RuntimeError: not all ranks came, or the process of one has ended, or one has left this call already.
+            OutOfStep: other ranks make other calls, or the process of one has ended.
+            RuntimeError: not all ranks came, or one has left this call already.
         """
-        waited = Waited()
-        while not self._meet(doing, waited):
+        self._calls.does(f"has called {doing}")
+        while not self._meet():
             if (said := self.why()) is not None and said[0] == call:
-                self._calls.learn()
                 raise RuntimeError(said[1])
             self._number, self._count, self._groups = self._number + 1, 0, {}
-        self._calls.met()
         if self._groups:
             return
         parent, children = tree(self._rank, self._size)
         for head in (parent, self._rank if children else None):  # the parent's first: avoids a cycle of waits
             if head is not None:
                 members = [head, *(child[0] for child in tree(head, self._size)[1])]
-                group = self._connect(head, members)
+                group = self._connect(head, members, doing)
                 self._groups |= {rank: (group, at) for at, rank in enumerate(members) if head in (self._rank, rank)}
         self._tags = {}
 
-    def _connect(self, head: int, members: list[int]) -> Any:
+    def _connect(self, head: int, members: list[int], doing: str) -> Any:
         """Connect ``members``, the first of which is ``head``, as a gloo group."""
         # not new_group(): it takes all ranks of the default group, and keeps each group for ever
         prefixed = dist.PrefixStore(f"{self._number}/{head}/", self._store)
         place = prefixed, members.index(self._rank), len(members), self._timeout
         connected = in_thread(lambda: dist.ProcessGroupGloo(*place))  # not interrupted there
-        while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
-            self._raise_if_dead()  # while they connect
+        wait = Wait(self._calls, self._calls.count, f"has called {doing}")
         try:
+            while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
+                wait.look()
             return connected.result()
         except RuntimeError as error:
-            raise RuntimeError(f"the ranks cannot connect for {self._doing}: {error}") from error
+            raise RuntimeError(f"the ranks cannot connect for {doing}: {error}") from error
+        finally:
+            wait.over()
 
-    def _meet(self, doing: str, waited: Waited) -> bool:
+    def _meet(self) -> bool:
         """Wait for all ranks at the next call of the current side group; return False if the group is spoiled."""
-        self._doing = doing
-
-        def look() -> None:
-            self._calls.raise_if_diverged()
-            self._raise_if_dead()  # before all have arrived
-            waited.report_if_long(self._calls)
-            if waited.seconds > self._timeout.total_seconds():
-                raise RuntimeError(f"{self._calls.in_words(f'waited {waited.seconds:.0f} s')}. {REMEDY}")
-
         if self.why() is not None:
             return False
         self._count += 1
-        self._calls.began([self._number, self._count], f"has called {doing}")
-        self._calls.post()
-        self._board.meet(f"{self._number}/{self._count}", look)
-        return self.why() is None
+        count = self._calls.begin(self._count, generation=self._number)
+        wait = Wait(self._calls, count, self._calls.doing)
 
-    def _raise_if_dead(self) -> None:
-        dead = self._processes.dead() if self._processes is not None else []
-        if ended := [rank for rank in self.global_ranks if rank in dead]:
-            raise RuntimeError(
-                f"{self._doing}: the process of {ranks_in_words(ended)} has ended: it failed, or left out this call, "
-                f"which takes all ranks. {UNEVEN}"
-            )
+        def look() -> None:
+            wait.look()
+            if wait.seconds > self._timeout.total_seconds():
+                raise RuntimeError(f"{wait.report(f'waited {wait.seconds:.0f} s')}. {REMEDY}")
+
+        try:
+            self._board.meet(f"{self._number}/{self._count}", look)
+        finally:
+            wait.over()
+        return self.why() is None
 
     def why(self) -> tuple[int, str] | None:
         """Return the call in which the side group was spoiled, and the reason; None if it was not."""
@@ -612,7 +606,6 @@ class _SideGroup:
             for count in (self._count, self._count + 1):  # a rank may be one call ahead
                 self._board.release(f"{self._number}/{count}")
         self._groups = {}
-        self._calls.failed()
 
     def send(self, rank: int, value: Any) -> None:
         """Send ``value`` to ``rank``.

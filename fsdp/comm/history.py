@@ -12,8 +12,6 @@ import weakref
 from collections import deque
 from typing import Any
 
-from fsdp.comm.diagnosis import Entry
-
 _MASK = (1 << 62) - 1
 _PER_UNIT = 64  # events remembered per unit
 
@@ -91,14 +89,15 @@ class History:
     """The order of passes and events as this rank has seen it.
 
     Attributes:
-        meetings: the number of meetings of all ranks after a failure.
         latest: the latest pass that has begun.
         passes: the number of passes that have begun.
         rounds: the number of these without backwards, each of which belongs to the forward before it.
         position: the number of events in the latest pass.
         so_far: a hash of the events of the latest pass.
         begun: a hash of the latest pass and of the one before.
-        recent: the latest events, for reports to peers.
+        label: of the latest event, for errors; empty at the begin of a pass.
+        recent: the latest events, for errors, each with the number of the pass, the position in it, the number of the
+            event, and the label. The begin of a pass has position -1, and the words for the pass.
     """
 
     def __init__(self) -> None:
@@ -107,9 +106,10 @@ class History:
         self._capacity = _PER_UNIT
         self._habit = Habit()
         self.latest: Pass | None = None
-        self.meetings = self.passes = self.rounds = self.position = 0
+        self.passes = self.rounds = self.position = 0
         self.so_far = self.begun = 0
-        self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # the fields of ``Entry``
+        self.label = ""
+        self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)
 
     def make_room(self, units: int) -> None:
         """Remember the events of a further tree."""
@@ -121,8 +121,10 @@ class History:
         self._habit.note(number, what)
         so_far = hash_of(str(number))
         self.begun, self.so_far, self.position = (self.so_far * 1000003 + so_far) & _MASK, so_far, 0
+        self.label = ""
         # in one line: an interrupt must leave a pass that has begun and is counted, or neither
         self.latest, self.passes, self.rounds = what, self.passes + 1, self.rounds + (not what.is_backward)
+        self.recent.append((self.passes, -1, number, what.words))
         return expected
 
     def follow(self, label: str, number: int) -> bool:
@@ -130,13 +132,14 @@ class History:
         follower = self._followers.get(self.so_far)
         if follower is None or follower[0] != number:
             return False
-        self.recent.append((self.passes, self.position, number, label))
+        self.about_to(label, number)
         self.so_far = follower[1]
         self.position += 1
         return True
 
-    def report(self, label: str, number: int) -> None:
-        """Show an event to the peers before this rank has agreed on it."""
+    def about_to(self, label: str, number: int) -> None:
+        """Show the next event to the other ranks, in errors, before this rank has agreed on it."""
+        self.label = label
         self.recent.append((self.passes, self.position, number, label))
 
     @property
@@ -154,17 +157,10 @@ class History:
         self.so_far = follower[1]
         self.position += 1
 
-    def forget(self, meetings: int, passes: int, rounds: int) -> None:
-        """Start anew after a meeting of all ranks, which have the same counts from here on.
-
-        ``meetings`` is the number of meetings before this one.
-        """
+    def forget(self, passes: int, rounds: int) -> None:
+        """Begin anew after a meeting of all ranks, which have the same counts from here on."""
         self._followers.clear()
         self.recent.clear()
         self._habit = Habit()
-        self.meetings, self.passes, self.rounds = meetings + 1, passes, rounds
+        self.passes, self.rounds, self.label = passes, rounds, ""
         self.position = self.so_far = self.begun = 0
-
-    @property
-    def entries(self) -> list[Entry]:
-        return [Entry(*entry) for entry in self.recent]

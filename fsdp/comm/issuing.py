@@ -11,7 +11,8 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from fsdp.comm.groups import backend_of, control_device, group_timeout
 from fsdp.comm.native import Carrier, Transfer
 from fsdp.comm.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.waits import Sequence
 from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Watch, Work
 
 KINDS = GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
@@ -79,11 +81,15 @@ class Event(NamedTuple):
 
 
 class Question:
-    """A vote in flight: whether all ranks have the same number, and the largest value of another number."""
+    """A vote in flight: whether all ranks have the same number, and the largest value of another number.
 
-    def __init__(self, work: Work, read: Callable[[], int | None]) -> None:
+    Attributes:
+        place: the number of the vote among the collectives of the lane.
+    """
+
+    def __init__(self, work: Work, read: Callable[[], int | None], place: int) -> None:
         """``read`` returns the result once ``work`` is over."""
-        self._work, self._read = work, read
+        self._work, self._read, self.place = work, read, place
 
     def poll(self) -> bool:
         """Return whether the result is there."""
@@ -103,7 +109,7 @@ class Question:
                 listener(largest)
             return largest
 
-        return Question(self._work, read)
+        return Question(self._work, read, self.place)
 
 
 class _Route(NamedTuple):
@@ -127,6 +133,7 @@ class Issuer(Watch):
         device: the device on which the models compute.
         timeout: seconds that a collective may take.
         carrier: the group that carries the collectives.
+        collectives: counts the collectives that this rank has issued, on any transport.
         sharing: the memory that the ranks share, if they do.
         issued: the number of collectives that this rank has issued on the carrier.
         epoch: the number of times that the collectives in flight were abandoned.
@@ -141,6 +148,7 @@ class Issuer(Watch):
         self.device = device
         self.timeout = group_timeout(group).total_seconds()
         self.carrier = Carrier(group)
+        self.collectives = Sequence(group, "collectives")
         self.sharing = Sharing.of(group)
         self.issued = 0
         self.epoch = 0
@@ -199,7 +207,9 @@ class Issuer(Watch):
         finally:
             _label.text = None
         handles = () if handle is None else handle if isinstance(handle, list) else (handle,)
-        work = Work(handles, self, event.label, on_host=on_host, ends_alone=ends_alone)
+        self.collectives.number += 1
+        number = self.collectives.number
+        work = Work(handles, self, event.label, number=number, on_host=on_host, ends_alone=ends_alone)
         if not in_memory:
             if not ends_alone:
                 self._messages.extend(map(weakref.ref, work.host_works))
@@ -246,7 +256,7 @@ class Issuer(Watch):
         self._routes[key] = route
         return route
 
-    def gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], event: Event, *, asynchronous: bool) -> Work:
+    def gather(self, pairs: Several[tuple[torch.Tensor, torch.Tensor]], event: Event, *, asynchronous: bool) -> Work:
         """Issue the gather of the second tensor of each pair into the first: one collective if the backend can."""
         device, group = pairs[0][0].device, self.carrier.group
         if not asynchronous and native.coalesces(group, device):
@@ -255,7 +265,7 @@ class Issuer(Watch):
         works = [self.collective(ALL_GATHER, event, *pair, asynchronous=asynchronous) for pair in pairs]
         return Work.joined(works)
 
-    def transfer(self, transfers: Sequence[Transfer], event: Event, device: torch.device) -> Work:
+    def transfer(self, transfers: Several[Transfer], event: Event, device: torch.device) -> Work:
         """Issue all ``transfers``, from and to memory on ``device``, at once."""
         start = functools.partial(native.start_transfers, transfers, self.carrier.group)
         return self.issue(event, start, on_host=device.type == "cpu")
@@ -271,7 +281,7 @@ class Issuer(Watch):
         lengths differ.
         """
         event, on = Event(label), control_device(self.group, self.device)
-        channel = self.sharing.resume(self.slow) if on.type == "cpu" else None
+        channel = self.sharing.resume() if on.type == "cpu" else None
         if channel is not None and not self._is_visible(channel):
             found: list[tuple[int, int]] = []  # the number and the value of each rank
             work = self.in_memory(event, [functools.partial(channel.ask, number, largest, label, found)])
@@ -279,7 +289,7 @@ class Issuer(Watch):
             def from_memory() -> int | None:
                 return max(value for _, value in found) if {other for other, _ in found} == {number} else None
 
-            return Question(work, from_memory)
+            return Question(work, from_memory, self.collectives.number)
         votes = torch.tensor([number, -number, largest], device="cpu").to(on)
 
         def from_votes() -> int | None:
@@ -287,7 +297,8 @@ class Issuer(Watch):
             return int(value) if numbers == [number, -number] else None
 
         op = dist.ReduceOp.MAX
-        return Question(self.collective("all_reduce", event, votes, asynchronous=True, control=True, op=op), from_votes)
+        work = self.collective("all_reduce", event, votes, asynchronous=True, control=True, op=op)
+        return Question(work, from_votes, self.collectives.number)
 
     def memory(self) -> Channel | None:
         """Return the memory that the ranks share, if the next collective goes through it."""
@@ -303,7 +314,13 @@ class Issuer(Watch):
         if not (self._in_pass and self._way_is_chosen):
             self._way_is_chosen, self.visible = True, False
             if native.are_replaced():
-                self.in_memory(Event("choose a transport"), [channel.propose_elsewhere]).wait()
+                self.collectives.number += 1  # this rank is at the next collective, which it has yet to issue
+                try:
+                    number = self.collectives.number
+                    proposal = [channel.propose_elsewhere()]
+                    Work(proposal, self, "choose a transport", number=number, ends_alone=True).wait()
+                finally:
+                    self.collectives.number -= 1
                 self.visible = channel.goes_elsewhere()
         return self.visible
 

@@ -73,9 +73,14 @@ class Sharing:
             raise
         return self.channel
 
-    def resume(self, slow: Callable[[], object]) -> Channel | None:
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the ranks have yet to begin to connect."""
+        return self._decision is None
+
+    def resume(self) -> Channel | None:
         """Return the channel, after the end of a :meth:`connect` that was interrupted: the peers may have decided."""
-        return self.channel if self._decision is None else self.connect(slow)
+        return self.channel if self._decision is None else self.connect()
 
     def _connect(self, slow: Callable[[], object]) -> Channel | None:
         group: Any = self._group()
@@ -128,6 +133,11 @@ class Sharing:
     def is_broken(self) -> bool:
         """Whether the channel is broken until ``renew``."""
         return self._channel is not None and self._channel.broken is not None
+
+    def advance(self) -> None:
+        """Finish the collectives that all ranks have posted."""
+        if self.channel is not None and not self.is_broken:
+            self.channel.advance()
 
     def renew(self) -> None:
         """Start anew; see :meth:`Channel.renew`."""

@@ -49,19 +49,16 @@ class TimedOut(RuntimeError):
 
 
 class Watch(Protocol):
-    """Compares this rank with its peers while it waits; a lane implements this."""
+    """Compares this rank with the other ranks while it waits; a lane implements this."""
 
     timeout: float  # seconds that a collective may take
     epoch: int  # changes when the collectives in flight are abandoned
 
-    def slow(self) -> None:
-        """Compare the ranks after :data:`fsdp.comm.threads.PATIENCE`. Raises RuntimeError if they are out of sync."""
+    def waiting(self, number: int, label: str, waited: float) -> Waiting:
+        """Return the wait for the collective ``number``, in which this rank has ``waited`` so many seconds."""
 
-    def report_wait(self, seconds: float, label: str) -> None:
-        """Report on stderr that this rank has waited for ``seconds`` in the collective ``label``."""
-
-    def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
-        """Return the error to raise where the collective ``label`` failed or timed out with ``error``.
+    def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
+        """Return the error to raise where the collective ``number`` failed or timed out with ``error``.
 
         Args:
             on_host: whether the host waited for it.
@@ -70,6 +67,20 @@ class Watch(Protocol):
 
     def abort(self, words: str) -> None:
         """End the collectives in flight, and have the next one raise OutOfStep with these ``words``."""
+
+
+class Waiting(Protocol):
+    """A long wait; see :class:`fsdp.comm.waits.Wait`."""
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the wait so far."""
+
+    def look(self) -> None:
+        """Compare the ranks, each :data:`fsdp.comm.threads.PATIENCE`. Raises RuntimeError if they are out of sync."""
+
+    def over(self) -> None:
+        """End the wait."""
 
 
 class HostWork:
@@ -134,7 +145,18 @@ class Work:
         watch: compares the ranks during waits; None for a group that no lane serves.
     """
 
-    __slots__ = ("_epoch", "_event", "_finish", "_handles", "_on_host", "_quotient", "_streams", "label", "watch")
+    __slots__ = (
+        "_epoch",
+        "_event",
+        "_finish",
+        "_handles",
+        "_number",
+        "_on_host",
+        "_quotient",
+        "_streams",
+        "label",
+        "watch",
+    )
 
     def __init__(
         self,
@@ -142,6 +164,7 @@ class Work:
         watch: Watch | None = None,
         label: str = "",
         *,
+        number: int = 0,
         on_host: bool = True,
         ends_alone: bool = False,
     ) -> None:
@@ -149,11 +172,12 @@ class Work:
 
         Args:
             handles: works of ``torch.distributed`` or :class:`HostWork`; none where the current stream waits anyway.
+            number: of the collective among those of the ``watch``.
             on_host: whether the host waits.
             ends_alone: whether the handles complete without being waited for. False for messages and reduce-scatters
                 of gloo, and for groups written in Python.
         """
-        self.label, self.watch, self._on_host = label, watch, on_host
+        self.label, self.watch, self._number, self._on_host = label, watch, number, on_host
         self._handles = handles if ends_alone or not handles or not on_host else (BlockingWork(handles),)
         self._epoch = 0 if watch is None else watch.epoch
         self._finish: Callable[[], object] | None = None
@@ -172,6 +196,7 @@ class Work:
         first, *others = several
         if others:
             first._handles = [handle for each in several for handle in each._handles]
+            first._number = others[-1]._number
         return first
 
     def on(self, streams: Streams) -> Work:
@@ -261,7 +286,9 @@ class Work:
                 if watch is None:
                     raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}") from error
                 in_memory = isinstance(handle, HostWork) and not isinstance(handle, BlockingWork)
-                raise watch.failed(error, self.label, on_host=self._on_host, in_memory=in_memory) from error
+                raise watch.failed(
+                    error, self._number, self.label, on_host=self._on_host, in_memory=in_memory
+                ) from error
             except Exception:
                 self._handles = ()
                 raise
@@ -269,31 +296,27 @@ class Work:
 
     def _wait_longer(self, handle: Any, watch: Watch) -> None:
         """Continue a wait that took longer than :data:`fsdp.comm.threads.PATIENCE`, or has failed."""
-        started, reported = time.monotonic() - threads.PATIENCE.total_seconds(), False
-        while True:
-            completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait raises
-            if not completed:
-                watch.slow()
-                reported = reported or self.report_if_long(time.monotonic() - started, watch)
-            try:
-                handle.wait(threads.PATIENCE)
-                return
-            except RuntimeError as error:
-                gave_up = completed and "timed out" in str(error).lower()  # gloo, after the timeout of the group
-                if completed and not gave_up:
-                    raise  # failed, not just slow
-                if gave_up or time.monotonic() - started > watch.timeout:
-                    raise TimedOut(watch.timeout) from error
+        wait = watch.waiting(self._number, self.label, threads.PATIENCE.total_seconds())
+        try:
+            while True:
+                completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait raises
+                if not completed:
+                    wait.look()
+                try:
+                    handle.wait(threads.PATIENCE)
+                    return
+                except RuntimeError as error:
+                    gave_up = completed and "timed out" in str(error).lower()  # gloo, after the timeout of the group
+                    if completed and not gave_up:
+                        raise  # failed, not just slow
+                    if gave_up or wait.seconds > watch.timeout:
+                        raise TimedOut(watch.timeout) from error
+        finally:
+            wait.over()
 
-    def report_if_long(self, seconds: float, watch: Watch) -> bool:
-        """Have ``watch`` report a wait of ``seconds`` if that exceeds :data:`fsdp.comm.threads.NOTICE`.
-
-        Returns whether it was reported.
-        """
-        if seconds < threads.NOTICE.total_seconds():
-            return False
-        watch.report_wait(seconds, self.label)
-        return True
+    def waiting(self, waited: float) -> Waiting | None:
+        """Return the long wait for this collective; None without a watch."""
+        return None if self.watch is None else self.watch.waiting(self._number, self.label, waited)
 
 
 class _InFlight(NamedTuple):
@@ -357,23 +380,34 @@ class Watcher:
                     self._in_flight.popleft()
 
     def _poll_until_over(self, collective: _InFlight) -> None:
-        looked, work, reported = time.monotonic(), collective.work, False
-        began, watch = looked, work.watch
-        while not self._ends and collective in self._in_flight and not collective.event.query():
-            time.sleep(_PAUSE)
-            if watch is None or time.monotonic() - looked < threads.PATIENCE.total_seconds():
-                continue
-            looked = time.monotonic()
-            try:
-                watch.slow()
-                reported = reported or work.report_if_long(looked - began, watch)
-            except OutOfStep as error:
-                words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
-                logger.error("%s", words)
-                watch.abort(words)
-                return
-            except RuntimeError:
-                pass  # the program went on meanwhile, or the store is gone: the main thread will notice
+        began = looked = time.monotonic()
+        work, wait = collective.work, None
+        try:
+            while not self._ends and collective in self._in_flight and not collective.event.query():
+                time.sleep(_PAUSE)
+                if time.monotonic() - looked < threads.PATIENCE.total_seconds():
+                    continue
+                looked = time.monotonic()
+                wait = wait or work.waiting(looked - began)
+                if wait is not None and work.watch is not None and not self._look(wait, work, work.watch):
+                    return
+        finally:
+            if wait is not None:
+                wait.over()
+
+    @staticmethod
+    def _look(wait: Waiting, work: Work, watch: Watch) -> bool:
+        """Compare the ranks; return False if they differ, and the group was ended."""
+        try:
+            wait.look()
+        except OutOfStep as error:
+            words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
+            logger.error("%s", words)
+            watch.abort(words)
+            return False
+        except RuntimeError:
+            pass  # the program went on meanwhile, or the store is gone: the main thread will notice
+        return True
 
 
 watcher = Watcher()  # of the collectives that no host waits for

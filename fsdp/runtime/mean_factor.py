@@ -60,7 +60,7 @@ def mean_factor(model: nn.Module, num_tokens: float | Sequence[float] | torch.Te
     context, *_ = [join(unit) for unit in units]
     root, valid = context.root, 0 <= number < math.inf
     divisor = _common_divisor(units) * _times(root)
-    own = number * root.gradients.weight if valid else math.nan  # all ranks see the NaN, and raise together
+    own = number * root.weight if valid else math.nan  # all ranks see the NaN, and raise together
     with context.calling("mean_factor()", often=True):
         for group in root.groups_for(REDUCE):
             context.passes.announce(group)

@@ -71,7 +71,7 @@ class LaneUnits:
         """
         if self.number is None:
             layout = [f"{unit.name}: {unit.signature(self.lane.group)}" for unit in self._present()]
-            self.number = self.lane.join(self, "the first pass or call of a model", layout)
+            self.number = self.lane.join("the first pass or call of a model", layout)
 
     def enter(self, what: Pass, *, negotiates: bool) -> bool:
         """Begin ``what`` in the lane; return whether it had not begun there."""
@@ -125,7 +125,7 @@ class LaneUnits:
             for initial in unit.initial:
                 digests.update({f"{name!r} of {unit.name}": digest for name, digest in initial.digests().items()})
         doing = "comparing the values that the ranks began with"
-        by_rank = self.lane.compare_values(f"initial values/{self.number}", list(digests.values()), doing)
+        by_rank = self.lane.compare_values(list(digests.values()), doing)
         if by_rank is not None and self.lane.group.rank() == 0:
             warn_of_initial_values(list(digests), dict(zip(self.lane.names, by_rank)))
 
@@ -327,12 +327,12 @@ class Passes:
         self._set_under_way()
         for member in self._by_group.values():
             member.failed()
-        if self.diverged:
-            for lane in self._lanes:
-                lane.fail_unbegun()
-        elif any(lane.under_way is what for lane in self._lanes for what in failed):
+        if any(lane.under_way is what for lane in self._lanes for what in failed):
             for lane in self._lanes:
                 lane.fail(failed[-1])
+        elif self.diverged:
+            for lane in self._lanes:
+                lane.fail(Pass("call before"))
 
     @property
     def diverged(self) -> bool:
@@ -348,8 +348,6 @@ class Passes:
         """After a failure, meet all ranks; see :meth:`Lane.recover`."""
         if not self.given_up:
             return
-        for lane in self._lanes:
-            lane.post_state()
         for lane in self._lanes:
             lane.recover()
         self.meetings += 1

@@ -8,6 +8,11 @@ from __future__ import annotations
 import copy
 import os
 import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,12 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.checkpoint import async_save
 from fsdp.comm import threads
 from fsdp.comm.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import WIDTH, Block, Chain, new_pair
 
 SOON = 10.0  # seconds until every rank must have an error
+STOPPED = 30.0  # seconds that a rank is stopped
 TIMEOUT = 25.0  # of a collective: a divergence that ends this way was not detected
 
 
@@ -45,6 +52,10 @@ class Action:
     position: int = 0
 
 
+# In programs without a deviation also: another model over the same ranks, one over some of them, one on another thread
+# at the same time, a save in the background.
+AGREES = ("nothing", "stop")
+ALIKE = ("other", "some", "thread", "save", "save")
 CALLS = ("state_dict", "rank0_state_dict", "optim_state_dict", "summon", "load", "clip", "grads")
 
 
@@ -61,10 +72,16 @@ class Program:
     at: int = 0
     deviation: str = ""
     instead: list[Action] = field(default_factory=list)  # the odd rank's actions at that position
+    kinds: tuple[str, ...] = ()  # further kinds of actions
 
     @staticmethod
-    def make(seed: int, world_size: int, *, exits: bool) -> Program:
-        """Draw a program; with ``exits`` the odd rank's process ends."""
+    def make(seed: int, world_size: int, *, exits: bool = False, agrees: str = "") -> Program:
+        """Draw a program.
+
+        Args:
+            exits: the odd rank's process ends.
+            agrees: "nothing": no rank deviates; "stop": the odd rank is stopped for `STOPPED` seconds.
+        """
         rng = random.Random(seed)
         program = Program(seed, world_size)
         count = rng.randint(2, 4)
@@ -78,11 +95,16 @@ class Program:
             "backward_prefetch_distance": rng.randint(0, 2),
         }
         orders = [tuple(rng.sample(range(count), rng.randint(1, count))) for _ in range(2)] + [tuple(range(count))] * 3
+        program.kinds = ALIKE if agrees else ()
         habit = [program._random_action(rng, orders) for _ in range(rng.randint(1, 3))]
         while len(program.actions) < rng.randint(2, 8):
             program.actions += habit if rng.random() < 0.7 else [program._random_action(rng, orders)]
         program.actions += [Action("train", orders[-1])] * 3
         program.odd, program.at = rng.randrange(world_size), rng.randrange(len(program.actions) - 2)
+        if agrees:
+            program.deviation = agrees
+            program.instead = [Action(agrees), program.actions[program.at]]
+            return program
         program._deviate(rng, exits)
         while not program.instead:
             if exits:  # processes end in passes only
@@ -91,7 +113,8 @@ class Program:
         return program
 
     def _random_action(self, rng: random.Random, orders: list[tuple[int, ...]]) -> Action:
-        kind = rng.choice(["train"] * 6 + ["eval", "eval", "twice", "no_sync", rng.choice(CALLS)])
+        several = ["train"] * 6 + ["eval", "eval", "twice", "no_sync", rng.choice(CALLS), *self.kinds]
+        kind = rng.choice(several)
         return Action(kind, rng.choice(orders), clips=rng.random() < 0.4)
 
     def _deviate(self, rng: random.Random, exits: bool) -> None:
@@ -148,15 +171,16 @@ class Outcome:
     found_alone: bool = False  # the exception was this rank's own
 
 
-def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
+def run_programs(seeds: list[int], exits: bool, shard_size: int = 0, agrees: str = "") -> list[Outcome]:
     """Run each program in a new group; with ``shard_size`` in shard groups of that size and their replica groups."""
     kept, outcomes = [], []
+    seconds = TIMEOUT + STOPPED if agrees else TIMEOUT
     with mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.1)):
         for seed in seeds:
-            timeout = timedelta(seconds=TIMEOUT)
-            group = new_pair(shard_size, TIMEOUT) if shard_size else dist.new_group(timeout=timeout)
+            timeout = timedelta(seconds=seconds)
+            group = new_pair(shard_size, seconds) if shard_size else dist.new_group(timeout=timeout)
             kept.append(group)  # destroying a broken group waits for its last collectives
-            program = Program.make(seed, dist.get_world_size(), exits=exits)
+            program = Program.make(seed, dist.get_world_size(), exits=exits, agrees=agrees)
             outcomes.append(_Run(program, group).run())
             if not exits:
                 dist.barrier()
@@ -181,6 +205,9 @@ class _Run:
         self.model = FullyShardedDataParallel(module, group, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
         self.module: Chain = self.model.module
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        self.others: dict[str, Any] = {}  # models of `ALIKE`
+        self.saves: list[Any] = []
+        self.folder = f"{tempfile.gettempdir()}/fsdp-programs-{os.environ.get('MASTER_PORT', 0)}-{program.seed}"
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
@@ -199,6 +226,9 @@ class _Run:
             except RuntimeError as error:
                 self.outcome.told, self.outcome.error = time.monotonic(), str(error)
                 break
+        for save in self.saves:
+            save.result()
+        shutil.rmtree(self.folder, ignore_errors=True)
         if self.program.deviation != "exit":
             try:
                 self.outcome.goes_on = self._go_on()
@@ -225,6 +255,12 @@ class _Run:
                 self._forward().backward()
             elif action.kind == "train":
                 self._forward().backward()
+            elif action.kind == "stop":
+                resume = f"sleep {STOPPED}; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", resume], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif action.kind in ALIKE:
+                self._do_alike(action.kind)
             if action.clips and action.kind in ("train", "twice", "no_sync"):
                 self.model.clip_grad_norm_(1.0)
             if action.kind in ("train", "twice", "no_sync"):
@@ -253,6 +289,30 @@ class _Run:
 
     def _forward(self) -> Tensor:
         return self.model(torch.ones(2, WIDTH)).square().mean()
+
+    def _do_alike(self, kind: str) -> None:
+        """Use another model, or save in the background."""
+        if kind == "save":
+            self.saves.append(async_save(self.folder, self.model))
+            return
+        if kind not in self.others:
+            size = dist.get_world_size()
+            ranks = [*range(1, size)] if kind == "some" and size > 2 else [*range(size)]
+            group = dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT + STOPPED))
+            module = copy.deepcopy(self.plain)
+            self.others[kind] = None if self.rank not in ranks else FullyShardedDataParallel(module, group)
+        model = self.others[kind]
+
+        def train() -> None:
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+
+        if model is not None and kind != "thread":
+            train()
+        elif model is not None:
+            thread = threading.Thread(target=train)
+            thread.start()
+            self._forward().backward()
+            thread.join()
 
     def _call(self, kind: str) -> None:
         model = self.model
@@ -311,6 +371,12 @@ def faults(program: Program, outcomes: list[Outcome | None]) -> list[str]:
     """List violations of the guarantees; the outcome of a dead rank is None."""
     started = outcomes[program.odd]
     found = []
+    if program.deviation in AGREES:
+        return [
+            f"rank {rank}: {outcome.error}, and afterwards {outcome.goes_on}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome is None or outcome.error or outcome.found_alone or outcome.goes_on != "right"
+        ]
     for rank, outcome in enumerate(outcomes):
         if outcome is None:
             continue

@@ -1,0 +1,533 @@
+"""What each rank waits for, and the one rule by which ranks that do different things are found.
+
+The ranks of a group begin several kinds of things, each kind in one order: collectives, meetings at the store, calls
+next to the training such as ``fsdp.checkpoint.save()``. A :class:`Sequence` counts one kind on one rank.
+
+A rank that waits longer than :data:`fsdp.comm.threads.PATIENCE` posts, on a board of the default group, the count that
+it waits for the other ranks to reach, and its own counts. It reads the posts of a few ranks.
+
+*Ranks differ if each waits for a count that the other has not reached.* Among ranks of several groups this is a cycle
+of waits. The first rank that finds one ends the sequences of the cycle: it writes the words of each rank into the
+store, and every rank that waits past these counts raises them. A rank that fails ends its sequences in the same way, at
+its own counts. After that the sequences go on under the next generation, once all ranks have met.
+
+[Note: Old posts]
+A post may be older than the present state of its rank, and does not mislead. Two ranks that run the same program on one
+thread begin the same things in one order, so of two ranks one is ahead in every sequence. If each was ahead of the
+other in one sequence, even at different moments, they have diverged. Sequences that different threads of a rank advance
+are not compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Several
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from fsdp.comm import threads
+from fsdp.comm.board import Board, processes
+from fsdp.comm.groups import default_group, is_registered, rank_names
+from fsdp.comm.work import OutOfStep
+
+logger = logging.getLogger("fsdp")
+
+NEXT = 8  # ranks whose posts one look compares
+LONGEST = 6  # waits in a cycle: two ranks of one group, four of hybrid sharding
+UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
+FIRST_USES, BESIDE = "first uses", "beside"  # sequences of every group, maybe empty
+_AFTER_DEATH = "If it failed, start again, and resume from the last checkpoint; else it has left out a call"
+REMEDY = f"Call it on every rank, in the same order: is it inside `if rank == 0`? {UNEVEN}"
+
+
+class Count(NamedTuple):
+    """The place of a rank in a sequence.
+
+    Attributes:
+        generation: the number of failures after which the sequence went on.
+        number: the number of things that have begun since.
+        sign: tells two things with one number apart; 0 if nothing does.
+    """
+
+    generation: int
+    number: int
+    sign: int = 0
+
+    def reaches(self, other: Count) -> bool:
+        return self[:2] > other[:2] or self == other
+
+
+NOTHING, NEVER = Count(0, 0), Count(-1, 0)
+
+
+class Sequence:
+    """Things that the ranks of one group begin in one order, as this rank counts them.
+
+    Attributes:
+        name: the name in the group.
+        key: the name among all sequences; equal on all ranks.
+        ranks: the global ranks of the group.
+        generation, number, sign: see :class:`Count`.
+        doing: the latest thing, in words that follow "rank 0": "runs the backward".
+        remedy: for errors, if all ranks in a cycle have one; else the general one.
+        thread: the thread that began the latest thing.
+        rank: this rank; None if ``torch.distributed`` does not know the group.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        """``name`` is equal on all ranks, and unique among the sequences of the group."""
+        self.name, self.key = name, f"{getattr(group, 'group_name', '')}/{name}"
+        self.ranks = rank_names(group)
+        self.generation = self.number = self.sign = 0
+        self.doing = self.remedy = ""
+        self.thread: int | None = None
+        self.rank = _rank() if is_registered(group) else None
+        if self.rank is not None:
+            self.rank.sequences[self.key] = self
+
+    @property
+    def count(self) -> Count:
+        """The count of this rank."""
+        return Count(self.generation, self.number, self.sign)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank has raised, or caused, the end of the present generation."""
+        return self.rank is not None and self.rank.end_of(self.key).generation >= self.generation
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether this rank has raised the end of a generation in which others have begun more."""
+        return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number > self.number
+
+    def has_ended_elsewhere(self) -> bool:
+        """Return whether another rank has raised, or caused, the end of the present generation."""
+        if self.rank is None:
+            return False
+        posts = self.rank.posts(self.ranks).values()
+        return any(post.ends.get(self.key, NEVER).generation >= self.generation for post in posts)
+
+    def does(self, doing: str, *, remedy: str = "", on_this_thread: bool = True, also: Several[Sequence] = ()) -> None:
+        """Describe what this rank does in this sequence, and ``also`` in others, from now on.
+
+        ``on_this_thread``: False for a backward, which has threads of its own.
+        """
+        if self.rank is not None:
+            self.rank.before, self.rank.latest = self.rank.latest, doing
+        for sequence in (self, *also):
+            sequence.doing, sequence.remedy = doing, remedy
+            if on_this_thread:
+                sequence.thread = threading.get_ident()
+
+    def begin(self, number: int, sign: int = 0, generation: int | None = None) -> Count:
+        """Begin the thing ``number``; return the count.
+
+        ``generation``: None for the present one, or the next one if that has ended.
+        """
+        if generation is not None:
+            self.generation = generation
+        elif self.rank is not None and self.has_ended:
+            self.generation = self.rank.end_of(self.key).generation + 1
+        self.number, self.sign = number, sign
+        return self.count
+
+    def renew(self, generation: int) -> None:
+        """Continue with ``generation``, in which nothing has begun."""
+        self.generation, self.number, self.sign = generation, 0, 0
+
+    def end(self, words: str) -> None:
+        """End the present generation after the count of this rank: ranks that wait for more raise ``words``, or the
+        reason that this rank has raised."""
+        if self.rank is not None:
+            reason = self.rank.reasons[self.key] if self.has_ended else words
+            self.rank.end({self.key: Count(self.generation, self.number + 1)}, reason)
+
+    def positions(self, own: str) -> str:
+        """Describe the position of each rank, as far as it was posted; ``own`` is that of this rank."""
+        if self.rank is None:
+            return "no rank has reported its position"
+        dead, posts = ended_of(self.ranks), self.rank.posts(self.ranks)
+        words: dict[int, str] = {}
+        for rank in self.ranks:
+            post = posts.get(rank)
+            if rank == self.rank.number:
+                words[rank] = own
+            elif rank in dead:
+                words[rank] = "has ended"
+            elif post is None:
+                words[rank] = "has not reported its position"
+            else:
+                words[rank] = post.waits[self.key].words if self.key in post.waits else post.latest
+        return "; ".join(f"{ranks_as_text(ranks)} {doing}" for doing, ranks in by_text(words).items())
+
+
+class _Waiting(NamedTuple):
+    """A wait of some rank, as it is posted."""
+
+    awaited: Count
+    ranks: list[int]
+    words: str  # for the position, after "rank 0"
+    doing: str  # for the pass or call, after "rank 0"
+    remedy: str
+    events: list[list[Any]]  # see :attr:`fsdp.comm.history.History.recent`
+
+    def lacks(self, rank: int, begun: Count) -> bool:
+        """Return whether this wait needs ``rank``, which has ``begun`` so much."""
+        return rank in self.ranks and not begun.reaches(self.awaited)
+
+
+class _Post(NamedTuple):
+    """The counts and the waits of one rank, as it posts them."""
+
+    counts: Mapping[str, tuple[Count, int | None]]  # by sequence: the count, and the thread that advances it
+    waits: Mapping[str, _Waiting]  # by sequence
+    ends: Mapping[str, Count]  # see :class:`_Rank`
+    latest: str  # words for the latest thing that the rank has begun
+
+    @staticmethod
+    def of(said: Any) -> _Post:
+        """Restore a post from JSON."""
+        counts, waits, ends, latest = said
+        return _Post(
+            {key: (Count(*count), thread) for key, (count, thread) in counts.items()},
+            {key: _Waiting(Count(*count), *rest) for key, (count, *rest) in waits.items()},
+            {key: Count(*count) for key, count in ends.items()},
+            latest,
+        )
+
+    def begun(self, key: str) -> Count:
+        return self.counts[key][0] if key in self.counts else NOTHING
+
+    def same_thread(self, one: str, other: str) -> bool:
+        """Return whether one thread of the rank may advance both sequences."""
+        several = {self.counts[key][1] for key in (one, other) if key in self.counts}
+        return None in several or len(several) < 2
+
+
+class _Step(NamedTuple):
+    """One wait in a cycle."""
+
+    rank: int
+    key: str
+    waiting: _Waiting
+
+
+class Wait:
+    """A wait of this rank for the other ranks of a sequence to reach a count; compares the ranks while it lasts."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        count: Count,
+        words: str,
+        *,
+        label: str = "",
+        events: Iterable[Several[Any]] = (),
+        waited: float = 0.0,
+        tell: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """
+        Args:
+            words: the position of this rank, in words that follow "rank 0".
+            label: the position in the present pass or call.
+            events: the latest events of a lane.
+            waited: seconds that the rank has waited so far.
+            tell: called with the reason if the ranks differ.
+        """
+        self.sequence, self.count, self.words, self._label = sequence, count, words, label
+        self.events = events
+        self._began, self._tell = time.monotonic() - waited, tell
+        self._reported = self._posted = False
+        self._turn = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def look(self) -> None:
+        """Compare the ranks after :data:`fsdp.comm.threads.PATIENCE`.
+
+        Raises:
+            OutOfStep: the ranks differ, the sequence has ended before this count, or the process of a rank has ended.
+        """
+        rank = self.sequence.rank
+        if rank is None:
+            return
+        self._posted = True
+        rank.waits[id(self)] = self
+        rank.post()
+        own = f"rank {rank.number} {self.words}"
+        if (reason := rank.reason_of_end(self)) is not None:
+            found = reason if own in reason else f"{own}. {reason}"
+        elif (reason := rank.difference(self, self._next_ranks())) is not None:
+            found = reason
+        elif dead := ended_of(self.sequence.ranks):
+            reason = f"the process of {ranks_as_text(dead)} has ended"
+            found = f"{reason}, and {own}, and waits for it. {_AFTER_DEATH}. {REMEDY}"
+        else:
+            self._report_if_long(rank)
+            return
+        self._tell(reason)
+        raise OutOfStep(found)
+
+    def _report_if_long(self, rank: _Rank) -> None:
+        if not self._reported and self.seconds >= threads.NOTICE.total_seconds():
+            self._reported = True
+            first = rank.board.is_first(f"reported/{self.sequence.key}/{self.count}")
+            words = self.report(f"has waited {self.seconds:.0f} s")
+            level = logging.WARNING if first else logging.INFO
+            logger.log(level, "%s. %s", words, hint(self.sequence.doing))
+
+    def over(self) -> None:
+        """Withdraw the post of this wait, which is over or was given up."""
+        rank = self.sequence.rank
+        if self._posted and rank is not None:
+            self._posted = False
+            rank.waits.pop(id(self), None)
+            rank.post()
+
+    def _next_ranks(self) -> list[int]:
+        """Return the next few ranks of the group: a look costs the same in a group of any size."""
+        rank, ranks = self.sequence.rank, self.sequence.ranks
+        others = len(ranks) - 1
+        own = ranks.index(rank.number) if rank is not None and rank.number in ranks else 0
+        turns = range(self._turn, self._turn + min(NEXT, others))
+        self._turn = turns.stop % max(1, others)
+        return [ranks[(own + 1 + turn % others) % len(ranks)] for turn in turns]
+
+    def report(self, waited: str) -> str:
+        """Describe how long this rank has ``waited``, for which ranks, and what these ranks did last."""
+        rank, label = self.sequence.rank, f" ({self._label})" if self._label else ""
+        doing = _noun(self.sequence.doing or self.words)
+        if rank is None:
+            return f"this rank {waited} in {doing}{label} for the other ranks"
+        missing = by_text(rank.missing(self))
+        ranks = "; and for ".join(f"{ranks_as_text(several)}, {words}" for words, several in missing.items())
+        return f"rank {rank.number} {waited} in {doing}{label} for {ranks or 'the other ranks'}"
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not reached the count, as far as the ranks have posted theirs."""
+        return [] if self.sequence.rank is None else sorted(self.sequence.rank.missing(self))
+
+
+class _Rank:
+    """This rank: its sequences, its long waits, and the board on which ranks post them.
+
+    Attributes:
+        number: the global rank.
+        latest, before: the latest thing that this rank has begun, of any sequence, and the thing before that.
+        ends: by sequence, the end that this rank has raised or caused: the first count that is out of reach.
+        reasons: the words for these ends.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.number: int = group.rank()
+        self.board = Board(group, "waits")
+        self.latest = self.before = ""
+        self.sequences: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
+        self.waits: dict[int, Wait] = {}
+        self.ends: dict[str, Count] = {}
+        self.reasons: dict[str, str] = {}
+
+    def _own(self) -> _Post:
+        alive = [found for reference in self.sequences.valuerefs() if (found := reference()) is not None]
+        counts = {each.key: (each.count, each.thread) for each in alive}
+        waits = {}
+        for wait in list(self.waits.values()):
+            sequence = wait.sequence
+            doing, events = sequence.doing or wait.words, [list(event) for event in wait.events]
+            waits[sequence.key] = _Waiting(wait.count, sequence.ranks, wait.words, doing, sequence.remedy, events)
+        return _Post(counts, waits, self.ends, self.latest)
+
+    def post(self) -> None:
+        """Post the counts and the waits of this rank."""
+        self.board.post("waits", self._own())
+
+    def posts(self, ranks: Iterable[int]) -> dict[int, _Post]:
+        """Return the latest posts of other ranks."""
+        others = [rank for rank in ranks if rank != self.number]
+        return {rank: _Post.of(said) for rank, said in self.board.posted_by("waits", others).items()}
+
+    def difference(self, wait: Wait, ranks: Several[int]) -> str | None:
+        """Find a cycle of waits that begins with ``wait`` and one of ``ranks``; end the sequences of the cycle."""
+        own, key = self._own(), wait.sequence.key
+        first = _Step(self.number, key, own.waits[key])
+        cycle = self._cycle([first], ranks, {self.number: own, **self.posts(ranks)})
+        if cycle is None or any(self._end_before(step.key, step.waiting.awaited) for step in cycle):
+            return None  # or a rank of the cycle is about to raise why its sequence has ended
+        found = _difference(cycle)
+        self.end({step.key: step.waiting.awaited for step in cycle}, found)
+        return found
+
+    def _cycle(self, path: list[_Step], ranks: Iterable[int], posts: dict[int, _Post]) -> list[_Step] | None:
+        """Follow the waits from the end of ``path`` to ``ranks``, until they come back to this rank."""
+        last, first, own = path[-1], path[0], posts[self.number]
+        for rank in ranks:
+            if rank not in posts or not last.waiting.lacks(rank, posts[rank].begun(last.key)):
+                continue
+            for key, waiting in posts[rank].waits.items():
+                if not posts[rank].same_thread(last.key, key):
+                    continue
+                further = [*path, _Step(rank, key, waiting)]
+                if waiting.lacks(self.number, own.begun(key)) and own.same_thread(key, first.key):
+                    return further
+                if len(further) < LONGEST and rank not in [step.rank for step in path]:
+                    others = [other for other in waiting.ranks if other not in (rank, self.number)][:NEXT]
+                    posts.update(self.posts(other for other in others if other not in posts))
+                    if (found := self._cycle(further, others, posts)) is not None:
+                        return found
+        return None
+
+    def end(self, counts: Mapping[str, Count], words: str) -> None:
+        """End sequences: ranks that wait for these counts or more raise ``words``."""
+        for key, count in counts.items():
+            known = [entries[key] for entries, _ in self.board.logged(f"ends/{key}")]
+            if not any(entry[0] == count[0] and entry[1] <= count[1] for entry in known):
+                self.board.log(f"ends/{key}", [counts, words])
+        self._note_end(counts, words)
+
+    def _note_end(self, counts: Mapping[str, Several[int]], words: str) -> None:
+        for key, count in counts.items():
+            self.ends[key] = max(self.end_of(key), Count(*count))
+            self.reasons[key] = words
+
+    def end_of(self, key: str) -> Count:
+        """Return the entry of ``ends``; one before all counts if there is none."""
+        return self.ends.get(key, NEVER)
+
+    def reason_of_end(self, wait: Wait) -> str | None:
+        """Return why the sequence has ended before the count of ``wait``, or None."""
+        found = self._end_before(wait.sequence.key, wait.count)
+        if found is None:
+            return None
+        self._note_end(*found)
+        return found[1]
+
+    def _end_before(self, key: str, count: Count) -> tuple[Mapping[str, Several[int]], str] | None:
+        """Return the counts that end with a sequence before ``count``, and the reason; None if it has not ended."""
+        for counts, words in self.board.logged(f"ends/{key}"):
+            generation, number, _ = counts[key]
+            if generation == count.generation and number <= count.number:
+                return counts, words
+        return None
+
+    def missing(self, wait: Wait) -> dict[int, str]:
+        """Describe each rank that has not reached the count of ``wait``, as far as that is posted."""
+        key, found = wait.sequence.key, dict[int, str]()
+        others = [rank for rank in wait.sequence.ranks if rank != self.number]
+        posts = self.posts(others)
+        last = f"which last took part in {_noun(self.before)}" if self.before else "of which nothing was heard"
+        for rank in others:
+            post = posts.get(rank)
+            if post is None or not post.waits:
+                found[rank] = last
+            elif not post.begun(key).reaches(wait.count):
+                found[rank] = f"which {next(iter(post.waits.values())).words}"
+        return found
+
+
+# By default group: ranks may be threads of one process.
+_ranks: weakref.WeakKeyDictionary[Any, _Rank] = weakref.WeakKeyDictionary()
+
+
+def _rank() -> _Rank | None:
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = default_group()
+    if group not in _ranks:
+        _ranks[group] = _Rank(group)
+    return _ranks[group]
+
+
+def ended_of(ranks: Several[int]) -> list[int]:
+    """Return those of the global ``ranks`` whose processes have ended."""
+    board = processes()
+    dead = board.dead() if board is not None else []
+    return [rank for rank in ranks if rank in dead]
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _difference(cycle: Several[_Step]) -> str:
+    """Describe ranks that wait for each other."""
+    steps = {step.rank: step.waiting for step in sorted(cycle)}
+    if any(not waiting.remedy for waiting in steps.values()):
+        each = "; ".join(f"rank {rank} {waiting.doing}" for rank, waiting in steps.items())
+        return f"The ranks do not make the same calls: {each}. {REMEDY}"
+    words = {rank: waiting.words for rank, waiting in steps.items()}
+    if len({step.key.rpartition("/")[0] for step in cycle}) == 1:  # in one group
+        words |= first_different_event({rank: waiting.events for rank, waiting in steps.items()})
+    return order_differs(words, next(iter(steps.values())).remedy)
+
+
+def order_differs(words: Mapping[int, str], remedy: str) -> str:
+    """Return the message for ranks with different events, with the ``words`` for each rank."""
+    each = "; ".join(f"{ranks_as_text(ranks)} {text}" for text, ranks in by_text(words).items())
+    return (
+        f"Forward order differs across ranks, or what follows from it in backward: {each}. {remedy}. If one rank "
+        f"evaluates alone, evaluate on all ranks. {UNEVEN}"
+    )
+
+
+def first_different_event(events: Mapping[int, Iterable[Several[Any]]]) -> dict[int, str]:
+    """Describe the first place at which ranks of one lane had different events; nothing if there is none.
+
+    ``events``: by rank, see :attr:`fsdp.comm.history.History.recent`.
+    """
+    by_place = {rank: {(number, at): said for number, at, *said in several} for rank, several in events.items()}
+    for number, at in sorted({place for entries in by_place.values() for place in entries}):
+        there = {rank: entries[number, at] for rank, entries in by_place.items() if (number, at) in entries}
+        if len({event for event, _ in there.values()}) > 1:
+            if at < 0:
+                return {rank: f"runs the {words}" for rank, (_, words) in there.items()}
+            passes = {rank: by_place[rank].get((number, -1), (0, "same pass"))[1] for rank in there}
+            return {rank: f"is about to {label}, in the {passes[rank]}" for rank, (_, label) in there.items()}
+    return {}
+
+
+def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks of each text, in the order of the first ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+def ranks_as_text(ranks: Iterable[int]) -> str:
+    """Return "rank 3", or "ranks 0-3 and 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    *words, last = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    noun = "ranks" if words or "-" in last else "rank"
+    return f"{noun} {', '.join(words)} and {last}" if words else f"{noun} {last}"
+
+
+def hint(doing: str) -> str:
+    """Return the likely mistake where a rank waits long, and the remedy."""
+    if doing.startswith("has called"):
+        saves = "; for one rank to save, use FullStateDictConfig(rank0_only=True)" if " state_dict(" in doing else ""
+        return (
+            "Is the call inside `if rank == 0`? Then take it out: every rank has to make it" + saves + ". Did a rank "
+            "run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
+        )
+    return (
+        "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`. Is another rank in a "
+        "call inside `if rank == 0`? Then take it out: every rank has to make it"
+    )
+
+
+def _noun(doing: str) -> str:
+    """Return "the backward" for "runs the backward"."""
+    for verb in ("has called ", "runs ", "is about to begin ", "comes to "):
+        doing = doing.removeprefix(verb)
+    return doing or "a call"
