@@ -480,6 +480,28 @@ def test_an_unread_post_is_not_overwritten() -> None:
     assert posts.next("gather") == posts.number + 1
 
 
+@on_ranks(1)
+def test_groups_that_threads_use_first_at_the_same_time_have_posts_of_their_own() -> None:
+    """Else ranks take the collective of one model for that of another."""
+    reserve, segments, headers = os.posix_fallocate, [], []
+
+    def reserve_slowly(*args: Any) -> None:
+        time.sleep(0.01)
+        reserve(*args)
+
+    def use() -> None:
+        segments.append(shared_memory._own_segment())
+        headers.append(segments[-1].new_header())
+
+    several = [threading.Thread(target=use) for _ in range(4)]
+    with mock.patch.object(os, "posix_fallocate", reserve_slowly):
+        for thread in several:
+            thread.start()
+        for thread in several:
+            thread.join()
+    assert len(set(headers)) == len(several) and len(set(map(id, segments))) == 1, headers
+
+
 def test_a_released_storage_is_reused() -> None:
     segment = Segment()
     first = segment.allocate(100)

@@ -201,11 +201,12 @@ class Segment:
         Raises:
             OSError: as many channels as headers fit were made in this process.
         """
-        offset = self._headers * HEADER
-        if offset == _HEADERS:
-            raise OSError(f"this process has shared memory with {_HEADERS // HEADER - 1} groups, and no more fit")
+        with self._lock:  # groups that two threads use for the first time
+            offset = self._headers * HEADER
+            if offset == _HEADERS:
+                raise OSError(f"this process has shared memory with {_HEADERS // HEADER - 1} groups, and no more fit")
+            self._headers += 1
         os.posix_fallocate(self.file, offset, HEADER)
-        self._headers += 1
         return offset
 
     def allocate(self, nbytes: int, readers: Readers | None = None, *, keep: bool = True) -> torch.UntypedStorage:

@@ -8,6 +8,7 @@ allocated from it (``flat/memory.py``). Ranks of one group that can share memory
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from fsdp.comm.threads import in_thread
 from fsdp.comm.work import TimedOut
 
 _segments: list[Segment] = []  # of this process, once there is one
+_lock = threading.Lock()  # held while it is made
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
 
 
@@ -149,6 +151,8 @@ _sharings: weakref.WeakKeyDictionary[Any, Sharing] = weakref.WeakKeyDictionary()
 
 
 def _forget_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread that the child lacks may have held it
     for sharing in _sharings.values():
         sharing.forget()
     _segments.clear()
@@ -185,8 +189,9 @@ def _own_segment() -> Segment:
     """
     if not SUPPORTED or not machine():
         raise OSError("only Linux on x86-64 is known to show what others write in its order")
-    if not _segments:
-        _segments.append(Segment())
+    with _lock:
+        if not _segments:
+            _segments.append(Segment())
     return _segments[0]
 
 
