@@ -43,7 +43,7 @@ BOTH_SIDES = (OTHER_ORDER, "in the backward", "unit 'left'", "unit 'right'")
 AHEAD = ("rank 1 runs the forward of the root unit", "runs the backward")
 FAILED = "rank 1 failed in the "
 
-ONLY_UNIT_1 = ("only unit 1, train", UNITS_0_AND_1)
+ONLY_UNIT_1 = ("only unit 1, train", ("unit 'blocks.1'", "end the pass"))
 
 # One rank of three orders, skips or repeats units, runs another pass, or fails.
 PASSES = [
@@ -271,7 +271,10 @@ def test_rank_that_is_slow_at_the_meeting_after_a_divergence_is_waited_for(odd: 
     perform(run, "train")
     with contextlib.suppress(RuntimeError, BadBatchError):
         perform(run, odd if rank == ODD else "train")
-    perform(run, "new model from rank 0")
+    with contextlib.suppress(RuntimeError) if rank == ODD and odd == "forward" else contextlib.nullcontext():
+        perform(run, "new model from rank 0")  # the odd rank has left out a backward, and learns of it here
+    if run.model is None:
+        perform(run, "new model from rank 0")
     connect, reduce = dist.ProcessGroupGloo, dist.all_reduce
     delays = iter([1.0] if (rank == 0) is (odd == "forward") else [])
 
