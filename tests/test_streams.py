@@ -27,6 +27,7 @@ from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy,
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import FullCopy
 from fsdp.flat.memory import MemoryPool
 from fsdp.optim import WholeParamOptimizer
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
@@ -410,7 +411,7 @@ MISPLACED = (
     (MemoryPool, "allocate", "compute"),
     (MemoryPool, "allocate", "reduce"),
     (MemoryPool, "trim", "compute"),
-    (FlatParamHandle, "release", "compute"),
+    (FullCopy, "release", "compute"),
     (Communicator, "gather", "compute"),
     (ReductionQueue, "allocate", "reduce"),
     (BucketGradients, "open", "reduce"),

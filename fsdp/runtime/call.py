@@ -232,7 +232,7 @@ class ForwardCall:
             context.fail()
             unit.calls.discard(self)
             if self.is_outermost and not unit.calls:
-                context.exit_forward(backward_of=None, failed=True)
+                context.reset()
         # else ``enter`` has refused the call, and the forward on the other thread goes on
 
     # -- hooks ---------------------------------------------------------------------------------------------------------

@@ -200,12 +200,9 @@ class RootContext:
             for unit in self.units:  # else autograd runs the leaves' hooks on the former stream, with a warning
                 unit.arrivals.renew()
 
-    def exit_forward(self, *, backward_of: object | None, failed: bool = False) -> None:
+    def exit_forward(self, *, backward_of: object | None) -> None:
         """Note that the forward of the tree is over. ``backward_of`` is the call of which a backward may follow."""
         self.unsharder.order.stop()
-        if failed:
-            self.reset()
-            return
         self.unsharder.end_forward(backward_follows=backward_of is not None)
         self.unsharder.settle_offloaded()  # even before a backward, which may be left out; shards may be written
         if backward_of is not None:

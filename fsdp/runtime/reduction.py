@@ -402,7 +402,7 @@ class BucketGradients:
         readable = not self.policy.unshard_in_backward or self.handle.copy.state in _READABLE
         if not readable or any(map(flag_of, grads.values())):
             raise self._refusal(grads)
-        slots = self.slots or self._open(queue, synchronize=synchronize)
+        slots = self.slots or self.open(queue, synchronize=synchronize)
         if weight == 0:
             return
         if slots.hooked:
@@ -429,7 +429,7 @@ class BucketGradients:
             "fsdp.mark_side_output(tensor)"
         )
 
-    def _open(self, queue: ReductionQueue, *, synchronize: bool) -> Slots:
+    def open(self, queue: ReductionQueue, *, synchronize: bool) -> Slots:
         """Return new slots for this backward, with a buffer. An accumulator, as far as the user left it, is
         continued."""
         layout, handle = self.handle.layout, self.handle
@@ -452,7 +452,7 @@ class BucketGradients:
 
     def reduce(self, communicator: Communicator, queue: ReductionQueue, event: Event) -> None:
         """Start the reduction of what the slots hold; of zeros, if nothing was written."""
-        slots = self.slots or self._open(queue, synchronize=True)
+        slots = self.slots or self.open(queue, synchronize=True)
         unused: set[int] = set()
         if self.policy.tree.reduce_unused:
             self.used |= slots.written
@@ -494,7 +494,7 @@ class BucketGradients:
     def expose(self, queue: ReductionQueue, *, complete: bool) -> None:
         """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` if no
         reduction follows."""
-        slots, self.slots = self.slots or self._open(queue, synchronize=False), None
+        slots, self.slots = self.slots or self.open(queue, synchronize=False), None
         slots.zero_the_rest()
         unused = self._leaves - slots.written if self.policy.tree.reduce_unused else set()
         continues = slots.accumulated is not None

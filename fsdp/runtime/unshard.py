@@ -382,7 +382,7 @@ class Unsharder:
         if policy.tree.reduce_unused or (self._ahead >= distance if listed is None else not begins):
             return
         if in_backward and policy.prefetch_after_gradients:
-            for other, found in self._gathered.items():
+            for other, found in [*self._gathered.items()]:
                 computes = other.arrivals.pending and found.why is not Residence.AWAITED
                 if computes and other.position.index not in unit.position.ancestors:
                     return
