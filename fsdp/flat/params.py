@@ -196,8 +196,8 @@ class ParamGuard:
 
         Raises: as ``enter``.
         """
-        base, summoned = self._registration.base, self._registration.summoned
-        layer = summoned or base
+        layer = self._registration.holder
+        may_be_cast = layer is self._registration.summoned
         assigned = list(self._registration.replaced())
         with torch.no_grad():
             for index, new in assigned:
@@ -207,13 +207,13 @@ class ParamGuard:
             self._registration.hide_base()
             for index in layer.before.moved(Snapshot(layer.tensors)):
                 memory, tensor = self._memory_of(index), layer.tensors[index]
-                self._check_fits(index, tensor, memory, cast=summoned is not None)
+                self._check_fits(index, tensor, memory, cast=may_be_cast)
                 point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])
         return bool(assigned)
 
     def _memory_of(self, index: int) -> torch.Tensor:
         """Return the memory of parameter ``index``: of the summoned one, else of this rank's part in the shard."""
-        layer = self._registration.summoned or self._registration.base
+        layer = self._registration.holder
         memory = layer.memory[index] if layer.memory is not None else None
         return self._handle.sharded_views(self._handle.shard)[index] if memory is None else memory
 

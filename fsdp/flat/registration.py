@@ -276,8 +276,13 @@ class Registration:
         self.shows_leaves = False
         self.show()
 
+    @property
+    def holder(self) -> Layer:
+        """The layer that holds the parameters' values between passes: the full parameters, else the base."""
+        return self.summoned or self.base
+
     def push(self, layer: Layer, *, summoned: bool = False) -> None:
-        """Register ``layer`` as the uppermost one."""
+        """Register ``layer``, of full parameters if ``summoned``, else of placeholders."""
         self._make_entries(layer)
         if summoned:
             self.summoned = layer
@@ -294,11 +299,6 @@ class Registration:
             del module._parameters[name]
         self.show()
         return found
-
-    @property
-    def shows_summoned(self) -> bool:
-        """Whether full parameters were shown on all modules; an interrupt may have ended ``push``."""
-        return self.summoned is not None and (self.placeholders is not None or self._written is self.summoned)
 
     def pop_summoned(self) -> None:
         """Remove the layer of full parameters; idempotent."""
@@ -385,7 +385,7 @@ class Registration:
                     "its module would compute with another tensor than the unit's. Call "
                     "register_parametrization() before wrapping"
                 )
-        ours = (self.summoned or self.base).tensors
+        ours = self.holder.tensors
         strange = {
             index: (site.name, current)
             for index, site in self._each

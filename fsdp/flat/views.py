@@ -7,7 +7,9 @@ Two classes, one per value of ``use_orig_params``, chosen once per bucket. ``reg
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +35,36 @@ class Visible(NamedTuple):
     absent: bool  # whether this rank's shard has no element of it
 
 
-class CommonViews:
+@dataclass(slots=True)
+class Summon:
+    """``summon_full_params`` of one bucket, until its end is complete.
+
+    Attributes:
+        grads: the gradients of the visible parameters before.
+        with_grads: whether full gradients are shown; else those of before.
+        layer: the full parameters; None until all modules show them.
+    """
+
+    grads: list[torch.Tensor | None]
+    with_grads: bool
+    layer: Layer | None = None
+
+
+class CommonViews(ABC):
     """The visible parameters of one bucket.
 
     Attributes:
         visible: one per parameter of the layout, or the flat parameter.
         present: the positions in ``visible`` of parameters with elements in this rank's shard.
         params: the tensors of ``visible``.
-        shows_grads: whether full gradients are summoned.
+        summon: the record of ``summon_full_params``; None outside.
     """
 
     def __init__(self, handle: FlatParamHandle, registration: Registration, visible: list[Visible]) -> None:
         self.handle, self.registration, self.visible = handle, registration, visible
         self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params: list[Any] = [each.param for each in visible]
-        self.shows_grads = False
-        self._ended: Layer | None = None  # the layer of full parameters, while ``end_summon`` takes over the changes
+        self.summon: Summon | None = None
 
     def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -57,7 +73,8 @@ class CommonViews:
         with torch.no_grad():
             for index, tensor in enumerate(found):
                 if tensor is not None and tensor.grad is not None:
-                    self.take_grad(index, tensor.grad)
+                    param = self._visible(index).param
+                    assign_grad(param, self._with_part(index, param.grad, local_of(tensor.grad)))
         flags = [None if tensor is None else tensor.requires_grad for tensor in found]
         if any(flag not in (None, before) for flag, before in zip(flags, layer.before.flags)):
             self.take_flags(flags)
@@ -69,13 +86,12 @@ class CommonViews:
         if params:
             torch.autograd.graph.increment_version(params)
 
-    def unite_flags(self) -> None:
+    def unite_flags(self) -> None:  # noqa: B027 - a parameter of its own has nothing to unite with
         """Freeze and unfreeze parameters that have one ``requires_grad``, as one of them was."""
 
     def take_flags(self, flags: Sequence[bool | None]) -> None:
         """Freeze or unfreeze each parameter of the layout; None leaves it as it is."""
-        summoned = self.registration.summoned
-        for tensor, flag in zip(summoned.tensors if summoned else self.params, flags):
+        for tensor, flag in zip(self.registration.holder.tensors, flags):
             if flag is not None:
                 tensor.requires_grad_(flag)
 
@@ -86,21 +102,25 @@ class CommonViews:
         visible = self.visible[position]
         assign_grad(visible.param, grad)
 
-    def take_grad(self, index: int, whole: torch.Tensor) -> None:
-        """Copy ``whole`` to the gradient of parameter ``index``."""
-        whole = local_of(whole)
-        visible = next(visible for visible in self.visible if index in visible.members)
-        if visible.absent:
-            return
-        if visible.param.grad is None:
-            visible.param.grad = torch.zeros_like(visible.param)
-        part = self._part_of_grad(visible, index)
-        part.copy_(whole if part.shape == whole.shape else self.handle.part_of(index, whole))
+    def _visible(self, index: int) -> Visible:
+        """Return the visible parameter that has parameter ``index``."""
+        return next(visible for visible in self.visible if index in visible.members)
 
-    def _part_of_grad(self, visible: Visible, index: int) -> torch.Tensor:
-        """Return the part of parameter ``index`` in the gradient of ``visible``."""
-        grad: Any = visible.param.grad
-        if len(visible.members) == 1:
+    def _with_part(self, index: int, grad: torch.Tensor | None, whole: torch.Tensor) -> torch.Tensor | None:
+        """Copy ``whole`` to the part of parameter ``index`` in ``grad``, a gradient of the visible parameter, or in a
+        new one. Return that, or None if this rank has no part."""
+        visible = self._visible(index)
+        if visible.absent:
+            return grad
+        if grad is None:
+            grad = torch.zeros_like(visible.param)
+        part = self._part_of_grad(index, grad)
+        part.copy_(whole if part.shape == whole.shape else self.handle.part_of(index, whole))
+        return grad
+
+    def _part_of_grad(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return the part of parameter ``index`` in ``grad``, a gradient of the visible parameter."""
+        if len(self._visible(index).members) == 1:
             return grad
         sharded = grad.shape == self.handle.shard.shape
         return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
@@ -128,16 +148,34 @@ class CommonViews:
 
     # -- full parameters -----------------------------------------------------------------------------------------------
 
-    def _pop_summoned(self) -> Layer | None:
-        """Register the layer below the summoned one. Return that, also if an interrupt ended ``end_summon`` before."""
-        self._ended = self.registration.summoned or self._ended
-        self.registration.pop_summoned()
-        return self._ended
+    def begin_summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """Register parameters over ``values``, in their true shapes, until ``end_summon``; with ``grads`` or, if None,
+        the present gradients."""
+        self.summon = Summon([param.grad for param in self.params], grads is not None)
+        layer = Layer(self._full_params(values, grads), values)
+        self.registration.push(layer, summoned=True)
+        self.summon.layer = layer
+
+    def end_summon(self, *, write_grads: bool) -> None:
+        """Register the base again, with the gradients that users have set if ``write_grads``.
+
+        Completes a call of this, or of ``begin_summon``, that an interrupt has ended; else idempotent.
+        """
+        if self.summon is not None:
+            self.registration.pop_summoned()
+            self._take_back(self.summon, write_grads=write_grads)
+            self.summon = None
+
+    @property
+    def is_summoned(self) -> bool:
+        """Whether all modules show full parameters; an interrupt may have ended their begin, or begun their end."""
+        layer = self.registration.summoned
+        return layer is not None and self.summon is not None and self.summon.layer is layer
 
     def drop_casts(self) -> None:
         """Let summoned parameters that were cast or moved show their memory again; their values are not kept."""
-        layer = self.registration.summoned
-        assert layer is not None and layer.memory is not None
+        layer = self.registration.holder
+        assert layer.memory is not None
         for tensor, memory in zip(map(local_of, layer.tensors), layer.memory):
             if memory is not None and (tensor.dtype, tensor.device) != (memory.dtype, memory.device):
                 point_at([tensor], [memory])
@@ -155,6 +193,14 @@ class CommonViews:
     def _attributes_of(self, index: int) -> torch.Tensor:
         """Return the tensor that has the attributes of parameter ``index``."""
         return self.handle.leaves[index]
+
+    @abstractmethod
+    def _full_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
+        """Return the parameters over ``values`` to register."""
+
+    @abstractmethod
+    def _take_back(self, summon: Summon, *, write_grads: bool) -> None:
+        """Take over users' changes of gradients and ``requires_grad``; called again after an interrupt."""
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -180,9 +226,6 @@ class OriginalViews(CommonViews):
         registration = Registration(handle, [item.sites for item in owned], None, guards)
         super().__init__(handle, registration, visible)
         handle.flat_param._params = self.params
-        # while summoned: the gradients of the shards, and at the end those that users have left
-        self._hidden_grads: list[torch.Tensor | None] | None = None
-        self._left_grads: list[torch.Tensor | None] | None = None
         self.follow_shard()
         if any(changed):
             registration.forbid_copies()
@@ -196,9 +239,8 @@ class OriginalViews(CommonViews):
     def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """Let ``new``, by which a user has replaced parameter ``index``, be the parameter. Its values are in ``memory``
         already. The former tensor becomes independent."""
-        old, summoned = self.params[index], self.registration.summoned
-        if summoned is not None:
-            summoned.tensors[index] = new
+        old = self.params[index]
+        self.registration.holder.tensors[index] = new
         if isinstance(new, DTensor):  # the user's plain tensor stays the parameter while it is sharded
             return
         new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
@@ -265,55 +307,36 @@ class OriginalViews(CommonViews):
 
     # -- full parameters -----------------------------------------------------------------------------------------------
 
-    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """Register parameters over ``values``, in their true shapes, until ``end_summon``; with ``grads`` or, if None,
-        the present gradients."""
-        self._hidden_grads, self.shows_grads = [original.grad for original in self.params], grads is not None
+    def _full_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
+        """Return the user's own parameters, now over ``values``, or ``DTensor`` s in their memory where tensor
+        parallelism has placed them."""
         point_at(self.params, values)
         for original, grad in zip(self.params, grads or ()):
             original.grad = None  # of another shape
             original.grad = grad
-        shown = [self._summoned(index, original) for index, original in enumerate(self.params)]
-        self.registration.push(Layer(shown, values), summoned=True)
-
-    def _summoned(self, index: int, original: Any) -> Any:
-        """Return the user's own parameter, or a ``DTensor`` in its memory if tensor parallelism has placed it."""
-        tp = self.handle.tp[index]
-        if tp is None:
-            return original
-        shown = tp.around(original.detach(), requires_grad=original.requires_grad)
-        if self.shows_grads and original.grad is not None:
-            shown.grad = tp.around(original.grad, requires_grad=False).detach()
+        shown = list(self.params)
+        for index, (tp, original) in enumerate(zip(self.handle.tp, self.params)):
+            if tp is not None:
+                shown[index] = tp.around(original.detach(), requires_grad=original.requires_grad)
+                if grads is not None and original.grad is not None:
+                    shown[index].grad = tp.around(original.grad, requires_grad=False).detach()
         return shown
 
-    def end_summon(self, *, write_grads: bool) -> None:
-        """Register the base again, with the gradients that users have set if ``write_grads``.
-
-        Completes a call of this, or of ``summon``, that an interrupt has ended; else idempotent.
-        """
-        hidden, layer, with_grads = self._hidden_grads, self._pop_summoned(), self.shows_grads
-        if hidden is None:
-            return
-        if self._left_grads is None:
-            tensors = layer.tensors if with_grads and layer is not None else self.params
-            self._left_grads = hidden if layer is None else [local_of(tensor.grad) for tensor in tensors]
-        shown = self._left_grads
-        for original, tensor in zip(self.params, self.params if layer is None else layer.tensors):
-            original.grad = None
-            original.requires_grad_(tensor.requires_grad)
+    def _take_back(self, summon: Summon, *, write_grads: bool) -> None:
+        """Let the parameters be shards again, each with the gradient that the user has left."""
+        layer = summon.layer
         point_at(self.params, [memory for memory in self.registration.base.memory or () if memory is not None])
-        for index, (before, now) in enumerate(zip(hidden, shown)):
-            sharded = [tensor.shape for tensor in (self.params[index], before) if tensor is not None]
-            if now is None:
-                self.set_grad(index, None if write_grads or not with_grads else before)
-            elif not with_grads and now.shape in sharded:
-                self.set_grad(index, now)
-            else:
+        shown = self.params if layer is None else layer.tensors
+        for index, (original, tensor, before) in enumerate(zip(self.params, shown, summon.grads)):
+            original.requires_grad_(tensor.requires_grad)
+            left = local_of(tensor.grad) if summon.with_grads else original.grad
+            shapes = [each.shape for each in (original, before) if each is not None]
+            if not summon.with_grads and (left is None or left.shape in shapes):
+                continue  # none, or one that fits as it is
+            if layer is None or not write_grads:
                 self.set_grad(index, before)
-                if write_grads and now is not before:
-                    self.take_grad(index, now)
-        self._hidden_grads = self._left_grads = self._ended = None
-        self.shows_grads = False
+            else:  # in one assignment: after an interrupt ``left`` is the result
+                self.set_grad(index, None if left is None else self._with_part(index, before, left))
 
 
 class FlatViews(CommonViews):
@@ -356,7 +379,7 @@ class FlatViews(CommonViews):
     def adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """Drop the gradient: the parameter is another one."""
         if self.handle.flat_param.grad is not None:
-            self._part_of_grad(self.visible[0], index).zero_()
+            self._part_of_grad(index, self.handle.flat_param.grad).zero_()
         summoned = self.registration.summoned
         if summoned is None:
             torch.autograd.graph.increment_version(self.handle.flat_param)
@@ -421,22 +444,17 @@ class FlatViews(CommonViews):
         assert home is not None
         return FlatViews(handle, sites, home)
 
-    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """Register new parameters over ``values``, under the original names, until ``end_summon``."""
-        requires_grad = self.handle.flat_param.requires_grad
-        params = self._parameters_over(values, [requires_grad] * len(values))
-        self.registration.push(Layer(params, values), summoned=True)
+    def _full_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
+        """Return new parameters over ``values``, which the modules get under the original names."""
+        return self._parameters_over(values, [self.handle.flat_param.requires_grad] * len(values))
 
-    def end_summon(self, *, write_grads: bool) -> None:
-        """Register the base again, as ``OriginalViews.end_summon`` does."""
-        layer = self._pop_summoned()
-        if layer is None:
-            return
-        if write_grads:
+    def _take_back(self, summon: Summon, *, write_grads: bool) -> None:
+        """Let the flat parameter have the changes of the full ones."""
+        layer = summon.layer
+        if layer is not None and write_grads:
             self.take_changes(layer, layer.tensors, layer.written(layer.tensors))
-        else:
+        elif layer is not None:
             self.take_flags([tensor.requires_grad for tensor in layer.tensors])
-        self._ended = None
 
 
 BucketViews = OriginalViews | FlatViews

@@ -108,7 +108,7 @@ def _begin_summon(unit: Unit, values: list[torch.Tensor], grads: _Grads | None, 
     offloaded = options.offload_to_cpu and is_device(unit.device)
     unit.begin_summon(everywhere=not (offloaded or options.rank0_only))
     for position, (views, value) in enumerate(zip(unit.views, values)):
-        views.summon(parameter_views(views.handle.layout, value), None if grads is None else grads[position])
+        views.begin_summon(parameter_views(views.handle.layout, value), None if grads is None else grads[position])
 
 
 def _end_summon(unit: Unit, values: list[torch.Tensor], options: SummonOptions) -> None:
@@ -128,11 +128,9 @@ def _end_summon_of_bucket(
     """
     handle = views.handle
     try:
-        if not views.registration.shows_summoned:  # an interrupt has ended the begin, or the first call of this
-            return
-        if not casts:
+        if views.is_summoned and not casts:
             views.drop_casts()
-        if writes:
+        if views.is_summoned and writes:
             guard.take_over()
             if value is not handle.shard:
                 start, end = handle.layout.shard_range(handle.groups.shard_rank)
@@ -152,7 +150,7 @@ def without_shards(unit: Unit) -> Iterator[None]:
     for views in unit.views:
         if views.registration.summoned is None:
             views.registration.unregister()
-        elif not views.shows_grads:
+        elif views.summon is None or not views.summon.with_grads:
             hidden += [(param, param.grad) for param in views.params if param.grad is not None]
     for param, _ in hidden:
         param.grad = None
