@@ -32,6 +32,10 @@ ABSENT_METHODS = {
     "_deregister_orig_params_ctx",  # internal to torch's summon_full_params
     "_use_training_state",  # sets the state that _assert_state reads
     "_warn_legacy_optim_state_dict",  # warns of torch's older methods for optimizer state, which are supported here
+    "_is_using_optim_input",  # these four are internal to torch's methods for optimizer state
+    "_optim_state_dict_impl",
+    "_optim_state_dict_to_load_impl",
+    "_warn_optim_input",
 }
 OWN_ARGUMENTS = {
     "CPUOffload": ["offload_gradients", "pin_memory"],
