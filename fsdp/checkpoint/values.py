@@ -46,53 +46,50 @@ def pack(value: Any, path: str, remedy: str = "", *, trusted: bool = False) -> t
         TypeError: the value holds an object of another class; with the path, the type and a remedy.
     """
     tensors: Tensors = []
-    return _packed(value, path, tensors, remedy, trusted), tensors
-
-
-def _packed(value: Any, path: str, tensors: Tensors, remedy: str, trusted: bool) -> Any:
-    def inner(value: Any, path: str) -> Any:
-        return _packed(value, path, tensors, remedy, trusted)
 
     def refer(tensor: torch.Tensor) -> int:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is list or kind in _SEQUENCES:
-        of = "an element of {}" if kind is set else "{}[{}]"
-        content: Any
-        if (numbers := _numbers(value)) is not None:
-            content = {"$numbers": refer(numbers)}
-        else:
-            content = [inner(each, of.format(path, number)) for number, each in enumerate(value)]
-        return content if kind is list else {_SEQUENCES[kind]: content}
-    if kind in _MAPPINGS:
-        if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: inner(each, f"{path}[{key!r}]") for key, each in value.items()}
-        pairs = [(inner(k, f"the key {k!r} of {path}"), inner(v, f"{path}[{k!r}]")) for k, v in value.items()]
-        return {_MAPPINGS[kind]: pairs}
-    if kind in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-        return {"$tensor": refer(value.detach())}
-    if kind in (bytes, bytearray):
-        return {f"${kind.__name__}": refer(_tensor_of(value))}
-    if kind is complex:
-        return {"$complex": [value.real, value.imag]}
-    if kind is torch.dtype:
-        return {"$dtype": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"$device": str(value)}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic):
-        return inner(value.item(), path)
-    if trusted:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return {"$pickle": refer(_tensor_of(buffer.getvalue()))}
-    raise TypeError(
-        f"{path} is {_type_of(value)}, which a checkpoint cannot hold safely: {_advice(path, value)}{remedy}"
-    )
+    def inner(value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind in _SEQUENCES:
+            of = "an element of {}" if kind is set else "{}[{}]"
+            content: Any
+            if (numbers := _numbers(value)) is not None:
+                content = {"$numbers": refer(numbers)}
+            else:
+                content = [inner(each, of.format(path, number)) for number, each in enumerate(value)]
+            return content if kind is list else {_SEQUENCES[kind]: content}
+        if kind in _MAPPINGS:
+            if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+                return {key: inner(each, f"{path}[{key!r}]") for key, each in value.items()}
+            pairs = [(inner(k, f"the key {k!r} of {path}"), inner(v, f"{path}[{k!r}]")) for k, v in value.items()]
+            return {_MAPPINGS[kind]: pairs}
+        if kind in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
+            return {"$tensor": refer(value.detach())}
+        if kind in (bytes, bytearray):
+            return {f"${kind.__name__}": refer(_tensor_of(value))}
+        if kind is complex:
+            return {"$complex": [value.real, value.imag]}
+        if kind is torch.dtype:
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if kind is torch.device:
+            return {"$device": str(value)}
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value.item(), numpy.generic):
+            return inner(value.item(), path)
+        if trusted:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            return {"$pickle": refer(_tensor_of(buffer.getvalue()))}
+        raise TypeError(
+            f"{path} is {_type_of(value)}, which a checkpoint cannot hold safely: {_advice(path, value)}{remedy}"
+        )
+
+    return inner(value, path), tensors
 
 
 def _numbers(value: Collection[Any]) -> torch.Tensor | None:
@@ -108,11 +105,7 @@ def _numbers(value: Collection[Any]) -> torch.Tensor | None:
 
 
 def _tensor_of(content: bytes | bytearray) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[:-1]  # an empty buffer is refused
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -137,6 +130,13 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {  # of a value from the content
     "$complex": lambda parts: complex(*parts),
     "$dtype": torch_dtype,
     "$device": torch.device,
+}
+
+_OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
+    "$tensor": lambda tensor: tensor,
+    "$numbers": lambda tensor: tensor.tolist(),
+    "$bytes": lambda tensor: tensor.numpy().tobytes(),
+    "$bytearray": lambda tensor: bytearray(tensor.numpy()),
 }
 
 
@@ -165,14 +165,8 @@ def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) 
     (content,) = value.values()
     if name in _MAKERS:
         return _MAKERS[name](inner(content))
-    if name == "$tensor":
-        return tensor(content)
-    if name == "$numbers":
-        return tensor(content).tolist()
-    if name == "$bytes":
-        return tensor(content).numpy().tobytes()
-    if name == "$bytearray":
-        return bytearray(tensor(content).numpy())
+    if name in _OF_TENSOR:
+        return _OF_TENSOR[name](tensor(content))
     if name != "$pickle":
         raise ValueError(f"no value is written as {name!r}")
     if not trusted:
@@ -186,23 +180,24 @@ def _type_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-_ADVICE: list[tuple[Callable[[Any], bool], str]] = [
-    (lambda value: isinstance(value, enum.Enum), "pass {path}.name"),
-    (lambda value: isinstance(value, pathlib.PurePath), "pass str({path})"),
-    (lambda value: isinstance(value, slice), "pass its start, stop and step as a tuple"),
-    (lambda value: isinstance(value, Mapping), "pass dict({path})"),
-    (lambda value: isinstance(value, (range, collections.deque, frozenset, set, list, tuple)), "pass list({path})"),
-    (
-        lambda value: isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)),
-        "pass its name",
-    ),
-    (lambda value: type(value).__module__ == "numpy" and hasattr(value, "dtype"), "pass torch.as_tensor({path})"),
-    (lambda value: isinstance(value, torch.Tensor), "pass a dense torch.Tensor"),
-    (lambda value: dataclasses.is_dataclass(value), "pass dataclasses.asdict({path})"),
-    (lambda value: hasattr(value, "__dict__") and bool(vars(value)), "pass vars({path})"),
+_ADVICE: list[tuple[Any, str]] = [
+    (enum.Enum, "pass {path}.name"),
+    (pathlib.PurePath, "pass str({path})"),
+    (slice, "pass its start, stop and step as a tuple"),
+    (Mapping, "pass dict({path})"),
+    ((range, collections.deque, frozenset, set, list, tuple), "pass list({path})"),
+    ((types.FunctionType, types.BuiltinFunctionType, types.MethodType, type), "pass its name"),
+    (torch.Tensor, "pass a dense torch.Tensor"),
 ]
 
 
 def _advice(path: str, value: Any) -> str:
-    found = next((text.format(path=path) for holds, text in _ADVICE if holds(value)), "leave it out")
-    return f"{found}, or numbers, strings, lists, dicts and tensors"
+    found = next((text for kinds, text in _ADVICE if isinstance(value, kinds)), "leave it out")
+    if found == "leave it out":
+        if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+            found = "pass torch.as_tensor({path})"
+        elif dataclasses.is_dataclass(value):
+            found = "pass dataclasses.asdict({path})"
+        elif getattr(value, "__dict__", {}):
+            found = "pass vars({path})"
+    return f"{found.format(path=path)}, or numbers, strings, lists, dicts and tensors"
