@@ -83,7 +83,7 @@ def test_copies_work_on_the_interval() -> None:
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     for made in (ragged.clone(), ragged.detach().clone(), copy.deepcopy(ragged), ragged.to("cpu", copy=True)):
         assert isinstance(made, RaggedTensor)
-        assert made.same_interval(ragged)
+        assert made.interval == ragged.interval
         assert torch.equal(made.local, ragged.local)
         assert made.local.data_ptr() != ragged.local.data_ptr()
     assert ragged.detach().local.data_ptr() == ragged.local.data_ptr()
@@ -100,7 +100,7 @@ def test_copies_without_values_have_the_interval() -> None:
     """``torch.distributed.checkpoint.async_save`` copies into a new tensor over the same interval."""
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     made = ragged.new_empty(ragged.shape)
-    assert isinstance(made, RaggedTensor) and made.same_interval(ragged) and made.local.shape == (7,)
+    assert isinstance(made, RaggedTensor) and made.interval == ragged.interval and made.local.shape == (7,)
     with pytest.raises(RuntimeError, match="this rank holds only its elements 2 to 9"):
         ragged.new_empty((4, 3))
 

@@ -262,7 +262,7 @@ def _numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 def _below(root: Path, pattern: re.Pattern[str], newest: Path) -> list[Path]:
     """List the directories, without links, that match and have a smaller number than ``newest``."""
-    limit = next(number for number, path in _numbered(root, _NAME) if path == newest)
+    limit = int(newest.name.removeprefix("checkpoint_"))
     below = [path for number, path in _numbered(root, pattern) if number < limit]
     return [path for path in below if path.is_dir() and not path.is_symlink()]
 
@@ -293,11 +293,9 @@ def damage(problem: str) -> RuntimeError:
 
 def check_size(path: Path, record: FileRecord) -> None:
     """Check that a file exists and has the size in the manifest."""
-    try:
-        size = path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        raise damage(f"{path} is missing") from None
-    if size != record.size:
+    if not path.is_file():
+        raise damage(f"{path} is missing")
+    if (size := path.stat().st_size) != record.size:
         raise damage(f"{path} has {size} bytes instead of {record.size}")
 
 

@@ -62,16 +62,13 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
     found: States = {}
     for name, value in state.items():
         order = holder.order_of(value) if isinstance(value, torch.Tensor) else None
+        fits_order = order is None or holder.any_shape
         if not isinstance(value, torch.Tensor):
             found[name] = value
             has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
             if has_tensors and holder.sharded and not holder.any_shape:
                 problems.append(f"state {name!r} of {holder} is a {type(value).__name__} of tensors")
-        elif (
-            tuple(value.shape) == holder.local_shape
-            and (value.dim() > 0 or not holder.sharded)
-            and (order is None or holder.any_shape)
-        ):
+        elif tuple(value.shape) == holder.local_shape and (value.dim() > 0 or not holder.sharded) and fits_order:
             found[name] = Elementwise(value.dtype, order=order)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)

@@ -229,9 +229,8 @@ class ModelParams:
     @property
     def in_order(self) -> list[nn.Parameter]:
         """All parameters, in the order of ``model.parameters()``; hidden ones last."""
-        return list(
-            dict.fromkeys([*(p for p in self._current_names if p in self.holders or p in self.others), *self.holders])
-        )
+        visible = (param for param in self._current_names if param in self.holders or param in self.others)
+        return list(dict.fromkeys([*visible, *self.holders]))
 
     def names(self, param: nn.Parameter) -> list[str]:
         """Return the names in the plain model of the parameters behind ``param``.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,8 +28,7 @@ _REMEDY = (
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _lock = threading.Lock()  # ranks may be threads
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since their last load
-_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()  # whether since the last load
 
 
 def watch_state_of(unit: Unit) -> None:
@@ -41,26 +39,18 @@ def watch_state_of(unit: Unit) -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
+    if optimizer not in _checked:
+        optimizer.register_load_state_dict_post_hook(lambda loaded: _checked.update({loaded: False}))
+    was_checked, _checked[optimizer] = _checked.get(optimizer, False), True
+    if was_checked or not optimizer.state:
         return
-    _checked.add(optimizer)
-    if optimizer not in _hooked:
-        _hooked.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_checked.discard)
-    if optimizer.state:
-        for holder in _holders(optimizer):
-            _check_size(optimizer, holder)
-
-
-def _holders(optimizer: Optimizer) -> Iterator[Holder]:
-    """Yield the sharded parameters that have state, in the optimizer's order."""
     with _lock:
         units = list(_units)
     known = {one.param: one for unit in units if unit.groups.sharded for one in holders_of(unit)}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in known and optimizer.state.get(param):
-                yield known[param]
+                _check_size(optimizer, known[param])
 
 
 def _check_size(optimizer: Optimizer, holder: Holder) -> None:

@@ -104,9 +104,6 @@ class RaggedTensor(torch.Tensor):
         """The identity of these elements: shape, memory order and box of the tensor, start and end."""
         return self.shape, self.stride(), self.within, self.start, self.end
 
-    def same_interval(self, other: RaggedTensor) -> bool:
-        return self.interval == other.interval
-
     @property
     def parts(self) -> list[Part]:
         """Each box of ``boxes`` with a view of ``local`` in the shape of the box."""
@@ -122,7 +119,7 @@ class RaggedTensor(torch.Tensor):
             func, args = _aten.empty_like.default, args[:1]
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         ragged: list[RaggedTensor] = [value for value in tensors if isinstance(value, RaggedTensor)]
-        alike = len(ragged) == len(tensors) and all(ragged[0].same_interval(other) for other in ragged)
+        alike = len(ragged) == len(tensors) and all(other.interval == ragged[0].interval for other in ragged)
         if func not in _ELEMENTWISE or not alike:
             raise RuntimeError(
                 f"{func} on a RaggedTensor of shape {tuple(ragged[0].shape)}: this rank holds only its elements "

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -124,7 +125,7 @@ def memory_of(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-class SafetensorsFile:
+class SafetensorsFile(ExitStack):
     """An open file, which is written (:meth:`create`, :meth:`write`, :meth:`finish`) or read (:meth:`open`,
     :meth:`parse`, :meth:`read`). Offsets are bytes after the header. Errors of the file system name the file.
 
@@ -133,16 +134,9 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, stream: BinaryIO, header: bytes = b"", entries: Sequence[Entry] = ()) -> None:
-        self.path, self._stream, self.header, self._entries = path, stream, header, entries
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stream.close()
+        super().__init__()
+        self.path, self.header, self._entries = path, header, entries
+        self._stream = self.enter_context(stream)
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

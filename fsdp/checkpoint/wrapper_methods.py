@@ -13,13 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.api import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    as_state_dict_settings,
-)
+from fsdp.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, as_state_dict_settings
 from fsdp.checkpoint.forms import Form, Full
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.optim_legacy import LegacyOptimMethods, saved, to_load
@@ -29,13 +23,6 @@ from fsdp.flat.names import WRAPPED_MODULE, unit_of, wrappers_in
 from fsdp.runtime.unit import Phase, Unit, units_in, units_of
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
-_REFUSED = {  # all but get_model_state_dict, which calls our state_dict()
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-}
 
 
 def refuse_torchs_functions(frame: FrameType | None) -> None:
@@ -43,9 +30,11 @@ def refuse_torchs_functions(frame: FrameType | None) -> None:
     not been called."""
     while frame is not None and frame.f_globals.get("__name__") == _TORCHS:
         original = frame.f_globals["_get_optim_state_dict"].__module__ == _TORCHS  # and was not replaced
-        if original and frame.f_code.co_name in _REFUSED:
+        name = frame.f_code.co_name  # get_model_state_dict() calls our state_dict()
+        is_public = name.endswith("state_dict") and not name.startswith("_")
+        if original and is_public and name != "get_model_state_dict":
             raise RuntimeError(
-                f"{frame.f_code.co_name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
+                f"{name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
                 "call fsdp.compat.enable_dcp() first, or use the function of that name in fsdp.checkpoint"
             )
         frame = frame.f_back
