@@ -323,11 +323,6 @@ def parts_of(value: torch.Tensor) -> list[Part]:
     return [(boxes[0], local)]
 
 
-def is_saved_elsewhere(value: torch.Tensor) -> bool:
-    """True if another rank of tensor parallelism saves the elements that this rank holds."""
-    return isinstance(value, RaggedTensor) and value.saved_elsewhere
-
-
 def replicas_of(value: torch.Tensor) -> tuple[int, ...]:
     """Return the global ranks that hold the same elements of a distributed tensor; () if only this rank does."""
     if isinstance(value, RaggedTensor):

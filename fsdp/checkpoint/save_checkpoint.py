@@ -29,13 +29,14 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint import by_name, files, index, rank_file, values
 from fsdp.checkpoint.files import FileRecord
-from fsdp.checkpoint.forms import is_distributed, is_saved_elsewhere, parts_of, replicas_of
+from fsdp.checkpoint.forms import is_distributed, parts_of, replicas_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.progress import bar
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Piece
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
-from fsdp.placement.boxes import Box, Part, memory_order
+from fsdp.placement.boxes import Part, memory_order
 from fsdp.runtime.unit import units_of
 
 
@@ -286,13 +287,11 @@ class Save:
                 continue
             if not is_distributed(value) or value.numel() == 0:
                 if rank == 0:
-                    _check_dense(key, value)
-                    whole = (
-                        torch.empty(value.shape, dtype=value.dtype, device="cpu") if is_distributed(value) else value
-                    )
-                    self._add(key, value, [(Box.whole(value.shape), whole)])
+                    if is_distributed(value):  # without elements
+                        value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    self._add(key, value, parts_of(value))
                 continue
-            if is_saved_elsewhere(value):
+            if isinstance(value, RaggedTensor) and value.saved_elsewhere:
                 continue
             replicas = replicas_of(value)
             if replicas not in owners:
@@ -380,10 +379,8 @@ class Save:
         return self._directory, self._given
 
     def _written(self, directory: Path, *, progress: bool) -> _Written:
-        rank = self._ranks.rank
-        nbytes = sum(piece.nbytes for piece in self._pieces)
-        name = files.rank_name(rank)
-        with bar("saving", nbytes, progress and rank == 0) as advance:
+        name, nbytes = files.rank_name(self._ranks.rank), sum(piece.nbytes for piece in self._pieces)
+        with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
             record = rank_file.write(directory / name, self._pieces, self._packed, advance)
         files.disk.sync_directory(directory)
         return _Written({name: record}, self.table)
