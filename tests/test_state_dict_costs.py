@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
-from fsdp.checkpoint import StateDictOptions, get_model_state_dict, set_model_state_dict, snapshot, state_dict
+from fsdp.checkpoint import StateDictOptions, backup, get_model_state_dict, set_model_state_dict, state_dict
 from fsdp.comm import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
@@ -72,7 +72,7 @@ def test_loading_parameters_outside_of_units_takes_linear_time() -> None:
 
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         before = own[0].detach().clone()
-        with mock.patch.object(snapshot, "registered_params", counted):
+        with mock.patch.object(backup, "registered_params", counted):
             set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
         assert torch.equal(own[0], before + 1)
         visits.append(len(seen) / count)

@@ -1,4 +1,4 @@
-"""Snapshots of state that a load changes at once, so that a load that fails changes no state."""
+"""Backups of state that a load changes at once, so that a load that fails changes no state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
 
 
-class Snapshot:
+class Backup:
     """Parameters, persistent buffers and extra state of modules, and the state and groups of optimizers.
 
     Targets, which stand for the parameters of units, are left out. Copies of values are in CPU memory. Optimizers are
@@ -54,7 +54,7 @@ class Snapshot:
             (module, _copied_if_possible(module.get_extra_state())) for module in filter(_has_extra_state, modules)
         ]
 
-    def __enter__(self) -> Snapshot:
+    def __enter__(self) -> Backup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

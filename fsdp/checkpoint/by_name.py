@@ -49,7 +49,7 @@ def full(cpu: bool, *, rank0_only: bool = False) -> StateDictSettings:
 
 def model_state(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
     """Return the model's state. All ranks have to call."""
-    model = entered(model, isinstance(Form.of(settings.state_dict_config), Full))
+    model = entered(model, settings)
     plain = PlainNames(model).plain
     with _in_force(model, settings):
         return {plain(key): value for key, value in own_method(model, "state_dict")().items()}
@@ -60,7 +60,7 @@ def load_model_state(
 ) -> Any:
     """Return the result of ``load(model, into_module, state, strict)``, with the names that the model has now.
     ``into_module`` is the ``load_state_dict`` of the module's class, or that of ``nn.Module`` for a wrapper."""
-    model = entered(model, isinstance(Form.of(settings.state_dict_config), Full))
+    model = entered(model, settings)
     into_module = functools.partial(nn.Module.load_state_dict, model)
     if unit_of(model) is None:
         into_module = own_method(model, "load_state_dict")
@@ -71,25 +71,13 @@ def load_model_state(
         return load(model, into_module, state, strict)
 
 
-def optimizer_state(
-    model: nn.Module,
-    optimizers: Iterable[Optimizer],
-    settings: StateDictSettings,
-    check: Callable[[Mapping[str, Any]], None] = lambda raw: None,
-) -> dict[str, Any]:
-    """Return the optimizers' state as one dict. All ranks have to call.
-
-    Args:
-        check: called with the ``state_dict()`` of each optimizer.
-    """
-    form = Form.of(settings.optim_state_dict_config)
-    model = entered(model, isinstance(form, Full))
+def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], settings: StateDictSettings) -> dict[str, Any]:
+    """Return the optimizers' state as one dict. All ranks have to call."""
+    form, model = Form.of(settings.optim_state_dict_config), entered(model, settings)
     plain = PlainNames(model).plain
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        raw = own_method(optimizer, "state_dict")()
-        check(raw)
-        saved = _by_name(model, optimizer, raw, form)
+        saved = _by_name(model, optimizer, own_method(optimizer, "state_dict")(), form)
         joined["state"].update((plain(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
             joined["param_groups"].append({**group, "params": [plain(name) for name in group["params"]]})
@@ -111,9 +99,9 @@ def optimizers_to_load(
     model: nn.Module,
     optimizers: list[Optimizer],
     state: Mapping[str, Any],
+    settings: StateDictSettings,
     *,
     strict: bool,
-    is_full: bool = False,
     from_rank0: bool = False,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return the part of ``state`` that each optimizer loads, without loading it. All ranks have to call.
@@ -123,7 +111,7 @@ def optimizers_to_load(
         strict: a parameter of an optimizer that is not in the dict is an error.
         from_rank0: only rank 0 has the dict.
     """
-    model = entered(model, is_full)
+    model = entered(model, settings)
     params, alone = ModelParams(model, groups_of(optimizers)), len(optimizers) == 1
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
@@ -219,12 +207,13 @@ def own_method(of: nn.Module | Optimizer, name: str) -> Any:
     return functools.partial(getattr(type(of), name), of) if patched else method
 
 
-def entered(model: nn.Module, is_full: bool = False) -> nn.Module:
+def entered(model: nn.Module, settings: StateDictSettings) -> nn.Module:
     """Return the module inside the outer wrappers (DDP, compiled modules).
 
     Raises:
         ValueError: torch's own FSDP has wrapped a module, or, for full state, ``fully_shard`` has.
     """
+    is_full = isinstance(Form.of(settings.state_dict_config), Full)
     wrapped = torchs_own(model, fully_shard=is_full or bool(units_of(model)))
     if wrapped is not None:
         raise ValueError(

@@ -31,17 +31,17 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import by_name, files, index
+from fsdp.checkpoint.backup import Backup
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading, prepare
 from fsdp.checkpoint.optim_dtypes import with_classes
-from fsdp.checkpoint.optim_load import Unread
+from fsdp.checkpoint.optim_load import UnreadState
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.rank_file import Copy, RankFile
+from fsdp.checkpoint.rank_file import PieceRead, RankFile
 from fsdp.checkpoint.save_checkpoint import classes_of
-from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
@@ -200,10 +200,9 @@ class _Load:
         if self.several is not None:
             state = contents.optimizer_state({*chain(*self.trained)}, self._place_state)
             self._check_classes(state["param_groups"], contents.values([CLASSES]).get(CLASSES, []))
-            strict = self.reading.strict
-            self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, strict=strict)
-        live = contents.find(self.live)
-        new = contents.find(self.new)
+            settings, strict = by_name.ragged(), self.reading.strict
+            self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, settings, strict=strict)
+        live, new = contents.find(self.live), contents.find(self.new)
         contents.read(live, verify_only=True)
         contents.read(new)
         self.again = lambda: contents.read(live)
@@ -249,7 +248,7 @@ def _load(ranks: Ranks, path: Path, load: _Load) -> Any:
     with ExitStack() as stack:
         ranks.together("check what is to be loaded", load.look_at_model)
         extra = _read(ranks, path, load, stack)
-        with Snapshot(optimizers=[one for one, _ in load.optimizers]), ExitStack() as undo:
+        with Backup(optimizers=[one for one, _ in load.optimizers]), ExitStack() as undo:
             loading = ranks.together("load what was read", lambda: load.prepare(undo))
             undo.pop_all()
         if load.reading.in_place:
@@ -399,14 +398,14 @@ class Contents(ExitStack):
     def _dtype(self, key: str) -> torch.dtype:
         return torch_dtype(self.table[key].dtype)
 
-    def find(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[Copy]]:
+    def find(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[PieceRead]]:
         """Find the elements of ``targets``; return copies for ``read``, by the rank of the file."""
         parts = {key: parts_of(target) for key, target in targets.items()}
         by_rank: dict[int, dict[str, list[Part]]] = {}
         for key, several in parts.items():
             for rank in self.table[key].holders(box for box, _ in several):
                 by_rank.setdefault(rank, {})[key] = several
-        copies: dict[int, list[Copy]] = {}
+        copies: dict[int, list[PieceRead]] = {}
         found: dict[str, list[Box]] = {key: [] for key in parts}
         for rank, wanted in sorted(by_rank.items()):
             file = self._file(rank)
@@ -423,7 +422,7 @@ class Contents(ExitStack):
                 raise files.damage(f"{self.directory} has {words}")
         return copies
 
-    def read(self, copies: Mapping[int, list[Copy]], *, verify_only: bool = False) -> None:
+    def read(self, copies: Mapping[int, list[PieceRead]], *, verify_only: bool = False) -> None:
         """Read what ``find`` has found, or with ``verify_only`` compare the checksums of the blocks."""
         nbytes = sum(copy.nbytes for of_rank in copies.values() for copy in of_rank)
         with bar("verifying" if verify_only else "loading", nbytes, self.reading.progress) as advance, torch.no_grad():
@@ -434,17 +433,15 @@ class Contents(ExitStack):
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
-        file = self._file(0)
-        return {key: self._value(file, key) for key in keys if key in file.keys}
+        return {key: self._value(0, key) for key in keys if key in self._file(0).keys}
 
     def extra(self, rank: int) -> Any:
         """Read the ``extra`` of a rank; None if there is none."""
-        file = self._file(rank)
-        return self._value(file, EXTRA) if EXTRA in file.keys else None
+        return self._value(rank, EXTRA) if EXTRA in self._file(rank).keys else None
 
-    def _value(self, file: RankFile, key: str) -> Any:
+    def _value(self, rank: int, key: str) -> Any:
         try:
-            return file.value(key, trusted=self.reading.trusted)
+            return self._file(rank).value(key, trusted=self.reading.trusted)
         except pickle.UnpicklingError as error:
             raise RuntimeError(
                 f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
@@ -454,22 +451,22 @@ class Contents(ExitStack):
     def optimizer_state(
         self, trained: Collection[str], place: Callable[[str, torch.Tensor, bool], None]
     ) -> dict[str, Any]:
-        """Return the optimizer's state dict, with ``Unread`` for tensors that have dimensions. ``place`` gets the key
-        and the memory of each, and whether it is a present state."""
+        """Return the optimizer's state dict, with ``UnreadState`` for tensors that have dimensions. ``place`` gets the
+        key and the memory of each, and whether it is a present state."""
 
         def wanted(key: str) -> bool:
             return key.startswith(STATE) and param_and_state(key)[0] in trained
 
         keys = [*filter(wanted, self.tensors)]
         found: dict[str, Any] = {key: self._unread(key, place) if self._shape(key) else self.empty(key) for key in keys}
-        self.read(self.find({key: value for key, value in found.items() if not isinstance(value, Unread)}))
+        self.read(self.find({key: value for key, value in found.items() if not isinstance(value, UnreadState)}))
         return _optimizer_state(found | self.values([*filter(wanted, self.others), GROUPS, OTHERS]))
 
-    def _unread(self, key: str, place: Callable[[str, torch.Tensor, bool], None]) -> Unread:
+    def _unread(self, key: str, place: Callable[[str, torch.Tensor, bool], None]) -> UnreadState:
         state, param = self.table[key], self.table.get(MODEL + param_and_state(key)[0])
         usual = tuple(range(len(state.shape))) if param is None or param.shape != state.shape else param.order
         order, in_place = None if state.order == usual else state.order, self.reading.in_place
-        return Unread(self._dtype(key), state.shape, order, in_place=in_place, place=partial(place, key))
+        return UnreadState(self._dtype(key), state.shape, order, in_place=in_place, place=partial(place, key))
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:

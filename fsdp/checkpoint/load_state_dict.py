@@ -3,7 +3,7 @@
 [Note: All or nothing]
 ``nn.Module`` walks the modules, copies at once, and reports errors at the end. During the walk targets are registered
 in place of the parameters of units; they keep the values (see ``targets.py``). Buffers and unowned parameters are
-loaded at once, and a snapshot restores them if the load fails. After the walk the ranks agree that every value fits on
+loaded at once, and a backup restores them if the load fails. After the walk the ranks agree that every value fits on
 every rank. Then each rank copies its parts into the shards. Whole values need no communication, and no unit's full
 buffer; rows of torch's sharded tensors are exchanged unit by unit.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from fsdp.checkpoint.backup import Backup, persistent_buffers
 from fsdp.checkpoint.forms import Form, is_part
-from fsdp.checkpoint.snapshot import Snapshot, persistent_buffers
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors
 from fsdp.checkpoint.targets import UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
@@ -29,15 +30,7 @@ from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.names import (
-    CHECKPOINTED_MODULE,
-    WRAPPED_MODULE,
-    clean,
-    clean_text,
-    joined,
-    unit_of,
-    wrappers_in,
-)
+from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, clean, clean_text, joined, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import join
@@ -163,7 +156,7 @@ class Loading:
     """One call of ``load_state_dict()``.
 
     Parameters of units are replaced by targets, which keep the values until ``write``. Buffers and unowned parameters
-    are loaded at once; a snapshot restores them if the load fails.
+    are loaded at once; a backup restores them if the load fails.
 
     Attributes:
         opener: the outermost module of the walk that is a wrapper or in a unit.
@@ -182,7 +175,7 @@ class Loading:
         self.error_messages: list[str] | None = None
         self.prefix = ""
         self._units: list[UnitLoading] = []
-        self._snapshot = Snapshot()
+        self._backup = Backup()
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
@@ -193,7 +186,7 @@ class Loading:
                 hooks.active = self
                 if hooks.unit.phase is not Phase.SUMMONED:  # otherwise nn.Module copies into the whole parameters
                     self._units.append(UnitLoading(hooks.unit, opener))
-            self._snapshot = Snapshot(opener.modules())
+            self._backup = Backup(opener.modules())
         except BaseException:
             self.abandon()
             raise
@@ -228,7 +221,7 @@ class Loading:
             return self
 
         try:
-            with self._snapshot:
+            with self._backup:
                 ranks = ranks_of([hooks.unit for hooks in self._hooks])
                 ranks.together("load a state dict", check, Loading.given)
         except NotLoaded as error:
@@ -254,7 +247,7 @@ class Loading:
 
     def undo(self) -> None:
         """Restore the values that were loaded at once."""
-        self._snapshot.restore()
+        self._backup.restore()
 
     def clean_keys(self, incompatible: Any) -> None:
         """Remove the wrappers' parts from the missing and unexpected keys, in place."""
@@ -280,11 +273,10 @@ class Loading:
 
 def by_group(texts: Mapping[Unit, Iterable[str]]) -> dict[Any, list[str]]:
     """Join the texts of the units by group."""
-    joined: dict[Any, list[str]] = {}
+    joined = defaultdict[Any, list[str]](list)
     for unit, of_unit in texts.items():
         for group in (unit.groups.shard, unit.groups.replica, unit.groups.tp):
-            if group is not None:
-                joined.setdefault(group, []).extend(of_unit)
+            joined[group].extend(of_unit)
     return joined
 
 
@@ -331,7 +323,7 @@ class LoadingHooks(StateHooks):
 
     def release(self) -> None:
         """Release an earlier load that ended in an exception, if there is one. Values may have changed since then, so
-        that the snapshot is out of date."""
+        that the backup is out of date."""
         if self.active is not None:
             self.active.release()
 
@@ -362,9 +354,9 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     Raises, on every rank, before values change: as ``prepare`` does on rank 0.
     """
     units = units_of(model)
-    tp = _tp_of(units)
+    tp = next((unit.groups.tp for unit in units if unit.groups.tp is not None), None)  # plain units have none
     check_idle(units, "loading what only rank 0 has")
-    groups = _ranks_of(model, units)
+    groups = _groups_from_first(model, units, tp)
     loading: Loading | None = None
     with contextlib.ExitStack() as undo:
 
@@ -394,25 +386,18 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     return incompatible
 
 
-def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
+def _groups_from_first(model: nn.Module, units: list[Unit], tp: Any | None) -> list[Any]:
     """Return the groups over which a value of rank 0 is broadcast, in this order, to reach all ranks."""
     if not units:
         return [default_group()]
-    root, tp = replace(units[0].groups, tp=None), _tp_of(units)
+    root, *others = (replace(unit.groups, tp=None) for unit in units)
     ranks = root.data_parallel_size * (tp.size() if tp is not None else 1)
-    if any(replace(unit.groups, tp=None) != root for unit in units) or (
-        unit_of(model) is None and ranks != default_group().size()
-    ):
+    if any(groups != root for groups in others) or (unit_of(model) is None and ranks != default_group().size()):
         raise RuntimeError(
             "loading a state dict that only rank 0 has needs all units to be sharded over the same group, and over all "
             "ranks where the model itself is not wrapped; pass the dict on every rank"
         )
     return [group for group in (root.shard, root.replica, tp) if group is not None and group.size() > 1]
-
-
-def _tp_of(units: Iterable[Unit]) -> Any | None:
-    """Return the group of tensor parallelism; units without such parameters have none."""
-    return next((unit.groups.tp for unit in units if unit.groups.tp is not None), None)
 
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes, with_classes
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import Group
 from fsdp.checkpoint.optim_state import optim_state_dict
-from fsdp.checkpoint.state_dict import calling_wrapped
+from fsdp.checkpoint.state_dict import calling
 
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -106,7 +106,7 @@ def saved(
     model: nn.Module, own: Sequence[Group] | None, raw: dict[str, Any], form: Form, group: Any = None
 ) -> dict[str, Any]:
     """Return the optimizer's state ``raw`` in this form; ``own`` are the optimizer's groups."""
-    with calling_wrapped("optim_state_dict()", model):
+    with calling("optim_state_dict()", model, wrapped=True):
         return optim_state_dict(model, own, raw, form, group=group)
 
 
@@ -121,7 +121,7 @@ def to_load(
     group: Any = None,
 ) -> dict[str, Any]:
     """Convert a full or sharded dict to one that the optimizer with the groups ``own`` loads."""
-    with calling_wrapped("optim_state_dict_to_load()", model):
+    with calling("optim_state_dict_to_load()", model, wrapped=True):
         return optim_state_dict_to_load(
             model, lambda: state, own, optim=optim, is_named=is_named, from_rank0=from_rank0, group=group
         )
@@ -131,8 +131,8 @@ def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequen
     """Return the parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
 
     Raises:
-        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
-        ValueError: ``optim_input`` is empty, or a group has no "params".
+        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups, or a group has no "params".
+        ValueError: ``optim_input`` is empty.
     """
     if optim_input is None:
         return None if optim is None else optim.param_groups
@@ -142,16 +142,14 @@ def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequen
     expected = (
         "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
     )
-    try:
-        given: list[Any] = list(optim_input)
-    except TypeError as error:
-        raise TypeError(f"{expected}, but got {type(optim_input)}") from error
+    if not isinstance(optim_input, Iterable):
+        raise TypeError(f"{expected}, but got {type(optim_input)}")
+    given: list[Any] = list(optim_input)
     if not given:
         raise ValueError(f"{expected}, but it is empty")
     if all(isinstance(item, torch.Tensor) for item in given):
         return [{"params": given}]
-    if not all(isinstance(item, dict) for item in given):
-        raise TypeError(f"{expected}, but got {sorted({type(item).__name__ for item in given})}")
-    if not all("params" in group for group in given):
-        raise ValueError('expected every parameter group of optim_input to have "params"')
+    if not all(isinstance(item, dict) and "params" in item for item in given):
+        kinds = sorted({type(item).__name__ for item in given})
+        raise TypeError(f'{expected}, each group with "params", but got {kinds}')
     return [{**group, "params": list(group["params"])} for group in given]

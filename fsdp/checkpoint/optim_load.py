@@ -46,7 +46,7 @@ from fsdp.runtime.unit import Unit
 
 
 @dataclass(frozen=True)
-class Whole:
+class StateInfo:
     """A whole tensor with dimensions that is to be loaded, as all ranks know it.
 
     Attributes:
@@ -59,17 +59,17 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given(Whole):
+class GivenState(StateInfo):
     """A tensor of a dict that this rank has. The value does not travel between ranks."""
 
     value: torch.Tensor = field(compare=False)
 
     def __reduce__(self) -> Any:
-        return Whole, (self.dtype, self.shape, self.order)
+        return StateInfo, (self.dtype, self.shape, self.order)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unread(Whole):
+class UnreadState(StateInfo):
     """A tensor that the caller reads after the plan, in a dict to load.
 
     Attributes:
@@ -86,7 +86,7 @@ class Description:
     """A description of a dict to load. Equal on all ranks.
 
     Attributes:
-        states: by name of parameter and state; ``Whole`` for a tensor with dimensions, otherwise the value.
+        states: by name of parameter and state; ``StateInfo`` for a tensor with dimensions, otherwise the value.
         others: entries of no parameter.
         groups: the parameter groups; None if the dict has none.
     """
@@ -106,40 +106,33 @@ def _describe(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
     known = dict.fromkeys([*params.by_name, *params.others.values()])
     bare_names = {bare(name): name for name in known}
-    found = Description({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
-    renamed = {}
-    sharded = []
-    for name, state in optim_state_dict["state"].items():
-        if not isinstance(name, str):
-            raise ValueError(
-                f"expected names of parameters as keys of the state, but got {name!r}: this looks like the state of a "
-                "plain optimizer; turn it into names first, with rekey_optim_state_dict(..., "
-                "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
-            )
-        if name in known:
-            found.states[name] = {key: _described_value(value) for key, value in state.items()}
-            if full and any(map(is_part, state.values())):
-                sharded.append(name)
-            continue
-        found.others[name] = state
-        if bare(name) in bare_names:
-            renamed[name] = bare_names[bare(name)]
+    given: Mapping[Any, Any] = optim_state_dict["state"]
+    if numbers := [name for name in given if not isinstance(name, str)]:
+        raise ValueError(
+            f"expected names of parameters as keys of the state, but got {numbers[0]!r}: this looks like the state of "
+            "a plain optimizer; turn it into names first, with rekey_optim_state_dict(..., "
+            "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
+        )
+    states = {name: {k: _described_value(v) for k, v in given[name].items()} for name in given if name in known}
+    others = {name: state for name, state in given.items() if name not in known}
+    renamed = {name: bare_names[bare(name)] for name in others if bare(name) in bare_names}
+    sharded = [name for name in states if full and any(map(is_part, given[name].values()))]
     if renamed:
         listed = ", ".join(f"{name!r} (is it {candidate!r}?)" for name, candidate in renamed.items())
         raise ValueError(f"expected the names of this model's parameters, but got {listed}")
     if sharded:
         listed = ", ".join(sorted(sharded))
         raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
-    return found
+    return Description(states, others, copy.deepcopy(optim_state_dict.get("param_groups")))
 
 
 def _described_value(value: Any) -> Any:
-    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and any further value
+    """Return ``StateInfo`` for a tensor with dimensions, the local element of a ragged scalar, and any other value
     itself."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
-    return Given(dtype, shape, value=value) if shape else scalar_of(value)
+    return GivenState(dtype, shape, value=value) if shape else scalar_of(value)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ class _Plan:
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[tuple[Held, Any]]] = {}
         self.exchanged: dict[Unit, list[str]] = {}
-        self.as_they_are: list[tuple[nn.Parameter, str, Whole]] = []  # (parameter, name of the state, value)
+        self.as_they_are: list[tuple[nn.Parameter, str, StateInfo]] = []  # (parameter, name of the state, value)
         self._problems: list[str] = []
         self._from_rank0 = from_rank0
         self._present, self._kept, self.contents = present, {} if strict else present, contents
@@ -188,7 +181,7 @@ class _Plan:
             key
             for name, states in contents.states.items()
             for key, value in states.items()
-            if name in params.by_name and params.by_name[name][1].shape and not isinstance(value, Whole)
+            if name in params.by_name and params.by_name[name][1].shape and not isinstance(value, StateInfo)
         }
         for holder in params.holders.values():
             self._plan(holder)
@@ -196,7 +189,7 @@ class _Plan:
             if states := contents.states.get(name):
                 self.local[param] = dict(states)
                 for state, value in states.items():
-                    if isinstance(value, Whole):
+                    if isinstance(value, StateInfo):
                         self.as_they_are.append((param, state, value))
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
@@ -220,7 +213,7 @@ class _Plan:
         local: dict[str, Any] = {}
         for state in sorted(names, key=state_order):  # the same order on all ranks
             values = [states[member][state] for member in present]
-            if not all(isinstance(value, Whole) for value in values):
+            if not all(isinstance(value, StateInfo) for value in values):
                 local[state] = self._common(holder, present, state, values)
             elif holder.is_whole and (values[0].order is not None or _is_whole_by_nature(values[0], present[0])):
                 local[state] = values[0]
@@ -231,25 +224,24 @@ class _Plan:
             self.local[holder.param] = {state: local[state] for state in names}
 
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
-        """Return the states of ``member``; element-wise states of a parameter without dimensions as ``Whole``, too."""
+        """Return the states of ``member``; element-wise ones of a parameter without dimensions as ``GivenState``."""
         states = dict(self.contents.states[member.name])
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
-                    states[state] = Given(value.dtype, (), value=value)
+                    states[state] = GivenState(value.dtype, (), value=value)
         return states
 
-    def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
+    def _memory(self, holder: Holder, present: list[Member], state: str, values: list[StateInfo]) -> torch.Tensor:
         """Allocate this rank's part of an element-wise state, fill in the parts that are not loaded, and note the
         transfers of the rest."""
         unit, dtypes = holder.unit, {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
         new = holder.empty(values[0].dtype, values[0].shape, values[0].order)
-        in_place = len(present) == len(holder.members) and all(
-            isinstance(value, Unread) and value.in_place for value in values
-        )
-        memory = self.present_or(new, holder.param, state) if in_place else new
+        in_place = all(isinstance(value, UnreadState) and value.in_place for value in values)
+        has_all = len(present) == len(holder.members)
+        memory = self.present_or(new, holder.param, state) if in_place and has_all else new
         for member in holder.members:
             if member not in present:
                 part = holder.part(member, memory)
@@ -260,17 +252,17 @@ class _Plan:
                 self._problems.append(f"{called} has shape {value.shape}, and the parameter has {member.shape}")
                 continue
             held = holder.held(member, memory, value.shape, value.order)
-            if isinstance(value, Unread):
+            if isinstance(value, UnreadState):
                 value.place(held.part, memory is not new)
                 continue
-            own = value.value if isinstance(value, Given) else None  # on rank 0 alone
+            own = value.value if isinstance(value, GivenState) else None  # on rank 0 alone
             found = own if self._from_rank0 else self._source(called, value, held, unit)
             self.arrivals.setdefault(unit, []).append((held, found))
         return memory
 
-    def _source(self, called: str, whole: Whole, held: Held, unit: Unit) -> Source:
+    def _source(self, called: str, whole: StateInfo, held: Held, unit: Unit) -> Source:
         """Return where this rank finds its part of a value."""
-        assert isinstance(whole, Given)
+        assert isinstance(whole, GivenState)
         try:
             source = read(whole.value, held, unit.groups)
         except (AssertionError, ValueError) as error:
@@ -317,7 +309,7 @@ class _Plan:
         return copy.deepcopy(values[0])
 
 
-def _is_whole_by_nature(value: Whole, member: Member) -> bool:
+def _is_whole_by_nature(value: StateInfo, member: Member) -> bool:
     """Return True if a state may have another meaning than one element per element, as factored rows and columns
     have."""
     shape, of_param = value.shape, member.shape
@@ -329,10 +321,10 @@ def _is_whole_by_nature(value: Whole, member: Member) -> bool:
 # -- transfers ---------------------------------------------------------------------------------------------------------
 
 
-def _of_first(whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
+def _of_first(whole: StateInfo, group: Any, device: torch.device) -> torch.Tensor:
     """Broadcast the value from rank 0 of ``group``; ``device`` is one on which the group communicates."""
     tensor = torch.empty(whole.shape, dtype=whole.dtype, device=device)
-    if isinstance(whole, Given):
+    if isinstance(whole, GivenState):
         tensor.copy_(whole.value)
     broadcast([tensor], group)
     return tensor
@@ -344,7 +336,7 @@ def _address(tensor: torch.Tensor) -> int | None:
     return local.data_ptr() if type(local) is torch.Tensor else None
 
 
-def _target(param: nn.Parameter, whole: Whole) -> torch.Tensor:
+def _target(param: nn.Parameter, whole: StateInfo) -> torch.Tensor:
     """Make memory for a state of a parameter that no unit shards: as ``DTensor`` if the parameter is one, which a step
     needs at one rank as well."""
     alike = tuple(param.shape) == whole.shape
@@ -422,12 +414,12 @@ def optim_state_dict_to_load(
     for param, state, whole in plan.as_they_are:
         if from_rank0:
             value = _of_first(whole, group, params.device)
-        elif isinstance(whole, Unread):
+        elif isinstance(whole, UnreadState):
             new = _target(param, whole)
             value = plan.present_or(new, param, state) if whole.in_place else new
             whole.place(value, value is not new)
         else:
-            assert isinstance(whole, Given)
+            assert isinstance(whole, GivenState)
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
@@ -444,7 +436,7 @@ def optim_state_dict_to_load(
         loadable["param_groups"] = groups
     if optim is not None:
         keep_dtypes(optim)
-        later = any(isinstance(value, Unread) for state in of_params for value in state.values())
+        later = any(isinstance(value, UnreadState) for state in of_params for value in state.values())
         if not later:  # the caller quantizes what it reads itself
             loadable = with_classes(optim, loadable)
     return loadable

@@ -24,7 +24,7 @@ from fsdp.checkpoint.optim_dtypes import dequantized, mark
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.checkpoint.state_dict import check_no_experts
-from fsdp.checkpoint.transfers import Leaving, export, finish
+from fsdp.checkpoint.transfers import Export, export, finish
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.versions import root_of
 from fsdp.placement.redistribute import Channel, Channels
@@ -138,7 +138,7 @@ def _send(
     group: Any,
     channel: Channel,
     label: str,
-) -> dict[tuple[Member, str], Leaving]:
+) -> dict[tuple[Member, str], Export]:
     elementwise = [
         (holder, name)
         for holder, of_holder in states.items()

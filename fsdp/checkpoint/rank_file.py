@@ -138,7 +138,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
+class StoredPiece(NamedTuple):
     """A box of a tensor, at the bytes ``begin`` to ``end`` of the data."""
 
     box: Box
@@ -147,7 +147,7 @@ class _Stored(NamedTuple):
     end: int
 
 
-class Copy:
+class PieceRead:
     """The way of elements from a stored box to a destination.
 
     Attributes:
@@ -155,7 +155,7 @@ class Copy:
         nbytes: the bytes of the elements alone.
     """
 
-    def __init__(self, stored: _Stored, box: Box, target: torch.Tensor) -> None:
+    def __init__(self, stored: StoredPiece, box: Box, target: torch.Tensor) -> None:
         """``box`` lies in the stored one, and ``target``, of the same shape, is the destination of the elements."""
         self._stored, self._box, self._target = stored, box, target
         first = last = 0
@@ -178,7 +178,7 @@ class Copy:
         return memory_of(flat)
 
     def put(self, block: torch.Tensor, begin: int) -> None:
-        """Copy the elements that are in ``block``, bytes of the data from ``begin`` on."""
+        """PieceRead the elements that are in ``block``, bytes of the data from ``begin`` on."""
         first, last = max(self.begin, begin), min(self.end, begin + block.numel())
         elements = block[first - begin : last - begin].view(self._stored.dtype)
         if self._flat is not None:
@@ -221,19 +221,16 @@ class RankFile(ExitStack):
             self._size = record.size - len(self._file.header)
             if len(self._checksums) != DIGITS * -(-self._size // self._block):
                 raise ValueError("it does not have a checksum for each block")
-            self._stored: dict[str, list[_Stored]] = defaultdict(list)
+            self._stored: dict[str, list[StoredPiece]] = defaultdict(list)
             for name, dtype, shape, begin, end in entries:
                 if name in dtypes:
                     dtype, shape = values.torch_dtype(dtypes[name]), shape[:-1]
                 key, offsets = boxes.get(name, (name, (0,) * len(shape)))
                 box = Box(tuple(map(int, offsets)), shape)
-                if (
-                    begin % dtype.itemsize
-                    or box.numel * dtype.itemsize != end - begin
-                    or len(box.offsets) != len(shape)
-                ):
+                has_size = box.numel * dtype.itemsize == end - begin and len(box.offsets) == len(shape)
+                if begin % dtype.itemsize or not has_size:
                     raise ValueError(f"{name!r} has the bytes {begin} to {end}, and is {dtype} of shape {shape}")
-                self._stored[key].append(_Stored(box, dtype, begin, end))
+                self._stored[key].append(StoredPiece(box, dtype, begin, end))
 
     @property
     def keys(self) -> Collection[str]:
@@ -251,7 +248,7 @@ class RankFile(ExitStack):
         self.read(self.find({key: [(stored.box, tensor)]})[0])
         return tensor
 
-    def find(self, targets: Mapping[str, Sequence[Part]]) -> tuple[list[Copy], dict[str, list[Box]]]:
+    def find(self, targets: Mapping[str, Sequence[Part]]) -> tuple[list[PieceRead], dict[str, list[Box]]]:
         """Find the elements of ``targets`` that are in this file.
 
         Args:
@@ -260,20 +257,20 @@ class RankFile(ExitStack):
         Returns:
             copies for ``read``, and the boxes found, by key.
         """
-        copies, found = list[Copy](), defaultdict[str, list[Box]](list)
+        copies, found = list[PieceRead](), defaultdict[str, list[Box]](list)
         for key, parts in targets.items():
             for stored in self._stored.get(key, ()):
                 for box, memory in parts:
                     if (both := stored.box.overlap(box)) is not None:
-                        copies.append(Copy(stored, both, box.cut(both, memory)))
+                        copies.append(PieceRead(stored, both, box.cut(both, memory)))
                         found[key].append(both)
         return sorted(copies, key=lambda copy: copy.begin), found
 
-    def read(self, copies: Iterable[Copy], advance: Advance = no_progress, *, verify_only: bool = False) -> None:
+    def read(self, copies: Iterable[PieceRead], advance: Advance = no_progress, *, verify_only: bool = False) -> None:
         """Read blocks, compare their checksums, and copy from them; with ``verify_only`` without writes."""
         waiting = deque(copies)
         scratch = torch.empty(min(self._block, self._size), dtype=torch.uint8, device="cpu")
-        open_copies: list[Copy] = []
+        open_copies: list[PieceRead] = []
         number = 0
         while waiting or open_copies:
             if not open_copies:
@@ -287,7 +284,7 @@ class RankFile(ExitStack):
             open_copies = [copy for copy in open_copies if copy.end > end]
             number += 1
 
-    def _read_block(self, number: int, begin: int, end: int, copies: list[Copy], scratch: torch.Tensor) -> None:
+    def _read_block(self, number: int, begin: int, end: int, copies: list[PieceRead], scratch: torch.Tensor) -> None:
         """Read one block: into a destination that takes all of it, or into ``scratch``, and from there."""
         direct = next((copy for copy in copies if copy.begin <= begin and copy.end >= end and copy.memory), None)
         if direct is not None and direct.memory is not None:

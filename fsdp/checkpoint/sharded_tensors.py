@@ -43,13 +43,7 @@ def one_chunk_each(
         sharded_tensor_metadata=ShardedTensorMetadata(
             shards_metadata=[shard for _, shard in metadata],
             size=torch.Size(shape),
-            tensor_properties=TensorProperties(
-                dtype=local.dtype,
-                layout=torch.strided,
-                requires_grad=False,
-                memory_format=torch.contiguous_format,
-                pin_memory=local.is_pinned(),  # of an offloaded model
-            ),
+            tensor_properties=TensorProperties(dtype=local.dtype, pin_memory=local.is_pinned()),
         ),
         process_group=group,
     )
@@ -68,11 +62,6 @@ def is_sharded(value: Any) -> bool:
     if not isinstance(value, DTensor):
         return isinstance(value, ShardedTensor)
     return bool(cut_dims(value))
-
-
-def warns_of_shape(value: Any) -> bool:
-    """Return True for a ``ShardedTensor``, which warns of deprecation when ``shape`` is read."""
-    return isinstance(value, ShardedTensor)
 
 
 def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.transfers import Leaving, export, finish
+from fsdp.checkpoint.transfers import Export, export, finish
 from fsdp.comm.issuing import GATHER
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
@@ -211,7 +211,7 @@ class UnitSaving(UnitTensors):
         groups = self.unit.groups
         return not self._form.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
 
-    def _export(self) -> dict[Key, Leaving]:
+    def _export(self) -> dict[Key, Export]:
         """Collect the unit's values on the ranks that receive them, in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
         channel = self._walk.channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
@@ -328,23 +328,18 @@ def check_no_experts(model: nn.Module, call: str) -> None:
 
 
 @contextlib.contextmanager
-def calling(call: str, module: nn.Module) -> Iterator[None]:
-    """Mark ``call``, which all ranks have to make, as running in all trees of ``module``."""
-    with contextlib.ExitStack() as calls:
-        for context in dict.fromkeys(map(join, units_of(module))):
-            calls.enter_context(context.calling(call))
-        yield
-
-
-@contextlib.contextmanager
-def calling_wrapped(call: str, model: nn.Module) -> Iterator[None]:
-    """Do the same as :func:`calling`, for a call that needs units."""
-    if not units_of(model):
+def calling(call: str, module: nn.Module, *, wrapped: bool = False) -> Iterator[None]:
+    """Mark ``call``, which all ranks have to make, as running in all trees of ``module``. With ``wrapped`` there has to
+    be one."""
+    units = units_of(module)
+    if wrapped and not units:
         raise ValueError(
-            f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; the "
+            f"expected a model with FullyShardedDataParallel modules in it, but {type(module).__name__} has none; the "
             "optimizer state of a plain model is optimizer.state_dict()"
         )
-    with calling(call, model):
+    with contextlib.ExitStack() as calls:
+        for context in dict.fromkeys(map(join, units)):
+            calls.enter_context(context.calling(call))
         yield
 
 

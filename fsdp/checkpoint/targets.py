@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp.checkpoint.forms import Form, Source, distribution, is_part, read
-from fsdp.checkpoint.sharded_tensors import check_no_mesh, kind_of, warns_of_shape
+from fsdp.checkpoint.sharded_tensors import check_no_mesh, kind_of
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.checkpoint.transfers import fill_each
 from fsdp.flat.registration import registered_params
@@ -43,16 +44,16 @@ class _Shape(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-class Part(_Shape):
+class StandIn(_Shape):
     """A stand-in for ``value``, a sharded tensor of a state dict. A target receives the value; a parameter that no unit
     shards refuses it. (``nn.Module`` reads ``shape``, and ``ShardedTensor`` warns that this is deprecated.)"""
 
     value: Any
 
     @staticmethod
-    def __new__(cls, value: Any) -> Part:
+    def __new__(cls, value: Any) -> StandIn:
         dtype, shape = kind_of(value)
-        part: Part = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        part: StandIn = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         part.value = value
         return part
 
@@ -61,7 +62,7 @@ class Part(_Shape):
         if func is torch.Tensor.copy_ and isinstance(args[0], Target):
             return Target.__torch_function__(func, types, args, kwargs)
         if func in (torch.Tensor.copy_, *_SAME_VALUES):
-            value = next(arg for arg in args if isinstance(arg, Part)).value
+            value = next(arg for arg in args if isinstance(arg, StandIn)).value
             raise ValueError(f"no unit shards it, and a {type(value).__name__} was given")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -100,16 +101,16 @@ class Target(_Shape):
 def mark_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:
     """Replace sharded values in ``state_dict`` by stand-ins where a target or a parameter of ``module`` needs that."""
     for key, value in state_dict.items():
-        if warns_of_shape(value):
-            state_dict[key] = Part(value)
+        if isinstance(value, ShardedTensor):
+            state_dict[key] = StandIn(value)
     for attribute, param in registered_params(module):
         key = prefix + attribute
         value = state_dict.get(key)
-        if type(param) is nn.Parameter and isinstance(value, torch.Tensor) and not isinstance(value, Part):
+        if type(param) is nn.Parameter and isinstance(value, torch.Tensor) and not isinstance(value, StandIn):
             if not is_part(value):
                 state_dict[key] = local_of(value)
             elif not (assign and isinstance(value, DTensor)):
-                state_dict[key] = Part(value)
+                state_dict[key] = StandIn(value)
 
 
 class UnitLoading(UnitTensors):
@@ -140,7 +141,7 @@ class UnitLoading(UnitTensors):
         self._targets.clear()  # they refer to this object, which would keep the values until garbage is collected
 
     def _receive(self, key: Key, value: Any) -> None:
-        value = value.value if isinstance(value, Part) else torch.detach(value)
+        value = value.value if isinstance(value, StandIn) else torch.detach(value)
         self._sources[key] = read(value, self._held[key], self.unit.groups, flat=self._flat)
         self.values[key] = value
 

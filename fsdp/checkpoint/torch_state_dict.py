@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
 from fsdp.checkpoint import by_name
+from fsdp.checkpoint.backup import Backup
 from fsdp.checkpoint.by_name import as_list, groups_of, own_method
 from fsdp.checkpoint.load_state_dict import load_alike, load_from_first
 from fsdp.checkpoint.optim_dtypes import first_step
 from fsdp.checkpoint.optim_names import ModelParams
-from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling, check_no_experts
 from fsdp.comm.consensus import ranks_of
 from fsdp.comm.groups import default_group
@@ -96,9 +96,8 @@ class StateDictOptions:
     @property
     def has_result(self) -> bool:
         """False on the ranks that get ``{}``."""
-        return not (self.full_state_dict and self.cpu_offload and torch.distributed.is_initialized()) or (
-            default_group().rank() == 0
-        )
+        on_rank0 = self.full_state_dict and self.cpu_offload and torch.distributed.is_initialized()
+        return not on_rank0 or default_group().rank() == 0
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -199,15 +198,12 @@ def get_optimizer_state_dict(
     """
     options = StateDictOptions.of(options)
     several = as_list(optimizers)
-
-    def check(raw: Mapping[str, Any]) -> None:
-        _check_joinable(raw, len(several), options)
-
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
         params = ModelParams(model, groups_of(several))
         for optimizer in several:
             stack.enter_context(initialised(optimizer, params))
-        joined = by_name.optimizer_state(model, several, options.settings, check)
+            _check_joinable(optimizer, len(several), options)
+        joined = by_name.optimizer_state(model, several, options.settings)
     if not options.has_result:
         return {}
     return _flattened(joined) if options.flatten_optimizer_state_dict else joined
@@ -224,7 +220,7 @@ def set_state_dict(
     """Call :func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; return the result of the latter. If
     one of them raises, the model and the optimizers are unchanged on all ranks."""
     optimizers = as_list(optimizers)
-    with calling("set_state_dict()", model), Snapshot(optimizers=optimizers):
+    with calling("set_state_dict()", model), Backup(optimizers=optimizers):
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return set_model_state_dict(model, model_state_dict, options=options)
 
@@ -248,15 +244,15 @@ def set_optimizer_state_dict(
         RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
     optimizers, options = as_list(optimizers), StateDictOptions.of(options)
-    is_full, from_rank0 = options.full_state_dict, options.broadcast_from_rank0
+    settings, strict, from_rank0 = options.settings, options.strict, options.broadcast_from_rank0
 
     def load_each() -> None:
         for optimizer, loadable in by_name.optimizers_to_load(
-            model, optimizers, optim_state_dict, strict=options.strict, is_full=is_full, from_rank0=from_rank0
+            model, optimizers, optim_state_dict, settings, strict=strict, from_rank0=from_rank0
         ):
             own_method(optimizer, "load_state_dict")(loadable)
 
-    with calling("set_optimizer_state_dict()", model), Snapshot(optimizers=optimizers):
+    with calling("set_optimizer_state_dict()", model), Backup(optimizers=optimizers):
         ranks_of(units_of(model)).together("load optimizer state", load_each)
 
 
@@ -267,24 +263,22 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
     Parameters of which this rank's shards hold no elements get none if another rank holds some.
     """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
-    if optimizer.state or any(param.grad is not None for param in stepped_params(optimizer)):
-        yield
-        return
-    with first_step(optimizer, elsewhere):
+    has_begun = optimizer.state or any(param.grad is not None for param in stepped_params(optimizer))
+    with contextlib.nullcontext() if has_begun else first_step(optimizer, elsewhere):
         yield
 
 
-def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
+def _check_joinable(optimizer: Optimizer, optimizers: int, options: StateDictOptions) -> None:
     """Check that the state of one of several ``optimizers`` can be joined with the others into one dict."""
-    trained = {key for group in raw["param_groups"] for key in group["params"]}
-    others = [key for key in raw["state"] if key not in trained]
+    trained = {param for group in optimizer.param_groups for param in group["params"]}
+    others = [key for key in optimizer.state if key not in trained]
     if others and (optimizers > 1 or options.flatten_optimizer_state_dict):
         raise ValueError(
             f"the optimizer's state has {', '.join(map(repr, others))}, which belongs to no parameter. That comes back "
             "only from the state of one optimizer by itself, and not flattened: remove it, or save it apart"
         )
     if options.flatten_optimizer_state_dict:
-        names = [name for key in trained & raw["state"].keys() for name in raw["state"][key]]
+        names = [name for param in trained & optimizer.state.keys() for name in optimizer.state[param]]
         if odd := [name for name in names if not isinstance(name, str)]:
             raise ValueError(f"in a flattened state dict names of states have to be strings, but one is {odd[0]!r}")
 

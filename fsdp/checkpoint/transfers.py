@@ -34,7 +34,7 @@ def _memory(boxes: Iterable[Box], like: torch.Tensor, device: torch.device) -> l
     return [(box, empty_strided(box.sizes, stride, dtype=like.dtype, device=device)) for box, stride in strides]
 
 
-class Leaving(NamedTuple):
+class Export(NamedTuple):
     """A tensor on its way into a state dict.
 
     Attributes:
@@ -55,15 +55,14 @@ class Leaving(NamedTuple):
         return self.form.wrap(self.held, local.clone() if again and local is not None else local, self.channel)
 
 
-def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, first: int = 0) -> list[Leaving]:
+def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, first: int = 0) -> list[Export]:
     """Start to move ``tensors`` to the ranks that get them in ``form``; see :func:`redistribute`. With
     ``rank0_only`` rank ``first`` of the channel gets them; -1 is no rank."""
-    leaving, items, device = [], [], form.device(channel)
+    leaving, items, device = [], [], form.device(channel) or channel.device
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
         memory, wanted = list[Part](), tuple[Box, ...]()
         if target is not None:
-            assert device is not None
             if form.rank0_only:
                 target = Placement.whole(part.shape, channel.size, only=first)
             wanted = target.boxes[channel.rank]
@@ -75,25 +74,24 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
                 copy_parts(part.parts, memory)
             else:
                 items.append(Item(part.dtype, part.stride(), source, target, part.parts, memory))
-        leaving.append(Leaving(form, held, memory, channel, wanted))
+        leaving.append(Export(form, held, memory, channel, wanted))
     redistribute(items, channel, label)
     return leaving
 
 
-def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[Leaving]:
+def finish(leaving: Iterable[Export], channels: Channels, label: str) -> list[Export]:
     """Wait until the elements of ``leaving`` are there, and exchange them among the ranks of tensor parallelism. See
     [Note: Tensor parallelism]."""
     channels.flush()
-    finished: list[Leaving] = []
+    finished: list[Export] = []
     items: dict[Channel, list[Item]] = {}
     for one in leaving:
         held, part = one.held, one.held.part
         if held.tp is not None and held.tp.dim is not None and one.wanted:
             source, target = held.shares.inside(one.wanted[0]), one.form.share(held, one.wanted[0])
             if source != target:
-                channel, device = channels.over(held.tp.group, one.channel.device), one.form.device(one.channel)
-                assert device is not None
-                gets = _memory(target.boxes[channel.rank], part, device)
+                channel = channels.over(held.tp.group, one.channel.device)
+                gets = _memory(target.boxes[channel.rank], part, one.form.device(channel) or channel.device)
                 items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
                 one = one._replace(memory=gets)
         finished.append(one)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdp.checkpoint.backup import persistent_buffers
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.optim_names import ModelParams
-from fsdp.checkpoint.snapshot import persistent_buffers
 from fsdp.checkpoint.state_dict import check_no_experts, held_param
 from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
