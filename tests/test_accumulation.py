@@ -664,16 +664,3 @@ def test_step_with_unreduced_gradients_warns_without_sharding() -> None:
                 optimizer.step()
             optimizer.step()
             model.zero_grad()
-
-
-@on_ranks(1)
-def test_backward_adds_to_a_gradient_that_the_user_has_set() -> None:
-    """On one rank no gradient is reduced, so `.grad` is the sum that the backward itself writes."""
-    plain, model = build(), wrapped((NONE, True))
-    x = Data(0, 0).tensor(0, 3, WIDTH)
-    for each in (plain, model):
-        for param in each.parameters():
-            param.grad = torch.full_like(param, 0.5)
-        loss_of(each, x).backward()
-    found, expected = ({n: p.grad for n, p in named_parameters(each).items()} for each in (model, plain))
-    assert_bit_equal(found, expected)

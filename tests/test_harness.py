@@ -92,7 +92,7 @@ def test_pool_reports_the_first_failure_in_time() -> None:
     assert text.startswith("rank 1 of 2 failed:\nTraceback")
     assert "in fail_first_on_rank_one" in text and "assert wanted == found" in text
     assert "where wanted = 1" in text and "where found = 8" in text
-    assert re.search(r"\n\nrank 0 failed \d.\d s later: AssertionError \(test_harness.py:\d+\)", text)
+    assert re.search(r"\n\nrank 0 failed \d.\d s later: AssertionError \(pool.py:\d+ > test_harness.py:\d+\)", text)
     assert "worker.py" not in text
     assert not any(_is_running(pid) for pid in before)
     assert before.isdisjoint(pid for pid, _, _ in run_ranks(2, rank_and_sum, 1.0))

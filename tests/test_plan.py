@@ -124,7 +124,7 @@ def measure(
     build: Callable[[], nn.Module],
     policy: Any,
     batch: Tensor,
-    steps: int = 15,
+    steps: int = 8,
     make_optimizer: Any = ADAMW,
     **options: Any,
 ) -> dict[str, Any]:

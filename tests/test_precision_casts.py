@@ -430,7 +430,7 @@ def test_autocast_applies_on_top_of_mixed_precision() -> None:
                 # Casts of NO_SHARD's own parameters are cached until the block ends, as for plain models.
                 if mode.strategy is not NONE or param_dtype is not None:
                     by_foreach(list(pair.model.parameters()))
-                    by_foreach(list(pair.master.parameters()))
+                    by_foreach(list(pair.plain.parameters()))
                 output = pair.model(inputs[rank])  # new values within one autocast block
                 runs = [pair.run(x, param_dtype) for x in inputs]
             same(output, runs[rank][1], case)

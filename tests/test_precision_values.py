@@ -77,17 +77,17 @@ def test_forward_uses_every_kind_of_write_to_the_shards() -> None:
                 if cycle:  # gathered and cast values are outdated, too
                     pair.check_output(f"{case}, before")
                     pair.model(pair.inputs()[dist.get_rank()])
-                for params in (pair.model.parameters(), pair.master.parameters()):
+                for params in (pair.model.parameters(), pair.plain.parameters()):
                     writer(list(params))
                 if cycle:
                     pair.check_output(f"{case}, after")
             with FullyShardedDataParallel.summon_full_params(pair.model, writeback=True):
                 by_copy(list(pair.model.parameters()))
-            by_copy(list(pair.master.parameters()))
+            by_copy(list(pair.plain.parameters()))
             pair.step(f"{strategy.name}, {use_orig_params=}, cycle {cycle}, summon_full_params")
             for dtype in (FP64, FP32):
                 pair.model.to(dtype)
-                pair.master.to(dtype)
+                pair.plain.to(dtype)
                 pair.step(f"{strategy.name}, {use_orig_params=}, cycle {cycle}, {dtype}")
         assert_at_rest(pair.model, strategy.name)
 
@@ -233,20 +233,20 @@ def test_summoned_parameters_have_full_precision(world_size: int) -> None:
                 with summoned(pair.model, writeback=writeback):
                     assert pair.net.blocks[0].turn.dtype == BF16
                     shown = {n: p.detach().clone() for n, p in named_parameters(pair.model).items()}
-                    assert_bit_equal(shown, {n: p.detach() for n, p in named_parameters(pair.master).items()}, case)
+                    assert_bit_equal(shown, {n: p.detach() for n, p in named_parameters(pair.plain).items()}, case)
                     by_copy(list(pair.model.parameters()))
-                    by_copy(list(pair.master.parameters()))
+                    by_copy(list(pair.plain.parameters()))
                     output = pair.model(first[rank])
                     same(output, pair.outputs(first, None)[rank], f"{case}, inside")
                     expected = pair.gradients(first, None)
                     by_new_data(list(pair.model.parameters()))
-                    by_new_data(list(pair.master.parameters()))
+                    by_new_data(list(pair.plain.parameters()))
                     with torch.inference_mode():
                         same(pair.model(second[rank]), pair.outputs(second, None)[rank], f"{case}, inside, written")
                 assert pair.net.blocks[0].turn.dtype == BF16
                 assert pair.net.seen() >= {FP32}
                 if not writeback and strategy is not NONE and dist.get_world_size() > 1:  # live tensors otherwise
-                    pair.master.load_state_dict(shown, strict=False)
+                    pair.plain.load_state_dict(shown, strict=False)
                 del output, expected
                 pair.step(f"{case}, {writeback=}, afterwards")
             with summoned(pair.model), pytest.raises(RuntimeError, match="inside summon_full_params, or of a forward"):
@@ -287,9 +287,9 @@ def test_keep_low_precision_grads(world_size: int) -> None:
                 if param.grad is not None:
                     param.grad = param.grad.float()
             SGD(pair.model.parameters(), 0.1).step()
-            for name, param in named_parameters(pair.master).items():
+            for name, param in named_parameters(pair.plain).items():
                 param.data.sub_(expected[name].float(), alpha=0.1)
-            assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, case)
+            assert_local_parameters(pair.model, dict(named_parameters(pair.plain)), 0, case)
 
 
 # -- after the backward --------------------------------------------------------------------------------------------
@@ -313,9 +313,9 @@ def test_gradients_are_complete_when_backward_returns(offload: bool) -> None:
                     grads = pair.gradients(inputs, precision.param_dtype)
                     assert_local_gradients(pair.model, grads, 0, f"{strategy.name}, step {step}")
                     pair.model.zero_grad()
-                    for param, grad in zip(pair.master.parameters(), grads.values(), strict=True):
+                    for param, grad in zip(pair.plain.parameters(), grads.values(), strict=True):
                         param.data.sub_(grad, alpha=0.1)
-                    assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, strategy.name)
+                    assert_local_parameters(pair.model, dict(named_parameters(pair.plain)), 0, strategy.name)
 
 
 def fail(*args: Any) -> None:

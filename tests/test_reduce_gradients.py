@@ -111,36 +111,27 @@ def test_reduce_gradients_reduces_each_unit_once_and_gathers_none() -> None:
     assert not log.units("reduce")
 
 
-@on_ranks(2)
-def test_units_without_gradients_are_not_reduced() -> None:
-    model = build(FULL, True)
-    accumulate(model, 2, skip_second=True)
-    model.reduce_gradients()
-    grads = full_gradients(model)
-    assert all((grad is None) is name.startswith("second") for name, grad in grads.items())
+# Whether `reduce_unused`, whether each rank skips the second unit, and the parameters that have no gradient then.
+SKIPPING: list[tuple[bool, tuple[bool, bool], tuple[str, ...]]] = [
+    (False, (True, True), ("second", "head.bias")),
+    (True, (True, False), ("head.bias",)),
+    (True, (True, True), ("second", "head.bias")),
+]
 
 
+@pytest.mark.parametrize(("unused", "skips", "without"), SKIPPING)
 @on_ranks(2)
-def test_ranks_may_reduce_after_using_different_units() -> None:
-    """One rank uses a unit that the second rank skips."""
-    model = build(FULL, True, reduce_unused=True)
+def test_units_without_gradients_are_not_reduced(
+    unused: bool, skips: tuple[bool, bool], without: tuple[str, ...]
+) -> None:
+    """With `reduce_unused` one rank may use a unit that the second rank skips. The bias of the head is frozen."""
+    model = build(FULL, True, reduce_unused=unused)
     model.head.bias.requires_grad_(False)
-    accumulate(model, 2, skip_second=dist.get_rank() == 0)
+    accumulate(model, 2, skip_second=skips[dist.get_rank()])
     model.reduce_gradients()
-    grads = full_gradients(model)
-    assert grads.pop("head.bias") is None
-    assert all(grad is not None and bool(grad.any()) for grad in grads.values())
-
-
-@on_ranks(2)
-def test_parameters_that_no_rank_uses_get_no_gradient() -> None:
-    """With `reduce_unused`, as from a synchronized backward."""
-    net = Net(lambda m, x: m.used(x), used=nn.Linear(4, 3), unused=nn.Linear(4, 3))
-    model = wrap(net, FULL, True, reduce_unused=True)
-    with model.no_sync():
-        model(torch.ones(2, 4)).sum().backward()
-    model.reduce_gradients()
-    assert {name for name, grad in full_gradients(model).items() if grad is None} == {"unused.weight", "unused.bias"}
+    for name, grad in full_gradients(model).items():
+        assert (grad is None) is name.startswith(without), name
+        assert grad is None or bool(grad.any()), name
 
 
 @on_ranks(4)

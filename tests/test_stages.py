@@ -55,6 +55,7 @@ from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
 from tests.harness.small import error_of
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
+from tests.harness.summoned import pieces
 
 # torch records its last 2000 native collectives, about 1 KiB each, which the meter would count. Set before any rank
 # starts, because ranks inherit the environment.
@@ -385,8 +386,12 @@ class Registration:
         self.is_sharded = self.model.sharding_strategy is not NO_SHARD
         self.flat = {unit.name: unit.buckets[0].flat_param for unit in shard_info(self.model)}
         self.pointers = {name: flat.data_ptr() for name, flat in self.flat.items()}
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.parts = pieces(self.model, self.values)
+        self.world_size = dist.get_world_size()
         self.seen: list[str] = []
+
+    def numel_of(self, unit: str) -> int:
+        return sum(value.numel() for name, value in self.values.items() if self.unit_of(name) == unit)
 
     def unit_of(self, name: str) -> str:
         first = name.split(".")[0]
@@ -415,7 +420,7 @@ class Registration:
     def check_flat_parameters(self) -> None:
         """Check that the optimizer's parameters have the shard as data, at the same address at every stage."""
         for unit, flat in self.flat.items():
-            numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
+            numel = self.numel_of(unit)
             assert flat.data_ptr() == self.pointers[unit] and isinstance(flat, FlatParameter)
             assert type(flat) is nn.Parameter and flat.is_leaf and flat.requires_grad
             if not self.use_orig_params:  # without alignment, the plain chunk rule
@@ -425,21 +430,19 @@ class Registration:
         """Check that names, and objects except of running units, are the same as before."""
         found = dict(self.model.named_parameters())
         top = "_fsdp_wrapped_module."
+        prefixes = {"": top, "0": f"{top}0.{top}", "1": f"{top}1.{top}"}
         if self.use_orig_params:
-            infix = {"0": "0._fsdp_wrapped_module.", "1": "1._fsdp_wrapped_module."}
-            expected = [top + infix.get(n.split(".")[0], "2.") + n.split(".", 1)[1] for n in self.originals]
+            expected = [prefixes[unit := self.unit_of(name)] + name.removeprefix(f"{unit}.") for name in self.originals]
             assert list(found) == expected
-        else:
-            infixes = {"": top, "0": f"{top}0._fsdp_wrapped_module.", "1": f"{top}1._fsdp_wrapped_module."}
-            assert set(found) == {infix + "_flat_param" for infix in infixes.values()}
-            for unit, infix in infixes.items():
-                flat = found[infix + "_flat_param"]
-                if unit in running:  # all elements
-                    numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
-                    assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
-                    assert flat.shape == (numel,) and flat.requires_grad and flat.grad is None
-                else:
-                    assert flat is self.flat[unit]
+            return
+        assert set(found) == {prefix + "_flat_param" for prefix in prefixes.values()}
+        for unit, prefix in prefixes.items():
+            flat = found[prefix + "_flat_param"]
+            if unit not in running:
+                assert flat is self.flat[unit]
+                continue
+            assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
+            assert flat.shape == (self.numel_of(unit),) and flat.requires_grad and flat.grad is None
 
     def check_leaf(self, name: str, what: str) -> None:
         leaf, original = self.registered(name), self.originals[name]
@@ -457,28 +460,9 @@ class Registration:
         flat = self.flat[self.unit_of(name)]
         assert original.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() or not original.numel(), what
         if self.is_sharded:
-            assert original.dim() == 1, what
-            start = self.shard_start(name)
-            part = self.values[name].flatten()[start : start + original.numel()]
-            assert torch.equal(original, part), what
+            assert original.dim() == 1 and torch.equal(original, self.parts[name]), what
         else:
             assert torch.equal(original, self.values[name]), what
-
-    def shard_start(self, name: str) -> int:
-        """Return the offset of this rank's part, from the alignment of 16 bytes and the chunk rule alone."""
-        offset = end = wanted = 0
-        for other, value in self.values.items():
-            if self.unit_of(other) == self.unit_of(name):
-                offset = -(-end // 4) * 4
-                end = offset + value.numel()
-                if other == name:
-                    wanted = offset
-        shard = -(-end // self.world_size)
-        begin, stop = self.rank * shard, (self.rank + 1) * shard
-        start = min(max(begin - wanted, 0), self.values[name].numel())
-        own = min(max(stop - wanted, 0), self.values[name].numel()) - start
-        assert self.originals[name].numel() == own
-        return start
 
     def check_placeholder(self, name: str, what: str) -> None:
         placeholder, value = self.registered(name), self.values[name]
@@ -509,12 +493,11 @@ def check_gradients(r: Registration, kind: str | None) -> None:
     """Check that `.grad` is None, the reduced shard, or with `no_sync` unsharded in the true shape."""
     if not r.use_orig_params:
         for unit, flat in r.flat.items():
-            numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)
             if kind is None:
                 assert flat.grad is None
             else:
                 assert flat.grad is not None and flat.grad.dtype == flat.dtype
-                assert flat.grad.shape == (flat.shape if kind == "reduced" else (numel,))
+                assert flat.grad.shape == (flat.shape if kind == "reduced" else (r.numel_of(unit),))
         return
     for name, original in r.originals.items():
         absent = r.is_sharded and original.numel() == 0 and kind == "reduced"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
+from tests.harness.sharded import full_gradients
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, Mode
 from tests.harness.writes import batch, build, layer_of, local_part, loss_of, pair, summon
 
@@ -60,6 +61,12 @@ class Subject:
             value if self.plain else local_part(self.model, param, f"layers.0.{name}", value).clone()
             for param, (name, value) in named
         ]
+
+    def grads(self) -> dict[str, Tensor | None]:
+        """Return the full gradients by the plain model's names."""
+        if self.plain:
+            return {name: param.grad.clone() for name, param in self.model.named_parameters() if param.grad is not None}
+        return full_gradients(self.model)
 
     def summoned(self, **options: bool) -> Any:
         return contextlib.nullcontext() if self.plain else summon(self.model, **options)
@@ -144,7 +151,12 @@ ACTIONS: dict[str, Act] = {
     "apply": _apply,
     "to": lambda subject: subject.model.to(torch.float64),
 }
-OTHER_ACTIONS: dict[str, Act] = {"load_state_dict of rank 0": _load_from_rank_0}
+OTHER_ACTIONS: dict[str, Act] = {
+    "load_state_dict of rank 0": _load_from_rank_0,
+    "data = new, on the module": lambda subject: setattr(
+        subject.linear.weight, "data", subject.linear.weight.data * 0.5
+    ),
+}
 
 
 def _between(subject: Subject, act: Act) -> None:
@@ -256,17 +268,19 @@ OTHER_MOMENTS = {"in a load hook": _in_a_load_hook, "summoned in no_sync": _summ
 
 
 def outcome(subject: Subject, moment: str, action: str) -> tuple[str, dict[str, Tensor]]:
-    """Return the state after two further steps, since some writes are refused later, or the error."""
+    """Return state and gradients after two further steps, since some writes are refused later, or the error."""
     try:
         (MOMENTS | OTHER_MOMENTS)[moment](subject, (ACTIONS | OTHER_ACTIONS)[action])
         dtype = next(subject.model.parameters()).dtype
         for seed in (2, 3):
             subject.model(batch(seed).to(dtype)).square().mean().backward()
+            grads = subject.grads() if seed == 3 else {}
             torch.optim.SGD([p for p in subject.model.parameters() if p.requires_grad], lr=0.5).step()
             subject.model.zero_grad()
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
         return f"{type(error).__name__}: {error}", {}
-    return "", {name: value.clone() for name, value in subject.model.state_dict().items()}
+    state = {name: value.clone() for name, value in subject.model.state_dict().items()}
+    return "", state | {f"{name}.grad": grads[name] for name in sorted(grads) if grads[name] is not None}
 
 
 # Cells in which a plain model continues and a sharded one refuses: (action, moment, words), each a pattern.
@@ -327,10 +341,10 @@ BESIDES: list[tuple[str, str, Mode]] = [
     *itertools.product(["between"], ["to", "load_state_dict"], [(FULL, True), (NONE, False)]),
     *itertools.product(["in a state dict hook"], ["copy_", "data.copy_", "deepcopy"], [(FULL, False), (FULL, True)]),
     *itertools.product(["in a state dict hook", "in a load hook"], ["frozen"], MODES),
-    *itertools.product(["before the step"], ["data = new"], MODES[1:]),
+    *itertools.product(["before the step"], ["data = new, on the module"], [*MODES[1:], Mode(NONE, True)]),
     *itertools.product(["unsharded ahead"], ["data = new", "load_state_dict"], MODES),
     # units that stay gathered between the passes
-    *itertools.product(["in no_sync"], ["copy_", "data = new", "load_state_dict", *OTHER_ACTIONS], KEPT),
+    *itertools.product(["in no_sync"], ["copy_", "data = new", "load_state_dict", "load_state_dict of rank 0"], KEPT),
     *itertools.product(["summoned in no_sync"], ["copy_", "data.copy_"], KEPT),
     ("in no_sync", "replaced", KEPT[0]),
 ]

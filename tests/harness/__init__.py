@@ -9,12 +9,14 @@ Processes
 Models
     models           the model zoo: small models with sizes that never divide
     shapes           small models in the shapes of popular libraries
-    small            a small network beside its plain twin; also `StandIn`, a process group without processes
-    chains, switches, precision, summoned, writes, exports   a model and its plain twin for one subject each
+    small            a small network; also `StandIn`, a process group without processes
+    chains, switches, precision, summoned, writes, exports   a model for one subject each
     random_models    random models, wrappings and passes; `random_programs` runs them wrapped and plain
     training_scripts programs of users, as text
 
 References and cases
+    twin             a wrapped model next to its plain twin, which takes the same steps on the batches of all ranks
+    strategies       the sharding strategies, and the modes in which tests run
     oracle           the same training steps without sharding, and comparisons that name differences
     sharded          training steps under the package, and full tensors assembled from parts
     lockstep         a program compared with a plain replica of every rank after every backward; `passes` has its parts

@@ -16,6 +16,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_local_gradients, assert_local_parameters
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.sharded import wrap
+from tests.harness.twin import Twin
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -65,7 +66,7 @@ class Net(nn.Sequential):
         return found
 
 
-class Pair:
+class Pair(Twin):
     """A wrapped model, the plain model in the parameters' dtype, and inputs of every rank."""
 
     def __init__(
@@ -79,19 +80,23 @@ class Pair:
         self.precision = precision or MixedPrecision(BF16, buffer_dtype=BF16)
         torch.manual_seed(0)
         self.net = Net().to(dtype)
-        self.master = deepcopy(self.net)
+        plain = deepcopy(self.net)
         options.setdefault("wrap_policy", ModuleWrapPolicy({Block}))
-        self.model = wrap(self.net, strategy, use_orig_params, mixed_precision=self.precision, **options)
+        model = wrap(self.net, strategy, use_orig_params, mixed_precision=self.precision, **options)
+        super().__init__(model, plain, self._loss_of, lambda module: SGD(module.parameters(), 0.125))
         self._generator = torch.Generator().manual_seed(1)
+
+    def _loss_of(self, model: nn.Module, step: int, rank: int) -> Tensor:
+        raise NotImplementedError("the plain model runs as a replica in another dtype: see `run`")
 
     def inputs(self) -> list[Tensor]:
         """Return a new batch for each rank."""
-        dtype = next(self.master.parameters()).dtype
+        dtype = next(self.plain.parameters()).dtype
         return [torch.randn(3, WIDTH, generator=self._generator).to(dtype) for _ in range(dist.get_world_size())]
 
     def run(self, x: Tensor, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
         """Return a replica in `dtype` (None: dtype of the parameters) and the output of a forward."""
-        replica = deepcopy(self.master).to(dtype)
+        replica = deepcopy(self.plain).to(dtype)
         replica.zero_grad()
         return replica, replica(x.to(next(replica.parameters()).dtype))
 
@@ -111,10 +116,10 @@ class Pair:
         return {name: p.grad.to(reduce or p.dtype) for name, p in named_parameters(replica).items()}  # type: ignore[union-attr]
 
     def mean(self, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        params = named_parameters(self.master)
+        params = named_parameters(self.plain)
         return {name: reduced([grads[name] for grads in by_rank]).to(p.dtype) for name, p in params.items()}
 
-    def step(self, case: str, lr: float = 0.125, dtype: torch.dtype | None = BF16) -> None:
+    def step(self, case: str, dtype: torch.dtype | None = BF16) -> None:
         """Train both one step and compare output, gradients and shards."""
         inputs = self.inputs()
         output = self.model(inputs[dist.get_rank()])
@@ -122,13 +127,11 @@ class Pair:
         loss_of(output).backward()
         grads = self.gradients(inputs, dtype)
         assert_local_gradients(self.model, grads, 0, case)
-        for param, grad in zip(self.master.parameters(), grads.values(), strict=True):
+        for param, grad in zip(self.plain.parameters(), grads.values(), strict=True):
             param.grad = grad
-        for params in (self.model.parameters(), self.master.parameters()):
-            optimizer = SGD(params, lr)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_local_parameters(self.model, dict(named_parameters(self.master)), 0, case)
+        self.update()
+        self.zero_grad()
+        assert_local_parameters(self.model, dict(named_parameters(self.plain)), 0, case)
 
     def check_output(self, case: str, dtype: torch.dtype | None = BF16) -> None:
         """Compare a forward without gradients with the reference."""

@@ -1,4 +1,4 @@
-"""A small network beside its plain twin, and a process group without processes."""
+"""A small network, its training, and a process group without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model whose units' switches are set, and its plain twin."""
+"""A small model whose units' switches are set."""
 
 from __future__ import annotations
 
