@@ -4,7 +4,7 @@ python -m tests.device.situations [PART_OF_A_NAME ...]
 
 The list begins with the situations of ``scripts/gpu_situations.py``, which run on GPUs as well. The cases of this file
 set the lateness of streams, compare with a plain model in float64 on CPU, or count with this device's counters.
-``tests/test_streams.py`` traces the order of streams in further programs: with freezing, hooks, switches and moves.
+``tests/test_streams.py`` traces the order of streams in other programs: with freezing, hooks, switches and moves.
 """
 
 from __future__ import annotations
@@ -570,7 +570,7 @@ def priorities(device: torch.device) -> None:
     assert lag.C.priorities(device.index)[:3] == [0, -1, -1]
 
 
-# -- a training on CPU beside the device -------------------------------------------------------------------------------
+# -- one device --------------------------------------------------------------------------------------------------------
 
 
 @case

@@ -31,7 +31,7 @@ def average(module: nn.Module, world_size: int, run: Callable[[int], Any]) -> No
             wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
             param.grad = (functools.reduce(torch.add, [grad.to(wide) for grad in each]) / world_size).to(param.dtype)
         elif param.requires_grad:
-            param.grad = torch.zeros_like(param)  # unused beside used ones
+            param.grad = torch.zeros_like(param)  # unused, next to used ones
 
 
 class Twin:
