@@ -41,10 +41,10 @@ from fsdp.checkpoint.optim_names import param_to_name as _get_param_to_fqn  # no
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.checkpoint.wrapper_methods import StateDictMethods, refuse_torchs_functions
-from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
 from fsdp.comm.versions import STATE_DICTS_ASK, skip_code
+from fsdp.comm.waiting.board import processes
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import (

@@ -71,7 +71,7 @@ import fsdp
 import fsdp.export
 import fsdp.optim
 import fsdp.wrap
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.versions import ALL_GATHER
 
 OURS = ("native", "direct", "shared", "auto")

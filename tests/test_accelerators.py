@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 import fsdp.checkpoint.save_checkpoint as save_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.comm.groups as groups_module
-import fsdp.comm.issuing as issuing_module
-import fsdp.comm.native as native_module
-import fsdp.comm.work as work_module
+import fsdp.comm.lane.issuing as issuing_module
+import fsdp.comm.transport.native as native_module
+import fsdp.comm.waiting.work as work_module
 import fsdp.flat.ownership as ownership_module
 from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
@@ -36,10 +36,10 @@ from fsdp.comm.collectives import Communicator, Event, combine
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, place
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import HostStreams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.work import OutOfStep, Watcher, Work
+from fsdp.comm.waiting.work import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device

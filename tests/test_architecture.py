@@ -43,8 +43,8 @@ LOWEST_OF_COMM = [
     "fsdp/comm/threads.py",
     "fsdp/comm/host_memory.py",
     "fsdp/comm/streams.py",
-    "fsdp/comm/work.py",
-    "fsdp/comm/native.py",
+    "fsdp/comm/waiting/work.py",
+    "fsdp/comm/transport/native.py",
 ]  # each may import the files before it
 
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
@@ -278,7 +278,8 @@ def cycles(sources: Iterable[Source]) -> list[str]:
 
 
 def collectives_in_collectives(source: Source) -> list[str]:
-    if source.name in (f"fsdp/comm/{name}.py" for name in ("collectives", "consensus", "issuing", "native")):
+    places = ("collectives", "consensus", "lane/issuing", "transport/native")
+    if source.name in (f"fsdp/comm/{name}.py" for name in places):
         return []
     wrong = [
         f"line {line}: {name}"
@@ -293,7 +294,7 @@ def collectives_in_collectives(source: Source) -> list[str]:
 
 def stores_in_board(source: Source) -> list[str]:
     """Check that only `Board` reads, writes and polls a store; files of `comm` may make groups on one."""
-    if source.name == "fsdp/comm/board.py":
+    if source.name == "fsdp/comm/waiting/board.py":
         return []
     polls = () if source.name.startswith("fsdp/comm/") else ("fsdp.comm.groups.group_store", "time.sleep")
     wrong = [f"line {line}: {name}" for line, name in source.references if name in polls]
@@ -563,9 +564,17 @@ KEPT: list[tuple[Rule, str, str]] = [
         DIST + "dist.get_rank()\ndist.ReduceOp.MAX\nself.gather(x)\nhasattr(dist, 'gather')",
     ),
     (collectives_in_collectives, "fsdp/comm/collectives.py", DIST + "dist.all_reduce(x)"),
-    (stores_in_board, "fsdp/comm/board.py", "self._store.set(key, value)"),
-    (stores_in_board, "fsdp/comm/work.py", "import time\nfrom fsdp.comm.groups import group_store\ntime.sleep(1)"),
-    (stores_in_board, RUNTIME, "from fsdp.comm.board import Board\nBoard(group, name).read(key)\nrestore.get(key)"),
+    (stores_in_board, "fsdp/comm/waiting/board.py", "self._store.set(key, value)"),
+    (
+        stores_in_board,
+        "fsdp/comm/waiting/work.py",
+        "import time\nfrom fsdp.comm.groups import group_store\ntime.sleep(1)",
+    ),
+    (
+        stores_in_board,
+        RUNTIME,
+        "from fsdp.comm.waiting.board import Board\nBoard(group, name).read(key)\nrestore.get(key)",
+    ),
     (streams_in_streams, RUNTIME, "from fsdp.comm.streams import StreamEvent, Streams\nstreams.wait(streams.record())"),
     (streams_in_streams, "fsdp/comm/streams.py", "import torch\ntorch.accelerator.set_stream(s)"),
     (memory_in_flat_param, VIEWS, "x = param.data\nx.data.copy_(y)"),

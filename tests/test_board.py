@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.comm import board as boards
 from fsdp.comm import threads
-from fsdp.comm.board import Board
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.lane import Lane
+from fsdp.comm.waiting import board as boards
+from fsdp.comm.waiting.board import Board
 from tests.harness.fake_group import fake_group
 from tests.harness.pool import Died, run_fresh
 

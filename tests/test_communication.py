@@ -33,13 +33,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import native, threads
+from fsdp.comm import threads
 from fsdp.comm.collectives import PARTS, Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
-from fsdp.comm.lane import Lane
-from fsdp.comm.shared_memory import Sharing
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import streams_for
-from fsdp.comm.work import OutOfStep
+from fsdp.comm.transport import native
+from fsdp.comm.transport.shared_memory import Sharing
+from fsdp.comm.waiting.work import OutOfStep
 from fsdp.flat.memory import PooledTensor
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp.comm import consensus, threads
 from fsdp.comm.consensus import CPU, TrainingRanks, failures_in
 from fsdp.comm.groups import group_store
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.lane import Lane
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
-from fsdp.comm.channel import Posts
 from fsdp.comm.collectives import Communicator
-from fsdp.comm.issuing import Issuer
+from fsdp.comm.lane.issuing import Issuer
+from fsdp.comm.transport.channel import Posts
 from fsdp.flat.memory import MemoryPool, SharedPool
 from tests.harness.agreeing import ODD, UNEQUAL, Chain, build, impatient, new_group, new_pair, train
 from tests.harness.pool import on_ranks

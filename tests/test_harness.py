@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.comm.lane import Lane
-from fsdp.comm.shared_memory import Sharing
+from fsdp.comm.lane.lane import Lane
+from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER, STORAGES_SWAP
 from tests.harness import pool
 from tests.harness.meter import Meter, needs_meter

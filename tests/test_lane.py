@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import waits
-from fsdp.comm.history import Pass
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
-from fsdp.comm.lane import ORDER_REMEDY, Lane
-from fsdp.comm.native import Transfer
-from fsdp.comm.work import OutOfStep
+from fsdp.comm.lane.history import Pass
+from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
+from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
+from fsdp.comm.transport.native import Transfer
+from fsdp.comm.waiting import waits
+from fsdp.comm.waiting.work import OutOfStep
 from tests.harness.agreeing import impatient, new_group, raises_soon
 from tests.harness.pool import on_ranks
 
@@ -92,9 +92,9 @@ def test_deviation_raises_on_every_rank_and_the_lane_recovers() -> None:
         (lambda: tree.step([0, 2, 1] if odd else [0, 1, 2]), ["gather unit 'a'", "gather unit 'b'"]),
         (
             lambda: tree.step([0, 1, 2], [2, 1] if odd else [2, 1, 0]),
-            ["reduce the root unit", "at the end of the backward"],
+            ["reduce the root unit", "end the pass"],
         ),
-        (another_pass, ["in the forward", "in the backward"]),
+        (another_pass, ["rank 1 runs the forward", "runs the backward"]),
         (lambda: tree.step([0, 1, 2] if odd else [0, 2, 1]), ["gather unit 'a'", "gather unit 'b'"]),
     ]
     for number, (deviate, fragments) in enumerate(deviations, start=1):

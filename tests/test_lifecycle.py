@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
 from fsdp.comm.collectives import Communicator
-from fsdp.comm.history import History
+from fsdp.comm.lane.history import History
 from fsdp.flat.memory import MemoryPool, SharedPool
 from fsdp.runtime import unit as units
 from fsdp.wrap import ModuleWrapPolicy

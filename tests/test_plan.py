@@ -25,7 +25,8 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.__main__ import main
 from fsdp.api import as_nbytes
-from fsdp.comm import host_memory, shared_memory
+from fsdp.comm import host_memory
+from fsdp.comm.transport import shared_memory
 from fsdp.tools.plan_memory import find_units, try_forward
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter

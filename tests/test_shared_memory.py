@@ -27,17 +27,18 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
-from fsdp.comm import shared_memory, threads
-from fsdp.comm.board import Board
-from fsdp.comm.channel import _SLOTS, Channel
+from fsdp.comm import threads
 from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
-from fsdp.comm.lane import Lane
-from fsdp.comm.segment import HEADER, Mapping, Segment
-from fsdp.comm.shared_memory import Sharing
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import streams_for
+from fsdp.comm.transport import shared_memory
+from fsdp.comm.transport.channel import _SLOTS, Channel
+from fsdp.comm.transport.segment import HEADER, Mapping, Segment
+from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.versions import STORAGES_SWAP
-from fsdp.comm.work import OutOfStep, TimedOut
+from fsdp.comm.waiting.board import Board
+from fsdp.comm.waiting.work import OutOfStep, TimedOut
 from fsdp.flat import flat_param
 from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in

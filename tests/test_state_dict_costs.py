@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
 from fsdp.checkpoint import StateDictOptions, backup, get_model_state_dict, set_model_state_dict, state_dict
-from fsdp.comm import shared_memory
+from fsdp.comm.transport import shared_memory
 from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.comm import threads
-from fsdp.comm.issuing import Event, current_label
-from fsdp.comm.lane import Lane
-from fsdp.comm.work import OutOfStep, Work
+from fsdp.comm.lane.issuing import Event, current_label
+from fsdp.comm.lane.lane import Lane
+from fsdp.comm.waiting.work import OutOfStep, Work
 from tests.harness.models import ZOO
 from tests.harness.oracle import (
     Schedule,

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
 from fsdp.comm import threads
-from fsdp.comm.work import TimedOut, Work
+from fsdp.comm.waiting.work import TimedOut, Work
 from tests.harness.agreeing import (
     PATIENT,
     SHORT,

@@ -23,7 +23,7 @@ from torch import nn
 from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.transfers import Export, export, finish
-from fsdp.comm.issuing import GATHER
+from fsdp.comm.lane.issuing import GATHER
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params

@@ -8,8 +8,8 @@ sums the received pieces in rank order 0..N-1, low precision in float32, so the 
 small messages the native calls are faster.
 
 If all ranks of such a group are on one host, they communicate through memory that they share
-(:mod:`fsdp.comm.shared_memory`). ``FSDP_COLLECTIVES`` overrides the choice: ``native``, ``direct``, or ``shared``.
-The last one raises an error if the ranks cannot share memory, where ``auto`` uses another transport.
+(:mod:`fsdp.comm.transport.shared_memory`). ``FSDP_COLLECTIVES`` overrides the choice: ``native``, ``direct``, or
+``shared``. The last one raises an error if the ranks cannot share memory, where ``auto`` uses another transport.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp.comm.channel import PARTS, Channel
 from fsdp.comm.groups import Groups, backend_of, control_device
-from fsdp.comm.issuing import Event as Event
-from fsdp.comm.issuing import current_label as current_label
-from fsdp.comm.lane import Lane
-from fsdp.comm.native import Gather as Gather
-from fsdp.comm.native import Transfer as Transfer
+from fsdp.comm.lane.issuing import Event as Event
+from fsdp.comm.lane.issuing import current_label as current_label
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import Streams, streams_for
+from fsdp.comm.transport.channel import PARTS, Channel
+from fsdp.comm.transport.native import Gather as Gather
+from fsdp.comm.transport.native import Transfer as Transfer
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.work import OutOfStep as OutOfStep
-from fsdp.comm.work import Work as Work
+from fsdp.comm.waiting.work import OutOfStep as OutOfStep
+from fsdp.comm.waiting.work import Work as Work
 from fsdp.environment import COLLECTIVES
 
 DIRECT_MIN_NBYTES = 1 << 20  # smaller messages go native even on gloo

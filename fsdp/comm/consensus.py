@@ -22,8 +22,8 @@ of any size.
 
 [Note: Meetings]
 Each call begins with a meeting of all ranks at the store. A rank that waits there sees ranks whose process has ended,
-and ranks in another call (:mod:`fsdp.comm.waits`). Within a call all ranks are present, and messages are waited for to
-the end.
+and ranks in another call (:mod:`fsdp.comm.waiting.waits`). Within a call all ranks are present, and messages are
+waited for to the end.
 
 [Note: Spoiled groups]
 A rank may leave a call in another way than by an agreed error: it is interrupted, or fails between two rounds. It then
@@ -46,13 +46,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
-from fsdp.comm.board import Board
 from fsdp.comm.collectives import agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
-from fsdp.comm.history import hash_of
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.history import hash_of
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.threads import in_thread, reported_if_long
-from fsdp.comm.waits import BESIDE, REMEDY, Sequence, Wait, ranks_as_text
+from fsdp.comm.waiting.board import Board
+from fsdp.comm.waiting.waits import BESIDE, REMEDY, Sequence, Wait, ranks_as_text
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of their peers
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; the end of a process is noticed at once

@@ -24,7 +24,7 @@ from fsdp.comm.groups import (
     is_registered,
     make_group,
 )
-from fsdp.comm.lane import Lane
+from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import default_device, device_count
 
 

@@ -19,8 +19,8 @@ from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.state_dict import check_no_experts, held_param
 from fsdp.comm.collectives import Gather, exchange
 from fsdp.comm.groups import group_ranks
-from fsdp.comm.issuing import GATHER
-from fsdp.comm.work import Work
+from fsdp.comm.lane.issuing import GATHER
+from fsdp.comm.waiting.work import Work
 from fsdp.flat.full_copy import parameter_views
 from fsdp.flat.names import joined, plain_modules
 from fsdp.runtime.build import join

@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp.comm.streams import StreamEvent
 from fsdp.comm.versions import set_versions
-from fsdp.comm.work import Work
+from fsdp.comm.waiting.work import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.flat.snapshot import flag_of, version_of

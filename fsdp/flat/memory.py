@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from fsdp import environment
-from fsdp.comm import host_memory, shared_memory
-from fsdp.comm.channel import Channel
+from fsdp.comm import host_memory
 from fsdp.comm.collectives import may_share
 from fsdp.comm.streams import StreamEvent, Streams
+from fsdp.comm.transport import shared_memory
+from fsdp.comm.transport.channel import Channel
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp.comm.collectives import agree
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.lane.issuing import REDUCE
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.negotiation import agree_on_used
 from fsdp.runtime.unit import Unit

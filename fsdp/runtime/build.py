@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdp.comm.groups import Groups
-from fsdp.comm.lane import Lane
-from fsdp.comm.shared_memory import known_channel
+from fsdp.comm.lane.lane import Lane
+from fsdp.comm.transport.shared_memory import known_channel
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle, shard_of
 from fsdp.flat.initial_values import InitialValues, sample

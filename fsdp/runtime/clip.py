@@ -41,7 +41,7 @@ from torch.nn.utils import clip_grad
 from fsdp import patches
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.lane.issuing import REDUCE
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.tensor_parallel import local_of

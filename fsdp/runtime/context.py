@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from fsdp.comm.groups import Groups
-from fsdp.comm.history import Pass
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.lane.history import Pass
+from fsdp.comm.lane.issuing import REDUCE
 from fsdp.comm.profiling import profiled
-from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
+from fsdp.comm.transport.segment import without_waiting
 from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize

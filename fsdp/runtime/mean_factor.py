@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import control_device
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.lane.issuing import REDUCE
 from fsdp.comm.streams import streams_for
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Unit, units_of

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp.comm.collectives import agree
-from fsdp.comm.history import Pass
-from fsdp.comm.issuing import PER_UNIT, Event
-from fsdp.comm.lane import END_WORDS, Lane
+from fsdp.comm.lane.history import Pass
+from fsdp.comm.lane.issuing import PER_UNIT, Event
+from fsdp.comm.lane.lane import END_WORDS, Lane
 from fsdp.runtime.unit import Unit
 
 REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"

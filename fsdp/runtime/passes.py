@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from fsdp.comm.collectives import agree
-from fsdp.comm.history import Pass, hash_of
-from fsdp.comm.issuing import GATHER_NEARBY, KINDS, PER_UNIT, REDUCE, Event
-from fsdp.comm.lane import ORDER_REMEDY, Lane
+from fsdp.comm.lane.history import Pass, hash_of
+from fsdp.comm.lane.issuing import GATHER_NEARBY, KINDS, PER_UNIT, REDUCE, Event
+from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
 from fsdp.runtime.mistakes import warn_of_initial_values, warn_of_steps
 from fsdp.runtime.negotiation import REMEDY, Negotiation
 from fsdp.runtime.unit import Unit

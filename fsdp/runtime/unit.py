@@ -16,7 +16,7 @@ from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, agree
 from fsdp.comm.groups import Groups
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE, Event
+from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, REDUCE, Event
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle

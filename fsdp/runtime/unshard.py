@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 import torch
 
-from fsdp.comm.issuing import GATHER, GATHER_NEARBY, Event
+from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, Event
 from fsdp.comm.profiling import profiled
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather

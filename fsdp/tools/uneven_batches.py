@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp.comm.collectives import gather_values
 from fsdp.comm.consensus import all_gather_object
-from fsdp.comm.issuing import REDUCE
+from fsdp.comm.lane.issuing import REDUCE
 from fsdp.names.ddp import JOIN_REMEDY
 from fsdp.runtime import build
 from fsdp.runtime.nested import tensors_in, to_device

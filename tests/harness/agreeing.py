@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType, checkpoint, full_grad
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict
-from fsdp.comm import channel, threads
+from fsdp.comm import threads
+from fsdp.comm.transport import channel
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.sharded import wrap

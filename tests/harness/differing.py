@@ -28,7 +28,7 @@ from torch import Tensor
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import async_save
 from fsdp.comm import threads
-from fsdp.comm.work import OutOfStep
+from fsdp.comm.waiting.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import WIDTH, Block, Chain, new_pair
 

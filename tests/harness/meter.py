@@ -44,7 +44,7 @@ _mallinfo2 = _find_mallinfo2()
 
 def _segment() -> Any:
     """Return the package's shared memory of this process, if there is any."""
-    package = sys.modules.get("fsdp.comm.shared_memory")
+    package = sys.modules.get("fsdp.comm.transport.shared_memory")
     return None if package is None else package.segment()
 
 

@@ -96,7 +96,7 @@ def _answer(job: bytes) -> Returned | Failed:
 
 def _collectives() -> tuple[int, ...]:
     """Return this rank's numbers of collectives in the default group: by the backend and in shared memory."""
-    package, group = sys.modules.get("fsdp.comm.shared_memory"), dist.group.WORLD
+    package, group = sys.modules.get("fsdp.comm.transport.shared_memory"), dist.group.WORLD
     channel = None if package is None else package.known_channel(group)
     posted = () if channel is None else (channel.collectives.number, channel.questions.number)
     return group._get_sequence_number_for_group(), *posted
@@ -107,7 +107,7 @@ def _is_replaced() -> bool:
 
     `_tidy_up` destroys the new group, so collectives of the next job would begin with another replacement.
     """
-    package = sys.modules.get("fsdp.comm.lane")
+    package = sys.modules.get("fsdp.comm.lane.lane")
     lane = None if package is None else package._lanes.get(dist.group.WORLD)
     return lane is not None and (lane.broken is not None or lane.carrier.number > 0)
 

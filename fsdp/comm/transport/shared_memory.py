@@ -2,7 +2,7 @@
 
 Each process has one :class:`Segment`, a sparse file without a name that its peers map. Full and reduce buffers are
 allocated from it (``flat/memory.py``). Ranks of one group that can share memory connect their segments by a
-:class:`~fsdp.comm.channel.Channel`, at the first collective of the group.
+:class:`~fsdp.comm.transport.channel.Channel`, at the first collective of the group.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-from fsdp.comm.board import Board, machine
-from fsdp.comm.channel import Channel
 from fsdp.comm.groups import group_ranks, group_timeout
-from fsdp.comm.segment import SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.threads import in_thread
-from fsdp.comm.work import TimedOut
+from fsdp.comm.transport.channel import Channel
+from fsdp.comm.transport.segment import SUPPORTED, Block, Mapping, Peer, Segment
+from fsdp.comm.waiting.board import Board, machine
+from fsdp.comm.waiting.work import TimedOut
 
 _segments: list[Segment] = []  # of this process, once there is one
 _lock = threading.Lock()  # held while it is made

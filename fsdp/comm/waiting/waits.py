@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from fsdp.comm import threads
-from fsdp.comm.board import Board, processes
 from fsdp.comm.groups import default_group, is_registered, rank_names
-from fsdp.comm.work import OutOfStep
+from fsdp.comm.waiting.board import Board, processes
+from fsdp.comm.waiting.work import OutOfStep
 
 logger = logging.getLogger("fsdp")
 
@@ -174,7 +174,7 @@ class _Waiting(NamedTuple):
     words: str  # for the position, after "rank 0"
     doing: str  # for the pass or call, after "rank 0"
     remedy: str
-    events: list[list[Any]]  # see :attr:`fsdp.comm.history.History.recent`
+    events: list[list[Any]]  # see :attr:`fsdp.comm.lane.history.History.recent`
 
     def lacks(self, rank: int, begun: Count) -> bool:
         """Return whether this wait needs ``rank``, which has ``begun`` so much."""
@@ -478,7 +478,7 @@ def order_differs(words: Mapping[int, str], remedy: str) -> str:
 def first_different_event(events: Mapping[int, Iterable[Several[Any]]]) -> dict[int, str]:
     """Describe the first place at which ranks of one lane had different events; nothing if there is none.
 
-    ``events``: by rank, see :attr:`fsdp.comm.history.History.recent`.
+    ``events``: by rank, see :attr:`fsdp.comm.lane.history.History.recent`.
     """
     by_place = {rank: {(number, at): said for number, at, *said in several} for rank, several in events.items()}
     for number, at in sorted({place for entries in by_place.values() for place in entries}):

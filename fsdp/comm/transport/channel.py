@@ -15,8 +15,8 @@ A post waits only for a free slot, of which there are many. A rank that waits, f
 it has issued as far as its peers have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
 number of the last one that a rank has read, or dropped for good: the memory behind earlier posts is free again.
 
-Votes (:meth:`fsdp.comm.issuing.Issuer.ask`) go the same way, in :class:`Posts` of their own. Different questions that
-meet are no error there, but an answer.
+Votes (:meth:`fsdp.comm.lane.issuing.Issuer.ask`) go the same way, in :class:`Posts` of their own. Different questions
+that meet are no error there, but an answer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ import torch
 
 from fsdp.comm import threads
 from fsdp.comm.groups import group_ranks, group_timeout
-from fsdp.comm.native import Gather
-from fsdp.comm.segment import HEADER, Block, Mapping, Peer, Segment
-from fsdp.comm.waits import UNEVEN
-from fsdp.comm.work import HostWork, OutOfStep, TimedOut
+from fsdp.comm.transport.native import Gather
+from fsdp.comm.transport.segment import HEADER, Block, Mapping, Peer, Segment
+from fsdp.comm.waiting.waits import UNEVEN
+from fsdp.comm.waiting.work import HostWork, OutOfStep, TimedOut
 
 PARTS = 4  # vectors in one post: units rarely have more buckets
 _SLOT = 128  # bytes of a post: three words, the place of each part, and a label

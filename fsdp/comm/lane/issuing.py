@@ -1,8 +1,8 @@
 """Issuing the collectives of one process group: their numbering, their start, and the choice of the transport.
 
 A collective goes through memory that the ranks share, if they do, else through the carrier of the lane
-(:class:`~fsdp.comm.native.Carrier`). Where the functions of ``torch.distributed`` were replaced on all ranks, by a
-recorder for instance, everything goes through these functions. That is asked once per pass or call.
+(:class:`~fsdp.comm.transport.native.Carrier`). Where the functions of ``torch.distributed`` were replaced on all ranks,
+by a recorder for instance, everything goes through these functions. That is asked once per pass or call.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import native, threads
-from fsdp.comm.channel import Channel
+from fsdp.comm import threads
 from fsdp.comm.groups import backend_of, control_device, group_timeout
-from fsdp.comm.native import Carrier, Transfer
-from fsdp.comm.shared_memory import Sharing
+from fsdp.comm.transport import native
+from fsdp.comm.transport.channel import Channel
+from fsdp.comm.transport.native import Carrier, Transfer
+from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.waits import Sequence
-from fsdp.comm.work import HostWork, OutOfStep, TimedOut, Watch, Work
+from fsdp.comm.waiting.waits import Sequence
+from fsdp.comm.waiting.work import HostWork, OutOfStep, TimedOut, Watch, Work
 
 KINDS = GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
 MAX_BUCKETS = 64  # of a unit
@@ -182,7 +183,7 @@ class Issuer(Watch):
             event: describes the collective.
             start: starts it, and returns a handle to wait for, several of them, or None.
             on_host: whether the host waits.
-            ends_alone: see :class:`~fsdp.comm.work.Work`.
+            ends_alone: see :class:`~fsdp.comm.waiting.work.Work`.
             in_memory: whether it goes through shared memory, not through the carrier.
             asynchronous: whether there is a handle to wait for; else the current stream waits.
 

@@ -1,4 +1,4 @@
-"""Memory of this process that the remaining processes of the host map, for :mod:`fsdp.comm.channel`.
+"""Memory of this process that the remaining processes of the host map, for :mod:`fsdp.comm.transport.channel`.
 
 [Note: Nothing is left]
 A segment is a sparse file without a name. Only processes of the same user can open it, and it ends with the last

@@ -1,8 +1,8 @@
 """The passes and events of one lane in the order of this rank.
 
 Ranks that follow the same history need not talk. The history therefore predicts the next event of a pass, and the next
-pass; only a deviation from the prediction has to be announced (:mod:`fsdp.comm.lane`). The prediction is a function of
-passes and events that all ranks have agreed on, so it is identical on all ranks.
+pass; only a deviation from the prediction has to be announced (:mod:`fsdp.comm.lane.lane`). The prediction is a
+function of passes and events that all ranks have agreed on, so it is identical on all ranks.
 """
 
 from __future__ import annotations

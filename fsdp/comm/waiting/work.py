@@ -70,7 +70,7 @@ class Watch(Protocol):
 
 
 class Waiting(Protocol):
-    """A long wait; see :class:`fsdp.comm.waits.Wait`."""
+    """A long wait; see :class:`fsdp.comm.waiting.waits.Wait`."""
 
     @property
     def seconds(self) -> float:

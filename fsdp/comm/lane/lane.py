@@ -5,8 +5,8 @@ The collectives of a group have one order, shared by all trees that use it. Two 
 *The layout* of each tree is compared once, when the ranks meet before the first use of the tree: sizes, dtypes,
 strategies, and the order of units.
 
-*The order* is checked at every event. While a rank follows its :class:`~fsdp.comm.history.History`, which all ranks
-share, it costs no message. In the first step, where the history is empty, the ranks compare each event by a small
+*The order* is checked at every event. While a rank follows its :class:`~fsdp.comm.lane.history.History`, which all
+ranks share, it costs no message. In the first step, where the history is empty, the ranks compare each event by a small
 all-reduce. A rank that deviates from the history announces the event through the group's store, and continues once all
 ranks have announced the same. At the end of a backward the ranks compare a hash of the pass, so that a wrong sum never
 reaches the optimizer's step; the end of a forward costs no message. A pass begins in a lane with the first collective
@@ -14,8 +14,8 @@ there. Other calls that communicate (``state_dict()``, ``clip_grad_norm_()``, ..
 announced unless they belong to every step.
 
 Every wait of a rank counts in one of two sequences: the collectives of the lane, and the meetings at the group's store
-(:mod:`fsdp.comm.waits`). Ranks that wait for each other raise the difference, and so do ranks that wait for one that
-has failed.
+(:mod:`fsdp.comm.waiting.waits`). Ranks that wait for each other raise the difference, and so do ranks that wait for one
+that has failed.
 
 *After a failure* the progress of the other ranks is unknown. All ranks meet at the store before the next pass or call,
 and forget the history. If all ranks failed at the same event, the group stays in use. Otherwise some ranks have issued
@@ -37,14 +37,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fsdp import environment
-from fsdp.comm import threads, waits
-from fsdp.comm.board import Board
-from fsdp.comm.channel import Channel
+from fsdp.comm import threads
 from fsdp.comm.groups import rank_names
-from fsdp.comm.history import History, Pass, hash_of
-from fsdp.comm.issuing import NEW_GROUP, Event, Issuer, Question
-from fsdp.comm.waits import FIRST_USES, Count, Wait, first_different_event, hint, order_differs, ranks_as_text
-from fsdp.comm.work import OutOfStep, TimedOut
+from fsdp.comm.lane.history import History, Pass, hash_of
+from fsdp.comm.lane.issuing import NEW_GROUP, Event, Issuer, Question
+from fsdp.comm.transport.channel import Channel
+from fsdp.comm.waiting import waits
+from fsdp.comm.waiting.board import Board
+from fsdp.comm.waiting.waits import FIRST_USES, Count, Wait, first_different_event, hint, order_differs, ranks_as_text
+from fsdp.comm.waiting.work import OutOfStep, TimedOut
 
 _T = TypeVar("_T")
 
@@ -420,7 +421,7 @@ class Lane(Issuer):
         Args:
             number: of the meeting in ``sequence``; again the same after an interrupt.
             words: for this rank, after "rank 0".
-            sign: see :class:`~fsdp.comm.waits.Count`.
+            sign: see :class:`~fsdp.comm.waiting.waits.Count`.
         """
         wait = self._wait(sequence, sequence.begin(number, sign), words)
         lanes = [self, *self._latest.neighbours] if sequence is self._meetings else ()
@@ -448,7 +449,7 @@ class Lane(Issuer):
         return Wait(sequence, count, words, label=label, events=events, waited=waited, tell=tell)
 
     def waiting(self, number: int, label: str, waited: float = 0.0) -> Wait:
-        """Return the wait for the collective ``number``; see :class:`~fsdp.comm.work.Watch`."""
+        """Return the wait for the collective ``number``; see :class:`~fsdp.comm.waiting.work.Watch`."""
         count = self.collectives.count._replace(number=number)
         what = self._latest.what
         asks = label.startswith("agree ")
@@ -493,7 +494,7 @@ class Lane(Issuer):
         return f"{wait.report(f'waited {wait.seconds:.0f} s')}. {hint(self._latest.what.doing)}. {self._explain()}"
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
-        """Return the error to raise where a collective failed or timed out; see :class:`~fsdp.comm.work.Watch`."""
+        """Return the error to raise where a collective failed or timed out; see ``Watch`` in ``work.py``."""
         closed = "" if in_memory else self._note_closed(error)
         if isinstance(error, TimedOut):
             return RuntimeError(f"{self._late(self.waiting(number, label, error.seconds))}{closed}")
