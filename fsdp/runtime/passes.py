@@ -260,7 +260,8 @@ class Passes:
         if self._stack:
             yield
             return
-        what = Pass(words, call=call, often=often)
+        saves = "for one rank to save, use FullStateDictConfig(rank0_only=True)"
+        what = Pass(words, call=call, often=often, advice=saves if call.startswith("state_dict(") else "")
         self.check_available(what)
         if self.diverged:
             self.give_up()

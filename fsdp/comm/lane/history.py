@@ -28,14 +28,17 @@ class Pass:
         words: for errors: "forward of the root unit", "backward", "state_dict() of the root unit".
         call: identifies a call that all ranks have to make: "state_dict()"; empty for a forward or backward.
         often: whether the call belongs to every step, so that it is announced only where it is unexpected.
+        advice: what to do where one rank alone should make the call, for the notice of a long wait.
         is_backward: whether this is a backward.
     """
 
-    __slots__ = ("_caller", "call", "is_backward", "often", "words")
+    __slots__ = ("_caller", "advice", "call", "is_backward", "often", "words")
 
-    def __init__(self, words: str, caller: Any = None, *, call: str = "", often: bool = False) -> None:
+    def __init__(
+        self, words: str, caller: Any = None, *, call: str = "", often: bool = False, advice: str = ""
+    ) -> None:
         """``caller`` is the unit whose forward this is, kept weakly; None for a backward or a call."""
-        self.words, self.call, self.often = words, call, often
+        self.words, self.call, self.often, self.advice = words, call, often, advice
         self._caller = None if caller is None else weakref.ref(caller)
         self.is_backward = caller is None and not call
 

@@ -203,7 +203,9 @@ class Lane(Issuer):
         self._latest = Entered(what, number, remedy, neighbours)
         self.begin_pass()
         remedy = "" if what.call else remedy
-        self.collectives.does(what.doing, remedy=remedy, on_this_thread=not what.is_backward, also=[self._meetings])
+        doing = what.doing
+        for sequence in (self.collectives, self._meetings):
+            sequence.does(doing, remedy=remedy, advice=what.advice, on_this_thread=not what.is_backward)
         together, self._together = self._together, bool(what.call)
         if what.call:
             is_expected = together and what.often and expected == number
@@ -491,7 +493,9 @@ class Lane(Issuer):
 
     def _late(self, wait: Wait) -> str:
         """Return the message of a wait that exceeded the timeout."""
-        return f"{wait.report(f'waited {wait.seconds:.0f} s')}. {hint(self._latest.what.doing)}. {self._explain()}"
+        what = self._latest.what
+        waited = wait.report(f"waited {wait.seconds:.0f} s")
+        return f"{waited}. {hint(what.doing, what.advice)}. {self._explain()}"
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         """Return the error to raise where a collective failed or timed out; see ``Watch`` in ``work.py``."""

@@ -42,6 +42,7 @@ LONGEST = 6  # waits in a cycle: two ranks of one group, four of hybrid sharding
 UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
 FIRST_USES, BESIDE = "first uses", "beside"  # sequences of every group, maybe empty
 _AFTER_DEATH = "If it failed, start again, and resume from the last checkpoint; else it has left out a call"
+_FEWER_BATCHES = "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
 REMEDY = f"Call it on every rank, in the same order: is it inside `if rank == 0`? {UNEVEN}"
 
 
@@ -75,6 +76,7 @@ class Sequence:
         generation, number, sign: see :class:`Count`.
         doing: the latest thing, in words that follow "rank 0": "runs the backward".
         remedy: for errors, if all ranks in a cycle have one; else the general one.
+        advice: see :class:`~fsdp.comm.lane.history.Pass`.
         thread: the thread that began the latest thing.
         rank: this rank; None if ``torch.distributed`` does not know the group.
     """
@@ -84,7 +86,7 @@ class Sequence:
         self.name, self.key = name, f"{getattr(group, 'group_name', '')}/{name}"
         self.ranks = rank_names(group)
         self.generation = self.number = self.sign = 0
-        self.doing = self.remedy = ""
+        self.doing = self.remedy = self.advice = ""
         self.thread: int | None = None
         self.rank = _rank() if is_registered(group) else None
         if self.rank is not None:
@@ -112,17 +114,16 @@ class Sequence:
         posts = self.rank.posts(self.ranks).values()
         return any(post.ends.get(self.key, NEVER).generation >= self.generation for post in posts)
 
-    def does(self, doing: str, *, remedy: str = "", on_this_thread: bool = True, also: Several[Sequence] = ()) -> None:
-        """Describe what this rank does in this sequence, and ``also`` in others, from now on.
+    def does(self, doing: str, *, remedy: str = "", advice: str = "", on_this_thread: bool = True) -> None:
+        """Describe what this rank does in this sequence from now on.
 
         ``on_this_thread``: False for a backward, which has threads of its own.
         """
         if self.rank is not None:
-            self.rank.before, self.rank.latest = self.rank.latest, doing
-        for sequence in (self, *also):
-            sequence.doing, sequence.remedy = doing, remedy
-            if on_this_thread:
-                sequence.thread = threading.get_ident()
+            self.rank.does(doing)
+        self.doing, self.remedy, self.advice = doing, remedy, advice
+        if on_this_thread:
+            self.thread = threading.get_ident()
 
     def begin(self, number: int, sign: int = 0, generation: int | None = None) -> Count:
         """Begin the thing ``number``; return the count.
@@ -163,7 +164,7 @@ class Sequence:
                 words[rank] = "has not reported its position"
             else:
                 words[rank] = post.waits[self.key].words if self.key in post.waits else post.latest
-        return "; ".join(f"{ranks_as_text(ranks)} {doing}" for doing, ranks in by_text(words).items())
+        return "; ".join(_said_of(ranks, doing) for doing, ranks in by_text(words).items())
 
 
 class _Waiting(NamedTuple):
@@ -281,7 +282,7 @@ class Wait:
             first = rank.board.is_first(f"reported/{self.sequence.key}/{self.count}")
             words = self.report(f"has waited {self.seconds:.0f} s")
             level = logging.WARNING if first else logging.INFO
-            logger.log(level, "%s. %s", words, hint(self.sequence.doing))
+            logger.log(level, "%s. %s", words, hint(self.sequence.doing, self.sequence.advice))
 
     def over(self) -> None:
         """Withdraw the post of this wait, which is over or was given up."""
@@ -343,6 +344,11 @@ class _Rank:
             doing, events = sequence.doing or wait.words, [list(event) for event in wait.events]
             waits[sequence.key] = _Waiting(wait.count, sequence.ranks, wait.words, doing, sequence.remedy, events)
         return _Post(counts, waits, self.ends, self.latest)
+
+    def does(self, doing: str) -> None:
+        """Note the latest thing; the same string, in another sequence, is the same thing."""
+        if doing is not self.latest:
+            self.before, self.latest = self.latest, doing
 
     def post(self) -> None:
         """Post the counts and the waits of this rank."""
@@ -468,7 +474,7 @@ def _difference(cycle: Several[_Step]) -> str:
 
 def order_differs(words: Mapping[int, str], remedy: str) -> str:
     """Return the message for ranks with different events, with the ``words`` for each rank."""
-    each = "; ".join(f"{ranks_as_text(ranks)} {text}" for text, ranks in by_text(words).items())
+    each = "; ".join(_said_of(ranks, text) for text, ranks in by_text(words).items())
     return (
         f"Forward order differs across ranks, or what follows from it in backward: {each}. {remedy}. If one rank "
         f"evaluates alone, evaluate on all ranks. {UNEVEN}"
@@ -499,6 +505,13 @@ def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
     return found
 
 
+def _said_of(ranks: Several[int], doing: str) -> str:
+    """Return "rank 0 runs the backward", or "ranks 0-1 run the backward"."""
+    verb, _, rest = doing.partition(" ")
+    plural = {"is": "are", "has": "have"}.get(verb, verb.removesuffix("s"))
+    return f"{ranks_as_text(ranks)} {plural if len(ranks) > 1 else verb} {rest}"
+
+
 def ranks_as_text(ranks: Iterable[int]) -> str:
     """Return "rank 3", or "ranks 0-3 and 5"."""
     spans: list[list[int]] = []
@@ -512,18 +525,13 @@ def ranks_as_text(ranks: Iterable[int]) -> str:
     return f"{noun} {', '.join(words)} and {last}" if words else f"{noun} {last}"
 
 
-def hint(doing: str) -> str:
-    """Return the likely mistake where a rank waits long, and the remedy."""
+def hint(doing: str, advice: str = "") -> str:
+    """Return the likely mistakes where a rank waits long, and the remedies."""
     if doing.startswith("has called"):
-        saves = "; for one rank to save, use FullStateDictConfig(rank0_only=True)" if " state_dict(" in doing else ""
-        return (
-            "Is the call inside `if rank == 0`? Then take it out: every rank has to make it" + saves + ". Did a rank "
-            "run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
-        )
-    return (
-        "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`. Is another rank in a "
-        "call inside `if rank == 0`? Then take it out: every rank has to make it"
-    )
+        alone = "Is the call inside `if rank == 0`? Then take it out: every rank has to make it"
+        return f"{alone}{'; ' if advice else ''}{advice}. {_FEWER_BATCHES}"
+    alone = "Is another rank in a call inside `if rank == 0`? Then take it out: every rank has to make it"
+    return f"{_FEWER_BATCHES}. {alone}"
 
 
 def _noun(doing: str) -> str:
