@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import threads
 from fsdp.comm.collectives import Communicator, Event, Gather
@@ -651,10 +652,15 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
 @needs_swaps
 @on_ranks(2)
 def test_a_call_between_steps_releases_spare_memory_at_once() -> None:
+    """Unless it gathers nothing, and may be part of each step."""
     enable_shared_memory()
     _, model, whole = make_wide_units(3)
     with mock.patch.object(threads, "IDLE", 5.0):
         model(torch.ones(2, 300)).sum().backward()
+        model.reduce_gradients()
+        model.clip_grad_norm_(1.0)
+        fsdp.mean_factor(model, 2)
+        next(iter(fsdp.join(model, [1])))
         model.zero_grad()
         assert held_nbytes() > whole, "nothing is kept for the next step"
         model.state_dict()

@@ -19,7 +19,7 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
     A bucket is reduced if any rank has accumulated a gradient in it; the remaining ranks contribute zeros.
     """
     joined = context.streams.joined(context.compute)
-    with torch.no_grad(), context.calling("reduce_gradients()", often=True), joined:
+    with torch.no_grad(), context.calling("reduce_gradients()", often=True, gathers=False), joined:
         accumulated = _agree_on_buckets(context, units)
         for unit, buckets in accumulated.items():
             event = context.passes.about_to(REDUCE, unit)

@@ -168,7 +168,7 @@ def clip_grad_norm_(
 
     over = root.groups_for(REDUCE)
     everyone = over[0] if over else None
-    with context.calling(f"clip_grad_norm_(norm_type={p})", often=True):
+    with context.calling(f"clip_grad_norm_(norm_type={p})", often=True, gathers=False):
         parts = {group: part(grads) for group, grads in sharded.items()}
         own = parts.pop(everyone, None)
         total = part(whole)

@@ -114,20 +114,21 @@ class RootContext:
             self.reductions.pool.trim()
 
     @contextlib.contextmanager
-    def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
+    def calling(self, call: str, *, often: bool = False, gathers: bool = True) -> Iterator[None]:
         """Enclose a call that communicates, and that all ranks have to make. A rank that makes it alone sends no data:
         it raises, and so do its peers, with the name of the call.
 
         Before communication inside, except gathers of units, :meth:`Passes.announce` has to be called. With
-        ``often`` the ranks do not ask each other if the call is at the same place of a step as before.
+        ``often`` the ranks do not ask each other if the call is at the same place of a step as before. A call that
+        ``gathers`` needs memory that no pass does, and returns all spare memory at the end.
         """
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset_failed_backward()
         try:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
-            if self.passes.forward is None and not self.passes.in_backward:
-                self.unsharder.trim()  # the call has gathered through memory that no pass needs
+            if gathers and self.passes.forward is None and not self.passes.in_backward:
+                self.unsharder.trim()
         except BaseException:
             if self.passes.given_up:
                 self.reset()

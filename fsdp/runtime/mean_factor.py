@@ -61,7 +61,7 @@ def mean_factor(model: nn.Module, num_tokens: float | Sequence[float] | torch.Te
     root, valid = context.root, 0 <= number < math.inf
     divisor = _common_divisor(units) * _times(root)
     own = number * root.weight if valid else math.nan  # all ranks see the NaN, and raise together
-    with context.calling("mean_factor()", often=True):
+    with context.calling("mean_factor()", often=True, gathers=False):
         for group in root.groups_for(REDUCE):
             context.passes.announce(group)
             counted = torch.tensor([own], dtype=torch.float64, device=control_device(group, root.device))

@@ -71,7 +71,7 @@ class UnevenBatches(Generic[_Batch]):
         context = build.join(_first_unit(self._model))
         root, size, lacking = context.root, 1, int(latest is _NOTHING)
         self.num_active = int(self.active)
-        with context.calling("join(): the next batch", often=True):
+        with context.calling("join(): the next batch", often=True, gathers=False):
             for group in root.groups_for(REDUCE):
                 context.passes.announce(group)
                 counts = torch.tensor([self.num_active, size, lacking])
