@@ -109,6 +109,13 @@ class Source:
                 found.append((node, [f"{base}.{alias.name}" for alias in node.names]))
         return found
 
+    @cached_property
+    def imports_for_types(self) -> set[ast.AST]:
+        """The imports under `if TYPE_CHECKING`, which do not run."""
+        tests = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        blocks = [node for node in self.tree.body if isinstance(node, ast.If) and ast.unparse(node.test) in tests]
+        return {node for block in blocks for node in block.body if isinstance(node, (ast.Import, ast.ImportFrom))}
+
     def _base(self, node: ast.ImportFrom) -> str:
         if not node.level:
             return node.module or ""
@@ -197,10 +204,8 @@ def below(name: str, packages: Iterable[str]) -> bool:
 
 
 def imports_are_at_the_top(source: Source) -> list[str]:
-    top: set[ast.AST] = set(source.tree.body)
+    top: set[ast.AST] = {*source.tree.body, *source.imports_for_types}
     for node in source.tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            top.update(node.body)
         if isinstance(node, ast.With) and ast.unparse(node.items[0]) == "warnings.catch_warnings()":
             top.update(node.body)  # the imported module warns
         if source.name.endswith("/__init__.py") and isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
@@ -211,6 +216,18 @@ def imports_are_at_the_top(source: Source) -> list[str]:
         by_name = []
     names = [node for node in source.nodes if isinstance(node, ast.Name)]
     return lazy + by_name + [f"line {name.lineno}: {name.id}" for name in names if name.id == "__import__"]
+
+
+def imports_for_types_are_in_annotations(source: Source) -> list[str]:
+    """Check the uses of names that are imported under `TYPE_CHECKING`; elsewhere they are not defined."""
+    types, others = set[str](), set[str]()
+    for node, _ in source.imports:
+        names = {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        (types if node in source.imports_for_types else others).update(names)
+    annotations = [getattr(node, field, None) for node in source.nodes for field in ("annotation", "returns")]
+    allowed = {inner for annotation in annotations if annotation for inner in ast.walk(annotation)}
+    used = [node for node in source.nodes if isinstance(node, ast.Name) and node.id in types - others]
+    return [f"line {node.lineno}: {node.id} is imported for types only" for node in used if node not in allowed]
 
 
 def imports_torch_and_stdlib_only(source: Source) -> list[str]:
@@ -239,12 +256,13 @@ def layer_of(name: str) -> int:
 
 
 def files_imported(source: Source, files: Iterable[str]) -> list[tuple[int, str]]:
-    """Return (line, file) of the package's own files that `source` imports, resolving imported names to files."""
+    """Return (line, file) of the package's own files that `source` imports when it runs, resolving imported names to
+    files."""
     modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
     found = []
     for node, names in source.imports:
         for name in names:
-            if name.split(".")[0] == "fsdp":
+            if name.split(".")[0] == "fsdp" and node not in source.imports_for_types:
                 while name not in modules:
                     name = name.rpartition(".")[0]
                 found.append((node.lineno, modules[name]))
@@ -397,6 +415,7 @@ def changes_of_libraries_in_patches(source: Source) -> list[str]:
 Rule = Callable[[Source], list[str]]
 RULES: list[Rule] = [
     imports_are_at_the_top,
+    imports_for_types_are_in_annotations,
     imports_torch_and_stdlib_only,
     no_use_of_torchs_fsdp,
     collectives_in_collectives,
@@ -473,6 +492,7 @@ def test_import_loads_only_needed_modules() -> None:
 
 RUNTIME, VIEWS, OWNERSHIP = "fsdp/runtime/unit.py", "fsdp/flat/views.py", "fsdp/flat/ownership.py"
 DIST = "import torch.distributed as dist\n"
+FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fsdp.runtime.unit import Unit\n"
 BROKEN: list[tuple[Rule, str, str]] = [
     (imports_are_at_the_top, RUNTIME, "def f():\n    import os"),
     (imports_are_at_the_top, RUNTIME, "class C:\n    from os import path"),
@@ -485,6 +505,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_are_at_the_top, RUNTIME, "os = __import__('os')"),
     (imports_are_at_the_top, RUNTIME, "def __getattr__(name):\n    import os"),
     (imports_are_at_the_top, "fsdp/flat/__init__.py", "def f():\n    import os"),
+    (imports_for_types_are_in_annotations, RUNTIME, FOR_TYPES + "Shown = Unit | None"),
+    (imports_for_types_are_in_annotations, RUNTIME, FOR_TYPES + "def f(x: Unit = Unit()): pass"),
     (imports_torch_and_stdlib_only, RUNTIME, "import numpy as np"),
     (imports_torch_and_stdlib_only, RUNTIME, "from tests.harness import pool"),
     (imports_torch_and_stdlib_only, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"),
@@ -555,6 +577,11 @@ KEPT: list[tuple[Rule, str, str]] = [
     (imports_are_at_the_top, "fsdp/flat/__init__.py", "def __getattr__(name):\n    from fsdp.flat import views"),
     (imports_are_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
     (imports_are_at_the_top, RUNTIME, "import warnings\nwith warnings.catch_warnings():\n    import os"),
+    (
+        imports_for_types_are_in_annotations,
+        RUNTIME,
+        FOR_TYPES + "def f(x: Unit) -> list[Unit]:\n    y: Unit | None = x",
+    ),
     (imports_torch_and_stdlib_only, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
     (imports_are_at_the_top, "fsdp/compat/__init__.py", "import importlib\nimportlib.import_module('os')"),
     (no_use_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),
@@ -635,7 +662,8 @@ FILES = [
         ("fsdp/flat/views.py", "from ..runtime.unit import Unit", False),
         ("fsdp/flat/views.py", "import fsdp.runtime.unit", False),
         ("fsdp/runtime/unit.py", "from fsdp import FullyShardedDataParallel", False),
-        ("fsdp/runtime/unit.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fsdp", False),
+        ("fsdp/runtime/unit.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fsdp", True),
+        ("fsdp/runtime/unit.py", "if True:\n    import fsdp", False),
         ("fsdp/api.py", "from fsdp.comm import streams", False),
         ("fsdp/comm/streams.py", "from fsdp.comm.groups import Groups", False),
         ("fsdp/comm/versions.py", "from fsdp.comm.streams import StreamEvent", False),
