@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Event, Gather
@@ -66,7 +67,7 @@ class MisplacedShardError(RuntimeError, AssertionError):
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
 
 
@@ -141,7 +142,7 @@ class FlatParamHandle:
         self.offload = offload
         self.tp = tuple(tp)
         self.has_tp = any(self.tp)
-        self.replicated_over: Any | None = None
+        self.replicated_over: ProcessGroup | None = None
         self._lengths, self._parts = layout.once(
             ("lengths", groups.shard_rank), lambda: _lengths_and_parts(layout, groups.shard_rank)
         )
@@ -343,11 +344,11 @@ class FlatParamHandle:
         return tp is not None and tp.dim is not None
 
     @property
-    def tp_group(self) -> Any | None:
+    def tp_group(self) -> ProcessGroup | None:
         """The group of the bucket's parameters of tensor parallelism; None without such parameters."""
         return next((tp.group for tp in self.tp if tp is not None), None)
 
-    def note_replicas(self, tp_group: Any) -> None:
+    def note_replicas(self, tp_group: ProcessGroup) -> None:
         """Note that the ranks of ``tp_group``, by which further units of the model are cut, hold equal parameters here.
 
         This is a no-op for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
@@ -358,7 +359,7 @@ class FlatParamHandle:
         if self.tp_group is None and not spread:
             self.replicated_over = tp_group
 
-    def is_leaf(self, tensor: Any, index: int) -> bool:
+    def is_leaf(self, tensor: object, index: int) -> bool:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
         return any(copy.leaves[index] is tensor for copy in self._copies.values())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fsdp import environment
 from fsdp.comm import host_memory
@@ -67,7 +68,7 @@ class MemoryPool:
         exchanges_blocks: whether buffers get returned blocks; else storages are resized, and no memory is kept.
     """
 
-    def __init__(self, device: torch.device, streams: Streams, group: Any = None) -> None:
+    def __init__(self, device: torch.device, streams: Streams, group: ProcessGroup | None = None) -> None:
         """The ranks of ``group`` may read the memory."""
         self.kept_nbytes = self.kept_block_nbytes = 0
         self.exchanges_blocks = STORAGES_SWAP
@@ -159,7 +160,7 @@ class SharedPool(MemoryPool):
     """A pool of memory that the peers in a group can read, once they share memory. The segment keeps the blocks,
     because it tracks which ranks still read them."""
 
-    def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
+    def __init__(self, device: torch.device, streams: Streams, group: ProcessGroup | None) -> None:
         super().__init__(device, streams, group)
         self._channel: Channel | None = None  # once the group's ranks have agreed on one
 
@@ -217,7 +218,7 @@ class PoisoningPool(MemoryPool):
             tensor.fill_(-1 if tensor.dtype.is_signed else 1)
 
 
-def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
+def pool_for(device: torch.device, streams: Streams, group: ProcessGroup | None) -> MemoryPool:
     """Make a pool for ``device``, of memory that the ranks of ``group`` (None: of no group) may share; a poisoning one
     under ``FSDP_DEBUG=1``."""
     if environment.DEBUG.value:

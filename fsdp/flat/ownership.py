@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -119,14 +120,14 @@ def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
     return None
 
 
-def torchs_base_of(kind: Any, fully_shard: bool) -> str | None:
+def torchs_base_of(kind: type, fully_shard: bool) -> str | None:
     """Return the name of the class of torch's own FSDP that ``kind``, a class of modules, derives from."""
     classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
     bases = (base for base in kind.__mro__ if base.__module__.startswith(_TORCH) and base.__name__ in classes)
     return next((f"{base.__module__}.{base.__name__}" for base in bases), None)
 
 
-def _is_torchs(param: Any) -> bool:
+def _is_torchs(param: object) -> bool:
     foreign = not isinstance(param, FlatParameter) and not hasattr(param, "_fsdp_owner")
     return foreign and getattr(param, "_fsdp_flattened", False)
 
@@ -416,7 +417,7 @@ def move_to(
     ignored: Ignored,
     device_id: int | str | torch.device | None,
     inner: Iterable[torch.device] = (),
-    group: Any = None,
+    group: ProcessGroup | None = None,
 ) -> torch.device:
     """Move the unit's parameters, and the buffers of the modules, to the device of the unit, and return that.
 

@@ -59,7 +59,7 @@ class ShardedPlaceholder(torch.Tensor):
                 raise RuntimeError(f"{func}: {value._handle.describe_sharded(value._index)}")
         raise AssertionError("dispatched without a placeholder")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -189,7 +189,7 @@ class Layer:
         self.before = Snapshot(self.tensors if keeps_writes or memory is not None else ())
         self.entries = _NO_ENTRIES  # while it is in a registration
 
-    def written(self, found: Sequence[Any]) -> set[int]:
+    def written(self, found: Sequence[torch.Tensor | None]) -> set[int]:
         """Return the indices of the tensors that were replaced or written, where ``found`` are registered now, or None
         for a deleted one."""
         now = Snapshot([before if tensor is None else tensor for before, tensor in zip(self.tensors, found)])
@@ -256,7 +256,7 @@ class Registration:
             self.leaves, self._leaves_of = Layer([]), []
         self.show()
 
-    def replace_base(self, index: int, tensor: Any) -> None:
+    def replace_base(self, index: int, tensor: torch.Tensor) -> None:
         """Let ``tensor``, over the same memory, be the base of parameter ``index``."""
         self.base.tensors[index] = tensor
         self._make_entries(self.base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ class Values(NamedTuple):
     versions: list[int]
 
     @staticmethod
-    def of(tensors: Sequence[Any]) -> Values:
+    def of(tensors: Sequence[torch.Tensor]) -> Values:
         return Values(list(map(id, tensors)), list(map(version_of, tensors)))
 
     def changed(self, later: Values) -> list[int]:
@@ -38,11 +38,11 @@ class Snapshot:
 
     __slots__ = ("flags", "pointers", "values")
 
-    def __init__(self, tensors: Sequence[Any]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.values, self.flags = Values.of(tensors), list(map(flag_of, tensors))
         self.pointers = _pointers_of(tensors)
 
-    def has_data_and_flags(self, tensors: Sequence[Any]) -> bool:
+    def has_data_and_flags(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Compare data pointers and ``requires_grad`` of the same ``tensors`` now. In-place writes do not count."""
         if self.flags != list(map(flag_of, tensors)):
             return False
@@ -53,7 +53,7 @@ class Snapshot:
         return [index for index, (one, other) in enumerate(zip(self.pointers, later.pointers)) if one != other]
 
 
-def _pointers_of(tensors: Sequence[Any]) -> list[int]:
+def _pointers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return data pointers; instead of 0, as of a tensor without elements, the address of the storage."""
     pointers = list(map(torch.Tensor.data_ptr, tensors))
     if 0 in pointers:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -78,7 +79,7 @@ class TensorParallel:
         return math.prod(self.shape)
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup:
         """The group of the ranks that the parameter is placed on."""
         return self.spec.mesh.get_group(0)
 

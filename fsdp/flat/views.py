@@ -66,7 +66,7 @@ class CommonViews(ABC):
         self.params: list[Any] = [each.param for each in visible]
         self.summon: Summon | None = None
 
-    def take_changes(self, layer: Layer, found: Sequence[Any], written: Iterable[int]) -> None:
+    def take_changes(self, layer: Layer, found: Sequence[torch.Tensor | None], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
         ``layer``, and count the writes to the parameters ``written``."""
         self.note_writes(written)

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
+
+if TYPE_CHECKING:
+    from fsdp.runtime.unit import Unit
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
 SMALL = 1 << 16  # bytes: gradients up to this size may be held beside their slots
@@ -35,7 +40,7 @@ class Arrivals:
             dropped such a gradient if the backward had reached the leaf before, while it was frozen.
     """
 
-    def __init__(self, views: Sequence[BucketViews], unit_ref: Callable[[], Any]) -> None:
+    def __init__(self, views: Sequence[BucketViews], unit_ref: Callable[[], Unit | None]) -> None:
         """``unit_ref`` is a weak reference to the unit, whose tree takes the gradients."""
         self.expected: dict[int, set[LeafKey]] = {}
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in views]
@@ -43,10 +48,10 @@ class Arrivals:
         self._views, self._handles, self._unit_ref = views, [each.handle for each in views], unit_ref
         self._hooked: set[int] = set()  # the ids of the leaves with a hook, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
-        self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
+        self._accumulators: dict[int, tuple[LeafKey, Node]] = {}
         self._keys: list[LeafKey] = []  # of the leaves that require grad now, like the nodes
-        self._nodes: list[Any] = []
-        self._until_found: list[Any] = []  # handles of the hooks that remove leaves from ``lost``
+        self._nodes: list[Node] = []
+        self._until_found: list[RemovableHandle] = []  # handles of the hooks that remove leaves from ``lost``
         self.watch()
 
     # -- the leaves ----------------------------------------------------------------------------------------------------
@@ -134,7 +139,7 @@ class Arrivals:
 
 
 @hooks.breaks_graph
-def _arrive(unit_ref: Callable[[], Any], key: LeafKey, small: bool, leaf: torch.Tensor) -> None:
+def _arrive(unit_ref: Callable[[], Unit | None], key: LeafKey, small: bool, leaf: torch.Tensor) -> None:
     """Take the gradient of ``leaf``, which is complete for the running graph task."""
     unit = unit_ref()
     if unit is None:

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
@@ -100,7 +101,7 @@ class _Largest:
         return torch.where(part[1] > 0, math.nan, part[0])
 
 
-def _order(norm_type: Any) -> tuple[float, _PowerSum | _Largest]:
+def _order(norm_type: float | str) -> tuple[float, _PowerSum | _Largest]:
     """Return the order and the norm. Raise ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
     p = float(norm_type)
     if p == 0:
@@ -134,8 +135,9 @@ def clip_grad_norm_(
     dtypes = {param.dtype for param in others} | {each.dtype for unit in units for each in unit.gradients}
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
-    sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank
-    experts: dict[tuple[Any, int], _Grads] = {}  # by shard group, None for a single rank, and number of ranks
+    sharded: dict[ProcessGroup | None, _Grads] = {}  # by shard group, in the tree's order on every rank
+    # by shard group, None for a single rank, and number of ranks
+    experts: dict[tuple[ProcessGroup | None, int], _Grads] = {}
     whole, tp_group = _Grads([], []), _tp_group(handles, others)
     for param in others:
         whole.add_unmanaged(param)
@@ -154,7 +156,7 @@ def clip_grad_norm_(
     context = root.context
     assert context is not None
 
-    def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
+    def combined(value: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         context.passes.announce(group)
         combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value
@@ -217,7 +219,7 @@ class _Grads(NamedTuple):
             home.append(grad)
 
 
-def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]) -> Any | None:
+def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]) -> ProcessGroup | None:
     """Return the group of the tree's tensor parallelism; None where there is none.
 
     Raises:

@@ -12,11 +12,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fsdp.comm.collectives import COMPRESSING_HOOKS, reduce_compressed
+
+if TYPE_CHECKING:
+    from fsdp.runtime.unit import Unit
 
 
 class CommHook:
@@ -92,7 +95,7 @@ class CommHook:
                 out.copy_(result)
 
 
-def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., Any]) -> None:
+def register_comm_hook(units: Sequence[Unit], state: object, hook: Callable[..., Any]) -> None:
     """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
     for unit in units:
         if unit.policy.comm_hook is not None:

@@ -14,13 +14,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.autograd.graph import Node
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from fsdp import patches
 from fsdp.comm.profiling import NOTHING
@@ -32,6 +34,9 @@ from fsdp.runtime.mistakes import (
     warn_of_stale,
     warn_of_unowned,
 )
+
+if TYPE_CHECKING:
+    from fsdp.runtime.unit import Unit
 
 logger = logging.getLogger("fsdp")
 
@@ -101,13 +106,13 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def accumulator_of(leaf: torch.Tensor) -> Any:
+def accumulator_of(leaf: torch.Tensor) -> Node:
     """Return the graph node that accumulates ``leaf``'s gradient. Requires grad mode.
 
     The node stays the same as long as it is referenced and the leaf keeps its dtype and device. A node that was kept
     across such a change matches no graph.
     """
-    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr, return-value]
 
 
 # The sequence number that the next graph node made on this thread will have; the later it is made, the larger.
@@ -115,10 +120,10 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 # The running graph node of the backward on this thread; None in a graph that runs compiled.
-current_node: Callable[[], Any] = torch._C._current_autograd_node
+current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 
 
-def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
+def those_that_run(keys: Sequence[Key], nodes: Sequence[Node]) -> set[Key]:
     """Return the keys of the ``nodes``, one each, that the running graph task reaches."""
     try:
         return set(itertools.compress(keys, map(torch._C._will_engine_execute_node, nodes)))
@@ -134,7 +139,7 @@ def goes_on() -> bool:
     return node is None or bool(those_that_run(range(len(following)), following))
 
 
-def _will_run_or_return(node: Any) -> bool:
+def _will_run_or_return(node: Node) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
@@ -187,7 +192,7 @@ def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager
     return saved
 
 
-def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None], None]) -> Any:
+def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None], None]) -> RemovableHandle:
     """Call ``callback``, which is ``untraced``, each time a backward reaches ``leaf``, with a gradient or with None.
     Return a handle that removes the hook."""
     return leaf.register_hook(callback)
@@ -251,7 +256,7 @@ class _Refusal:
     def __init__(self, why: Callable[[], str]) -> None:
         self._why = why
 
-    def __call__(self, module: torch.nn.Module, inputs: Any) -> NoReturn:
+    def __call__(self, module: torch.nn.Module, inputs: object) -> NoReturn:
         raise RuntimeError(f"a {type(module).__name__} was called by itself: {self._why()}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
@@ -261,9 +266,9 @@ class _Refusal:
         raise TypeError(f"cannot pickle a module: {self._why()}")
 
 
-units: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+units: weakref.WeakSet[Unit] = weakref.WeakSet()  # of this process
 # by optimizer: the sizes of the parameter groups when they were last examined, and the units that it steps
-_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Any]]]] = (
+_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[Unit]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -320,7 +325,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": checked})
 
 
-def _check_reduced(optimizer: Optimizer, stepped: list[Any], *, first: bool) -> None:
+def _check_reduced(optimizer: Optimizer, stepped: list[Unit], *, first: bool) -> None:
     unsharded = [unit for unit in stepped if any(bucket.accumulator.exposed for bucket in unit.gradients)]
     if unsharded:
         check_reduced(optimizer, unsharded, first=first)
@@ -331,7 +336,7 @@ def steps_no_shards(optimizer: Optimizer) -> None:
     _optimizers[optimizer] = (_sizes_of(optimizer), [])
 
 
-def _is_on_host(rate: Any) -> bool:
+def _is_on_host(rate: object) -> bool:
     return isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu and rate.numel() == 1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from fsdp import environment
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import clean
 from fsdp.flat.views import stepped_params
+
+if TYPE_CHECKING:
+    from fsdp.runtime.unit import Unit
 
 _ROUNDING = {torch.bfloat16, torch.float16}
 _OF_WHOLE_PARAMETERS = {  # computed with their shapes, norms or products
@@ -133,7 +136,7 @@ def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
         )
 
 
-def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) -> None:
+def check_reduced(optimizer: Optimizer, units: Iterable[Unit], *, first: bool) -> None:
     """Check the gradients of ``units`` before a step of ``optimizer``.
 
     Gradients of replicas that were not reduced cause a warning at the ``first`` step, unless they were changed in

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fsdp.comm.collectives import agree
 from fsdp.comm.lane.history import Pass, hash_of
@@ -36,7 +37,7 @@ class LaneUnits:
         neighbours: the remaining lanes of the tree.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.lane = Lane.of(group, device)
         self.number: int | None = None
         self.neighbours: Sequence[Lane] = ()

@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
@@ -31,6 +32,9 @@ from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+
+if TYPE_CHECKING:
+    from fsdp.runtime.context import RootContext
 
 
 class Summoned(Enum):
@@ -60,7 +64,7 @@ class Position:
         ranks: the number of ranks of the tree that see other data each, see ``data_ranks``; 0 outside of a tree.
     """
 
-    context: Callable[[], Any] = lambda: None
+    context: Callable[[], RootContext | None] = lambda: None
     index: int = 0
     ancestors: frozenset[int] = frozenset()
     communicator: Communicator | None = None
@@ -160,12 +164,12 @@ class Unit:
     # -- the tree ------------------------------------------------------------------------------------------------------
 
     @property
-    def context(self) -> Any | None:
+    def context(self) -> RootContext | None:
         """The ``RootContext`` of the unit's tree, if there is one."""
         return self.position.context()
 
     @property
-    def tree(self) -> Any:
+    def tree(self) -> RootContext:
         """The ``RootContext`` of the unit's tree, which takes the gradients.
 
         Raises:
@@ -179,7 +183,9 @@ class Unit:
             )
         return context
 
-    def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int], ranks: int) -> None:
+    def join(
+        self, tree: RootContext, streams: Streams, index: int, name: str, ancestors: frozenset[int], ranks: int
+    ) -> None:
         """Become unit ``index`` of ``tree``, which is held weakly; see ``Position``."""
         before = self.context
         if before is not None and before is not tree:
@@ -228,7 +234,7 @@ class Unit:
         sharded = [shard] if self.groups.shard_size > 1 else []
         return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
 
-    def signature(self, group: Any) -> str:
+    def signature(self, group: ProcessGroup) -> str:
         """Describe the facts that the unit's collectives over ``group`` depend on."""
         if not self.groups.sharded:
             kind = "NO_SHARD"
