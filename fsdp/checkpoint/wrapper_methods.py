@@ -31,8 +31,7 @@ def refuse_torchs_functions(frame: FrameType | None) -> None:
     while frame is not None and frame.f_globals.get("__name__") == _TORCHS:
         original = frame.f_globals["_get_optim_state_dict"].__module__ == _TORCHS  # and was not replaced
         name = frame.f_code.co_name  # get_model_state_dict() calls our state_dict()
-        is_public = name.endswith("state_dict") and not name.startswith("_")
-        if original and is_public and name != "get_model_state_dict":
+        if original and name[0] != "_" and name.endswith("state_dict") and name != "get_model_state_dict":
             raise RuntimeError(
                 f"{name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
                 "call fsdp.compat.enable_dcp() first, or use the function of that name in fsdp.checkpoint"
