@@ -15,7 +15,7 @@ from fsdp.checkpoint.torch_state_dict import (
 )
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.convert import to_dcp, to_safetensors
+    from fsdp.checkpoint.outgoing import to_dcp, to_safetensors
 
 __all__ = [
     "Plain",
@@ -39,9 +39,9 @@ def __getattr__(name: str) -> Any:
     """Import the converters, which load ``torch.distributed.checkpoint`` and torch's own FSDP, at first use."""
     if name not in ("to_dcp", "to_safetensors"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint import convert
+    from fsdp.checkpoint import outgoing
 
-    globals()[name] = getattr(convert, name)
+    globals()[name] = getattr(outgoing, name)
     return globals()[name]
 
 

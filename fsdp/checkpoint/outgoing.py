@@ -1,11 +1,13 @@
-"""Conversion of checkpoints: to one safetensors file, and to a checkpoint of ``torch.distributed.checkpoint``."""
+"""Conversion of this package's checkpoints: to one safetensors file, and for ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import secrets
 import stat
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +44,40 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     file = Path(file)
 
     def convert(directory: Path, manifest: Manifest) -> Path:
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
         with Contents(directory, manifest, Reading()) as contents:
             keys = [key for key in contents.tensors if key.startswith(MODEL)]
-            dtypes = {key: torch_dtype(contents.table[key].dtype) for key in keys}
-            keys.sort(key=lambda key: -dtypes[key].itemsize)  # so that all are aligned
-            entries = laid_out((key.removeprefix(MODEL), dtypes[key], contents.table[key].shape) for key in keys)
-            try:
-                with SafetensorsFile.create(temporary, entries, {"format": "pt"}) as out:
-                    if file.exists():
-                        temporary.chmod(stat.S_IMODE(file.stat().st_mode))
-                    out.reserve()  # on a full disk, a write to mapped memory kills the process
-                    mapped = torch.from_file(str(temporary), shared=True, size=out.nbytes, dtype=torch.uint8)
-                    data = mapped[len(out.header) :]
-                    targets = {k: data[e.begin : e.end].view(e.dtype).view(e.shape) for k, e in zip(keys, entries)}
-                    contents.read(contents.find(targets))
-                    del mapped, data, targets
-                    out.finish()
-                    files.disk.rename(temporary, file)
-            finally:
-                temporary.unlink(missing_ok=True)
+            kinds = {key: (torch_dtype(contents.table[key].dtype), contents.table[key].shape) for key in keys}
+            with new_safetensors(file, {key.removeprefix(MODEL): kind for key, kind in kinds.items()}) as targets:
+                contents.read(contents.find({MODEL + name: target for name, target in targets.items()}))
         return file
 
     return files.read_latest(Path(path), convert, files.find)
+
+
+@contextlib.contextmanager
+def new_safetensors(
+    file: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield tensors of these dtypes and shapes in the mapped memory of a new file, which replaces ``file`` at the end
+    of the context."""
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
+    names = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that all are aligned
+    entries = laid_out((name, *kinds[name]) for name in names)
+    try:
+        with SafetensorsFile.create(temporary, entries, {"format": "pt"}) as out:
+            if file.exists():
+                temporary.chmod(stat.S_IMODE(file.stat().st_mode))
+            out.reserve()  # on a full disk, a write to mapped memory kills the process
+            mapped = torch.from_file(str(temporary), shared=True, size=out.nbytes, dtype=torch.uint8)
+            data = mapped[len(out.header) :]
+            targets = {e.name: data[e.begin : e.end].view(e.dtype).view(e.shape) for e in entries}
+            del mapped, data
+            yield targets
+            targets.clear()
+            out.finish()
+            files.disk.rename(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) -> Path:
