@@ -28,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, tool, text in (
         ("plan", plan, "memory and traffic of every rank under every strategy, before a run"),
         ("migrate", migrate, "the changes that a script for DistributedDataParallel or torch's FSDP needs"),
-        ("convert", convert, "a checkpoint as one safetensors file, or for torch.distributed.checkpoint"),
+        (
+            "convert",
+            convert,
+            "a checkpoint for other programs (safetensors, torch.distributed.checkpoint), or of theirs",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         tool.add_arguments(command)

@@ -25,7 +25,6 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from fsdp.export import load_safetensors, save_safetensors
 from tests.harness.models import Net, WithExtraState
 from tests.harness.optim_states import (
     adamw,
@@ -250,54 +249,6 @@ def test_torchs_storage_carries_state_to_other_numbers_of_ranks(
         path = str(tmp_path / str(number))
         run_ranks(saving, save_by_torch, path, uop, writes)
         run_ranks(loading, load_by_torch, path, reads)
-
-
-def save_by_others(root: Path) -> dict[str, Path]:
-    """Save a plain model and optimizer in the ways of other programs."""
-    model = row_major()
-    optimizer = train(adamw(model.parameters()))
-    keys = ("model", "optimizer")
-    quiet(torch_dcp.save, dict(zip(keys, get_state_dict(model, optimizer))), checkpoint_id=root / "dcp", no_dist=True)
-    torch.save(dict(zip(keys, get_state_dict(model, optimizer))), root / "run.pt")
-    save_safetensors(model, root / "folder")
-    paths = [root / "dcp", root / "run.pt", root / "folder", root / "folder" / "model.safetensors", root]
-    return dict(zip(("dcp", "torch", "folder", "file", "root"), paths))
-
-
-def load_of_others(paths: dict[str, Path]) -> None:
-    ragged = StateDictOptions(ragged=True)
-    expected = ours(True, module=row_major())
-    expected_optimizer = train(adamw(expected.parameters()))
-    for name, words in {
-        "dcp": r"dcp is no checkpoint of this package, but one of torch\.distributed\.checkpoint: .*ragged=True",
-        "torch": r"run\.pt is of torch\.save\(\): read it by torch\.load\(\), .*set_state_dict\(.*full_state_dict=True",
-        "root": r"run\.pt is of torch\.save\(\)",
-        "folder": r"safetensors of a model: load it by fsdp\.export\.load_safetensors\(model, path\)",
-        "file": r"safetensors of a model",
-    }.items():
-        model = ours(True, module=row_major(1))
-        optimizer = adamw(model.parameters())
-        with pytest.raises(FileNotFoundError, match=words):
-            load(paths[name], model, optimizer)
-        if name in ("folder", "file"):
-            load_safetensors(model, paths[name])
-            assert_same(dict(get_model_state_dict(model, options=FULL)), dict(expected.state_dict()), name)
-            continue
-        options = ragged if name == "dcp" else FULL
-        if name == "dcp":
-            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=ragged)))
-            quiet(torch_dcp.load, state, checkpoint_id=paths[name])
-        else:
-            state = torch.load(paths["torch"])
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-        )
-        same_state(model, optimizer, expected, expected_optimizer, name)
-
-
-def test_error_for_a_checkpoint_of_another_program_names_the_calls_that_load_it(tmp_path: Path) -> None:
-    """The kinds are those of `torch.distributed.checkpoint`, `torch.save` and safetensors, and the calls load them."""
-    run_ranks(2, load_of_others, save_by_others(tmp_path))
 
 
 class Breaks(torch.optim.Adam):

@@ -15,12 +15,14 @@ from fsdp.checkpoint.torch_state_dict import (
 )
 
 if TYPE_CHECKING:
+    from fsdp.checkpoint.incoming import convert
     from fsdp.checkpoint.outgoing import to_dcp, to_safetensors
 
 __all__ = [
     "Plain",
     "StateDictOptions",
     "async_save",
+    "convert",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -37,11 +39,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import the converters, which load ``torch.distributed.checkpoint`` and torch's own FSDP, at first use."""
-    if name not in ("to_dcp", "to_safetensors"):
+    if name not in ("convert", "to_dcp", "to_safetensors"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint import outgoing
+    from fsdp.checkpoint import incoming, outgoing
 
-    globals()[name] = getattr(outgoing, name)
+    globals().update(convert=incoming.convert, to_dcp=outgoing.to_dcp, to_safetensors=outgoing.to_safetensors)
     return globals()[name]
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from fsdp.checkpoint import old_sources
 from fsdp.checkpoint.checksums import sha256
 from fsdp.comm.user_warnings import warn_user
 
@@ -36,7 +37,6 @@ _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
 _PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
-_OF_TORCH_SAVE = (".bin", ".ckpt", ".pt", ".pth")  # suffixes
 
 Advance = Callable[[int], object]  # called with the number of bytes that were written or read
 FORGED = ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError
@@ -338,24 +338,10 @@ def find(path: Path) -> tuple[Path, Manifest]:
 
 
 def _other_kind(path: Path) -> str | None:
-    """Return the kind of checkpoint at ``path`` that another program has written, and the calls that load it."""
-    names = os.listdir(path) if path.is_dir() else [path.name] if path.is_file() else []
-    if any(map(_NAME.fullmatch, names)):
+    """Return the kind of a checkpoint at ``path`` that another program has written."""
+    if path.is_dir() and any(map(_NAME.fullmatch, os.listdir(path))):
         return None  # of ours, whose ``latest`` is lost
-    if ".metadata" in names:
-        return (
-            "one of torch.distributed.checkpoint: fill the dicts of fsdp.checkpoint.get_state_dict(model, optimizer, "
-            "options=StateDictOptions(ragged=True)) by torch.distributed.checkpoint.load(), under the keys that were "
-            "saved, and load them by fsdp.checkpoint.set_state_dict()"
-        )
-    if any(name.endswith(".safetensors") and not _PARTS.fullmatch(name) for name in names):
-        return "safetensors of a model: load it by fsdp.export.load_safetensors(model, path)"
-    if found := [name for name in sorted(names) if name.endswith(_OF_TORCH_SAVE)]:
-        return (
-            f"{found[0]} is of torch.save(): read it by torch.load(), and load the state dicts in it by "
-            "fsdp.checkpoint.set_state_dict(..., options=StateDictOptions(full_state_dict=True))"
-        )
-    return None
+    return old_sources.kinds_of(old_sources.find_sources(path)) or None
 
 
 def _latest(root: Path) -> tuple[Path, Manifest]:
@@ -363,7 +349,10 @@ def _latest(root: Path) -> tuple[Path, Manifest]:
         text = (root / LATEST).read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError) as error:
         if (kind := _other_kind(root)) is not None:
-            raise FileNotFoundError(f"{root} is no checkpoint of this package, but {kind}") from error
+            raise FileNotFoundError(
+                f"{root} is no checkpoint of this package, but {kind}: convert it by `fsdp convert {root} NEW` or "
+                "fsdp.checkpoint.convert(), and load NEW (see Old checkpoints in fsdp/checkpoint/README.md)"
+            ) from error
         raise FileNotFoundError(
             f"{root} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it "
             f"has no file {LATEST!r}: nothing was saved there, or the file is lost"

@@ -3,7 +3,7 @@ wrappers add to names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -31,8 +31,19 @@ def joined(path: str, name: str) -> str:
 
 def bare(name: str) -> str:
     """Remove the parts of ``name`` that a wrapper of any kind may have added."""
-    parts = clean(name.removeprefix("module.")).split(".")
-    return ".".join(part for part in parts if part != _COMPILED_MODULE)
+    return _uncompiled(name.removeprefix("module."))
+
+
+def _uncompiled(name: str) -> str:
+    return ".".join(part for part in clean(name).split(".") if part != _COMPILED_MODULE)
+
+
+def plain_keys(keys: Iterable[str]) -> dict[str, str]:
+    """Map the keys of a saved state dict to names in the plain model. ``DistributedDataParallel`` has put "module."
+    before all of them or none."""
+    names = {key: _uncompiled(key) for key in keys}
+    of_ddp = all(name.startswith("module.") for name in names.values())
+    return {key: name.removeprefix("module.") if of_ddp else name for key, name in names.items()}
 
 
 # -- units of several modules ------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def plan(
     limit = None if memory is None else as_nbytes(memory, "memory")
     if limit is not None and limit < 1000:
         raise ValueError(f"memory must be at least 1 kB, as in 80GB or 512MB, but got {memory!r}")
-    copied = _on_meta(model)
+    copied = on_meta(model)
     units = find_units(copied, policy, as_mixed_precision(precision))
     batch = _batch(batch_tokens, inputs)
     if batch is not None:
@@ -240,7 +240,7 @@ def _batch(batch_tokens: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, A
     return on_meta
 
 
-def _on_meta(model: Any) -> nn.Module:
+def on_meta(model: Any) -> nn.Module:
     """Copy a model, or make one, on the meta device."""
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -424,7 +424,7 @@ class _Temporaries(TorchDispatchMode):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fsdp plan``."""
     add = parser.add_argument
-    add("model", type=_resolved, help="module:name of a model, or of a function without arguments that makes it")
+    add("model", type=resolved, help="module:name of a model, or of a function without arguments that makes it")
     add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     add("--memory", metavar="80GB", help="memory of a rank: find the smallest number of ranks that fits")
     add("--wrap", metavar="CLASS,...", help="classes of modules that become units")
@@ -432,7 +432,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=_DTYPES, help="compute and reduce in this dtype")
     add("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim (default AdamW), or none")
     add("--batch-tokens", type=_shape, metavar="8x1024", help="count the activations of such a batch of token ids")
-    add("--inputs", type=_resolved, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
+    add("--inputs", type=resolved, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
     add("--shard-size", type=int, metavar="N", help="ranks per machine, for hybrid strategies")
     add("--device", default="cuda", help="cuda (default), or cpu for gloo")
     add("--json", action="store_true", help="print all numbers as JSON")
@@ -440,11 +440,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; return 0."""
-    model = _on_meta(options.model)
+    model = on_meta(options.model)
     found = plan(
         model,
         world_size=options.world_size,
-        policy=options.wrap and _policy(model, options.wrap.split(",")),
+        policy=options.wrap and policy_of(model, options.wrap.split(",")),
         strategy=options.strategy,
         precision=options.precision and MixedPrecision(param_dtype=_DTYPES[options.precision]),
         optimizer=options.optimizer,
@@ -458,7 +458,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _resolved(name: str) -> Any:
+def resolved(name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -474,7 +474,7 @@ def _named_strategies(names: str) -> list[ShardingStrategy]:
 
 
 def _optimizer(name: str) -> Any:
-    return None if name == "none" else _resolved(f"torch.optim:{name}")
+    return None if name == "none" else resolved(f"torch.optim:{name}")
 
 
 def _shape(text: str) -> int | list[int]:
@@ -482,7 +482,7 @@ def _shape(text: str) -> int | list[int]:
     return sizes if len(sizes) > 1 else sizes[0]
 
 
-def _policy(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:
+def policy_of(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:
     classes = {type(module) for module in model.modules()}
     there = sorted({each.__name__ for each in classes})
     if missing := sorted(set(names) - set(there)):

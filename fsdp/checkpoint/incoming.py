@@ -1,0 +1,343 @@
+"""Conversion of checkpoints of other programs: to a checkpoint of this package, or to one safetensors file.
+
+[Note: From an old checkpoint to a new one]
+:mod:`fsdp.checkpoint.old_sources` recognises files by their names. :mod:`fsdp.checkpoint.old_tensors` returns their
+content by paths, with tensors as boxes that are read later. This file finds the state dicts of the model and of
+optimizers among the paths, and names their tensors as the plain model does. What belongs to FSDP1's flat parameters is
+cut first (:mod:`fsdp.checkpoint.old_flat`). Everything is checked before the first file is written. Each old file
+becomes the file of one rank, so no more than that is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim import Optimizer
+
+from fsdp.checkpoint import files, index, old_sources, rank_file, values
+from fsdp.checkpoint.files import FileRecord
+from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, state_key
+from fsdp.checkpoint.old_flat import Wrapping, is_flat, of_local_model, of_local_optimizer
+from fsdp.checkpoint.old_tensors import Chunk, Keys, Leaves, OldTensor, text_of
+from fsdp.checkpoint.old_tensors import read as read_source
+from fsdp.checkpoint.outgoing import new_safetensors, to_dcp, to_safetensors
+from fsdp.checkpoint.rank_file import Piece
+from fsdp.comm.user_warnings import warn_user
+from fsdp.flat.names import plain_keys, unit_of
+from fsdp.placement.boxes import Box, same_cover
+
+_OF_MODEL = ("app.model", "model", "model_state_dict", "module", "state_dict")  # keys of the model's state dict
+_SHOWN = 10  # problems in an error
+
+
+class Old(NamedTuple):
+    """An old checkpoint, checked, with names of the plain model.
+
+    Attributes:
+        kinds: of its files.
+        files: the number of files that a new checkpoint will have.
+        tensors, values: by key of a new checkpoint.
+        extra: values that belong neither to the model nor to an optimizer, as nested dicts.
+        left_out: tensors that do not either.
+    """
+
+    kinds: str
+    files: int
+    tensors: dict[str, OldTensor]
+    values: dict[str, Any]
+    extra: dict[Any, Any]
+    left_out: list[str]
+
+
+def convert(
+    old: str | Path,
+    new: str | Path,
+    *,
+    model: nn.Module | None = None,
+    auto_wrap_policy: Any = None,
+    optimizer: Optimizer | None = None,
+    trusted: bool = False,
+) -> Path:
+    """Convert a checkpoint: one of another program to this package's format, or one of this package to another format.
+
+    ``fsdp/checkpoint/README.md``, "Old checkpoints", lists the kinds. One process converts, without a process group.
+    :func:`load` loads the result at any number of ranks, with any wrapping. Everything is checked before the first file
+    is written, and no code in ``old`` is run. Memory is needed for the tensors of one old file.
+
+    Args:
+        old: a file or a directory.
+        new: a directory, to which a checkpoint is added as by :func:`save`, or NAME.safetensors, for the model alone.
+            For an ``old`` of this package: NAME.safetensors, or a directory for ``torch.distributed.checkpoint``.
+        model: the plain model (the meta device is enough), for names that ``old`` does not have: of an optimizer's
+            state by number, and of FSDP1's flat parameters.
+        auto_wrap_policy: that of FSDP1, if ``old`` has the flat parameters of an optimizer alone.
+        optimizer: an optimizer of ``model`` with the groups that were saved, if it had several groups and its state
+            goes by number.
+        trusted: as for :func:`load`, for an ``old`` of this package.
+
+    Returns:
+        the new checkpoint or file.
+
+    Raises, with nothing written:
+        FileNotFoundError: ``old`` is none of the kinds.
+        RuntimeError: a file is damaged or truncated.
+        ValueError: files, ranks or elements are missing or there twice, with all of them; or a pickle holds code; or
+            names need ``model``, or do not fit it; or there are several models.
+    """
+    old, new = Path(old), Path(new)
+    if (old / files.MANIFEST).is_file() or (old / files.LATEST).is_file():
+        return to_safetensors(old, new) if new.suffix == ".safetensors" else to_dcp(old, new, trusted=trusted)
+    of_model_only = new.suffix == ".safetensors"
+    found = find_old(old, model, auto_wrap_policy, optimizer, of_model_only=of_model_only)
+    if found.left_out:
+        warn_user(f"{old} has tensors of neither a model nor an optimizer, which are left out: {found.left_out}")
+    return _write_safetensors(new, found) if of_model_only else _write(new, found)
+
+
+# -- finding the state dicts -------------------------------------------------------------------------------------------
+
+
+def find_old(
+    path: Path,
+    model: nn.Module | None = None,
+    auto_wrap_policy: Any = None,
+    optimizer: Optimizer | None = None,
+    *,
+    of_model_only: bool = False,
+) -> Old:
+    """Read the names, shapes and places of an old checkpoint, and check that it is complete; see :func:`convert`."""
+    if model is not None and any(unit_of(module) is not None for module in model.modules()):
+        raise ValueError("expected the plain model, as it is before it is wrapped")
+    sources = old_sources.find_sources(path)
+    if not sources:
+        raise FileNotFoundError(f"{path} is no checkpoint: no .metadata, .safetensors or files of torch.save()")
+    leaves: Leaves = {}
+    for source in sources:
+        leaves |= {(source.name, *keys): value for keys, value in read_source(source).items()}
+    numbers = [c.number for value in leaves.values() if isinstance(value, OldTensor) for c in value.chunks]
+    numbers += [file.number for source in sources if source.kind == old_sources.RANKS for file in source.files]
+    count = 1 + max(numbers, default=0)
+    optims = list(dict.fromkeys(keys[: keys.index("param_groups")] for keys in leaves if "param_groups" in keys))
+    of_optim = {
+        keys for keys in leaves for p in optims if keys[: len(p)] == p and keys[len(p)] in ("state", "param_groups")
+    }
+    prefix = _prefix_of_model(path, leaves, of_optim)
+    of_model = {
+        keys[-1]: value
+        for keys, value in leaves.items()
+        if keys[:-1] == prefix
+        and keys not in of_optim
+        and (isinstance(value, OldTensor) or str(keys[-1]).endswith(_EXTRA_STATE_KEY_SUFFIX))
+    }
+    names = plain_keys(of_model)
+    state = {names[key]: value for key, value in of_model.items()}
+    wrapping = Wrapping(model, auto_wrap_policy)
+    if any(map(is_flat, state)):
+        state = of_local_model(state, wrapping)
+    tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, OldTensor)}
+    others = {MODEL + name: value for name, value in state.items() if not isinstance(value, OldTensor)}
+    if optims and not of_model_only:
+        groups: list[dict[str, Any]] = []
+        for one in optims:
+            states, own = _optimizer(one, leaves, count, wrapping, optimizer)
+            groups += own
+            for name, parts in states.items():
+                for part, value in parts.items():
+                    (tensors if isinstance(value, OldTensor) else others)[state_key(name, part)] = value
+        others[GROUPS] = groups
+        times = Counter(name for group in groups for name in group["params"])
+        if twice := [name for name in times if times[name] > 1]:
+            raise ValueError(f"{path} has the state of {', '.join(map(repr, twice))} in several groups or optimizers")
+    rest = {k: v for k, v in leaves.items() if k not in of_optim and not (k[:-1] == prefix and k[-1] in of_model)}
+    left_out = [text_of(keys) for keys, value in rest.items() if isinstance(value, OldTensor)]
+    extra = _nested({keys[1:]: value for keys, value in rest.items() if not isinstance(value, OldTensor) and keys[1:]})
+    complete = _complete(path, tensors)
+    return Old(old_sources.kinds_of(sources), count, complete, others, extra, left_out)
+
+
+def _prefix_of_model(path: Path, leaves: Leaves, of_optim: set[Keys]) -> Keys:
+    """Return the path of the model's state dict."""
+    found = dict.fromkeys(k[:-1] for k, v in leaves.items() if isinstance(v, OldTensor) and k not in of_optim)
+    named = [keys for keys in found if keys[-1] in _OF_MODEL or (len(keys) == 1 and "model" in keys[0])]
+    candidates = list(found) if len(found) == 1 else named
+    if len(candidates) != 1:
+        words = f"tensors in {', '.join(map(text_of, found))}" if found else "no tensors but those of an optimizer"
+        raise ValueError(
+            f"{path} has {words}, and expected is one state dict of a model: keep that and its optimizer's"
+        )
+    return candidates[0]
+
+
+def _nested(leaves: Leaves) -> dict[Any, Any]:
+    tree: dict[Any, Any] = {}
+    for keys, value in leaves.items():
+        at = tree
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = value
+    return tree
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+States = dict[str, dict[Any, Any]]  # by name of parameter
+
+
+def _optimizer(
+    prefix: Keys, leaves: Leaves, count: int, wrapping: Wrapping, optimizer: Optimizer | None
+) -> tuple[States, list[dict[str, Any]]]:
+    """Return the states and the groups of an optimizer by names of parameters."""
+    tree = _nested({keys[len(prefix) :]: value for keys, value in leaves.items() if keys[: len(prefix)] == prefix})
+    states, groups = tree.get("state") or {}, list(tree["param_groups"].values())
+    for group in groups:
+        group.update({key: _whole(value) for key, value in group.items() if isinstance(value, OldTensor)})
+    order = [param for group in groups for param in group["params"]]
+    if not any(isinstance(param, int) for param in order):
+        names = plain_keys(order)
+        if unknown := [name for name in states if name not in names]:
+            raise ValueError(f"the optimizer has states of {', '.join(map(repr, unknown))}, which no group has")
+        named = {names[name]: value for name, value in states.items()}
+        return named, [{**group, "params": [names[name] for name in group["params"]]} for group in groups]
+    by_number = of_local_optimizer(states, order, count, wrapping)
+    if by_number is None:
+        several = [[name] for name in _param_names(groups, order, wrapping.model, optimizer)]
+        held = dict(zip(order, several))
+        named = {held[number][0]: value for number, value in states.items()}
+    else:
+        held, named = by_number
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    return named, [{**g, "params": [name for number in g["params"] for name in held[number]]} for g in groups]
+
+
+def _param_names(
+    groups: list[dict[str, Any]], order: list[int], model: nn.Module | None, optimizer: Optimizer | None
+) -> list[str]:
+    """Return the names of the parameters that an optimizer had numbered."""
+    if all("param_names" in group for group in groups):
+        given = [name for group in groups for name in group["param_names"]]
+        return [plain_keys(given)[name] for name in given]
+    if model is None:
+        raise ValueError(
+            "the optimizer's state is by number of the parameter: pass model=, for the order of parameters"
+        )
+    params = dict(model.named_parameters())
+    if optimizer is not None:
+        by_param = {param: name for name, param in params.items()}
+        names = [by_param[param] for group in optimizer.param_groups for param in group["params"]]
+    elif len(groups) > 1:
+        raise ValueError(
+            f"the optimizer's state is by number of the parameter in {len(groups)} groups: pass optimizer=, one of the "
+            "model with the same groups"
+        )
+    else:
+        trained = [name for name, param in params.items() if param.requires_grad]
+        names = trained if len(order) == len(trained) else list(params)
+    if len(names) != len(order):
+        raise ValueError(f"the optimizer has the state of {len(order)} parameters, and the model has {len(names)}")
+    return names
+
+
+def _whole(tensor: OldTensor) -> torch.Tensor:
+    """Read a small tensor."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for chunk in tensor.chunks:
+        Box.whole(tensor.shape).cut(chunk.box, whole).copy_(chunk.read())
+    return whole
+
+
+# -- checking and writing ----------------------------------------------------------------------------------------------
+
+
+def _complete(path: Path, tensors: Mapping[str, OldTensor]) -> dict[str, OldTensor]:
+    """Return the tensors with each element once; equal boxes are replicas, of which the first counts.
+
+    Raises:
+        ValueError: elements are missing or in several boxes, with all keys.
+    """
+    found, problems = dict[str, OldTensor](), list[str]()
+    for key, tensor in tensors.items():
+        boxes = {chunk.box: chunk for chunk in reversed(tensor.chunks)}
+        whole = Box.whole(tensor.shape)
+        if whole.numel == 0:
+            boxes = {whole: Chunk(0, whole, partial(torch.empty, tensor.shape, dtype=tensor.dtype))}
+        if not same_cover(boxes, [whole]):
+            here = sum(box.numel for box in boxes)
+            several = f"the boxes {sorted(boxes)} of" if here >= whole.numel else f"{here} of {whole.numel} elements of"
+            problems.append(f"{several} {key!r} of shape {tensor.shape}")
+        found[key] = tensor._replace(chunks=list(boxes.values()))
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(
+            f"{path} does not have each element once; are there files of all ranks, and of one run? It has "
+            f"{'; '.join(problems[:_SHOWN])}{more}"
+        )
+    return found
+
+
+def _read(key: str, tensor: OldTensor, chunk: Chunk) -> torch.Tensor:
+    part = chunk.read().detach()
+    if part.dtype != tensor.dtype or tuple(part.shape) != chunk.box.sizes:
+        kinds = f"{part.dtype} of shape {tuple(part.shape)} instead of {tensor.dtype} of {chunk.box.sizes}"
+        raise RuntimeError(f"a part of {key!r} is {kinds}: the old checkpoint is damaged")
+    return part
+
+
+def _write_safetensors(file: Path, old: Old) -> Path:
+    kinds = {key.removeprefix(MODEL): (tensor.dtype, tensor.shape) for key, tensor in old.tensors.items()}
+    with new_safetensors(file, kinds) as targets:
+        for key, tensor in old.tensors.items():
+            target = targets[key.removeprefix(MODEL)]
+            for chunk in tensor.chunks:
+                Box.whole(tensor.shape).cut(chunk.box, target).copy_(_read(key, tensor, chunk))
+        targets.clear()
+        del target
+    return file
+
+
+def _write(root: Path, old: Old) -> Path:
+    is_new = not root.exists()
+    packed = {key: values.pack(value, repr(key)) for key, value in old.values.items()}
+    extra = {EXTRA: values.pack(old.extra, "extra")} if old.extra else {}
+    temporary = files.begin(root)
+    try:
+        records, tables = dict[str, FileRecord](), list[index.Table]()
+        for number in range(old.files):
+            pieces, table = _of_file(number, old.tensors)
+            if number == 0:
+                table |= {key: index.of_value(0) for key in packed}
+            tables.append(table)
+            name = files.rank_name(number)
+            own = (packed if number == 0 else {}) | extra
+            records[name] = rank_file.write(temporary / name, pieces, own)
+            del pieces  # before the next file is read
+        table = index.joined(tables)
+        index.check_complete(table, [*old.tensors, *packed])
+        records[files.INDEX] = files.write_durably(temporary / files.INDEX, index.packed(table))
+        files.seal(temporary, records, old.files)
+        return files.publish(temporary)
+    except BaseException:
+        files.discard(temporary)
+        if is_new:
+            with contextlib.suppress(OSError):
+                root.rmdir()
+        raise
+
+
+def _of_file(number: int, tensors: Mapping[str, OldTensor]) -> tuple[list[Piece], index.Table]:
+    """Read the parts of tensors in one old file."""
+    pieces, table = list[Piece](), index.Table()
+    for key, tensor in tensors.items():
+        own = [chunk for chunk in tensor.chunks if chunk.number == number]
+        pieces += [Piece(key, tensor.shape, chunk.box, _read(key, tensor, chunk)) for chunk in own]
+        if own:
+            order, boxes = range(len(tensor.shape)), [chunk.box for chunk in own]
+            table[key] = index.of_tensor(tensor.dtype, tensor.shape, order, boxes, number)
+    return pieces, table

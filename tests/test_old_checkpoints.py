@@ -1,0 +1,362 @@
+"""Checkpoints of other programs: `fsdp.checkpoint.convert` and `fsdp convert` make checkpoints of this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from fsdp.__main__ import main
+from fsdp.checkpoint import convert, load, load_plain
+from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train
+from tests.harness.optim_states import quiet
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import wrap
+
+
+class Written(NamedTuple):
+    """Checkpoints by `ranks` ranks, and the losses with which each program went on, by name of the directory."""
+
+    ranks: int
+    folder: Path
+    losses: dict[str, list[float]]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda ranks: f"{ranks} ranks")
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder = tmp_path_factory.mktemp(f"of_{request.param}_ranks")
+    return Written(request.param, folder, run_ranks(request.param, old_programs, folder, timeout=180)[0])
+
+
+def model_of(name: str, seed: int = 0) -> nn.Module:
+    return old_model(seed, torch.channels_last if "channels_last" in name else torch.contiguous_format)
+
+
+def converted(old: Path, new: Path) -> Path:
+    with torch.device("meta"):
+        model = model_of(old.name)
+    return convert(old, new, model=model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def go_on(name: str, path: Path) -> list[float]:
+    """Load a checkpoint into a model of other values, with the units of the old programs, and go on training."""
+    model = wrap(model_of(name, 1), wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    optimizer = adamw(model)
+    load(path, model, optimizer)
+    return quiet(train, model, optimizer, range(BEFORE, BEFORE + AFTER))
+
+
+def go_on_all(paths: dict[str, Path]) -> dict[str, list[float]]:
+    return {name: go_on(name, path) for name, path in paths.items()}
+
+
+def test_training_goes_on_from_every_kind_at_any_number_of_ranks(written: Written, tmp_path: Path) -> None:
+    """The losses are those of the program that saved, bit for bit at two ranks, where sums have one order."""
+    assert len(written.losses) == 18
+    paths = {name: converted(written.folder / name, tmp_path / name) for name in written.losses}
+    for ranks in (1, 2, 4):
+        for name, losses in run_ranks(ranks, go_on_all, paths, timeout=180)[0].items():
+            assert losses == pytest.approx(written.losses[name], rel=1e-12, abs=0), (name, ranks)
+            if ranks == written.ranks == 2:
+                assert losses == written.losses[name], name
+
+
+# -- incomplete, damaged and unsafe checkpoints ------------------------------------------------------------------------
+
+LOCAL, VERL, RANKS = "fsdp1 flat, local", "fsdp2, verl", "fsdp1 flat, sharded on each rank"
+DCP = "fsdp1 flat, torch.distributed.checkpoint"
+
+
+@pytest.fixture
+def old(written: Written, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a copy of a checkpoint to damage."""
+    return lambda name: Path(shutil.copytree(written.folder / name, tmp_path / name))
+
+
+def refused(old: Path, words: str, error: type[Exception] = ValueError) -> None:
+    """Check that the conversion raises, and writes nothing."""
+    for new in (old.parent / "new", old.parent / "new.safetensors"):
+        with pytest.raises(error, match=words):
+            converted(old, new)
+        assert not new.exists() and os.listdir(old.parent) == [old.name]
+
+
+@pytest.mark.parametrize("name", [VERL, RANKS, LOCAL])
+def test_missing_rank_is_an_error_that_lists_it(name: str, old: Callable[[str], Path]) -> None:
+    """The count is in the names, or the other ranks say that elements are missing."""
+    path = old(name)
+    first, *_, last = sorted(path.glob("model*"))
+    last.unlink()
+    number = re.findall(r"\d+", last.name)[-1]
+    refused(path, rf"has no 'model_\*\.pt' for \[{number}\]" if name != RANKS else "elements of 'model.first.weight'")
+    first.unlink()
+    refused(path, "has no|does not have each element once")
+
+
+def test_ranks_of_another_count_are_an_error_that_lists_them(written: Written, old: Callable[[str], Path]) -> None:
+    path = old(VERL)
+    for file in path.iterdir():
+        shutil.copy(file, path / re.sub(r"size_\d", "size_7", file.name))
+    refused(path, rf"has files of {written.ranks} and of 7 ranks or parts")
+
+
+def test_a_rank_that_the_mesh_does_not_have_is_an_error(written: Written, old: Callable[[str], Path]) -> None:
+    path, last = old(VERL), written.ranks - 1
+    for file in path.iterdir():
+        name = re.sub(r"world_size_\d_", "", file.name)
+        shutil.copy(file, path / name.replace(f"rank_{last}", f"rank_{last + 1}"))
+        file.rename(path / name)
+    refused(
+        path, rf"_rank_{last + 1}\.pt, of rank {last + 1}, has a DTensor over {re.escape(str([*range(written.ranks)]))}"
+    )
+
+
+def test_parts_without_a_description_are_an_error(tmp_path: Path) -> None:
+    """Vectors of other lengths on each rank, such as shards, say nothing about their place."""
+    (tmp_path / "old").mkdir()
+    for rank in range(2):
+        torch.save({"first.weight": torch.zeros(4 + rank)}, tmp_path / "old" / f"model_rank{rank}.pt")
+    refused(tmp_path / "old", r"the boxes .* of 'model.first.weight' of shape \(4,\)")
+
+
+@pytest.mark.parametrize("name", [VERL, RANKS, LOCAL, DCP, "ddp"])
+def test_truncated_file_is_an_error_with_the_path(name: str, old: Callable[[str], Path]) -> None:
+    path = old(name)
+    file = max((each for each in path.iterdir() if each.suffix), key=lambda each: each.name)
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(path, re.escape(file.name), (RuntimeError, ValueError))  # type: ignore[arg-type]
+
+
+def test_damaged_metadata_is_an_error(old: Callable[[str], Path]) -> None:
+    path = old(DCP)
+    (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-100])
+    refused(path, r"\.metadata is damaged")
+
+
+class Harmful:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", [VERL, RANKS, LOCAL, "ddp"])
+def test_code_in_a_pickle_is_refused(name: str, old: Callable[[str], Path]) -> None:
+    path = old(name)
+    file = next(each for each in sorted(path.iterdir()) if "model" in each.name or each.name == "run.pt")
+    torch.save({"model": {"weight": torch.ones(2), "code": Harmful(path.parent / "made")}}, file)
+    refused(path, rf"{file.name} holds (posix|nt)\.mkdir, and only tensors, containers and numbers are read")
+
+
+def test_code_in_metadata_is_refused(old: Callable[[str], Path]) -> None:
+    path = old(DCP)
+    (path / ".metadata").write_bytes(pickle.dumps(Harmful(path.parent / "made")))
+    refused(path, r"\.metadata is damaged, or of an unknown version: .*mkdir")
+
+
+def save_on_meshes(folder: Path) -> dict[str, Any]:
+    """Save a model with replicas, and one with tensor parallelism inside of shards; return the whole tensors."""
+    expected = {}
+    for name in ("replicas", "tensor parallel"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        model = nn.Linear(6, 8)
+        if name == "tensor parallel":
+            model = parallelize_module(model, mesh["inner"], ColwiseParallel())
+        fully_shard(model, mesh=mesh if name == "replicas" else mesh["outer"])
+        state = model.state_dict()
+        (folder / name).mkdir(exist_ok=True)
+        torch.save(state, folder / name / f"model_world_size_4_rank_{dist.get_rank()}.pt")
+        expected[name] = {key: value.full_tensor() for key, value in state.items()}
+    return expected
+
+
+def test_shards_on_a_mesh_of_two_dimensions_are_joined(tmp_path: Path) -> None:
+    """Replicas count once. A dimension is cut first by tensor parallelism, and then by `fully_shard`."""
+    for name, expected in quiet(run_ranks, 4, save_on_meshes, tmp_path)[0].items():
+        assert_bit_equal(load_plain(convert(tmp_path / name, tmp_path / "new")).model, expected)
+
+
+# -- files of one process ----------------------------------------------------------------------------------------------
+
+
+def write_safetensors(path: Path, state: dict[str, torch.Tensor]) -> None:
+    entries = laid_out((name, value.dtype, tuple(value.shape)) for name, value in state.items())
+    with SafetensorsFile.create(path, entries, {}) as file:
+        for entry, value in zip(entries, state.values()):
+            file.write(memory_of(value.contiguous().view(-1)), entry.begin)
+        file.finish()
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_prefixes_of_wrappers_are_removed(prefix: str, tmp_path: Path) -> None:
+    state = old_model().state_dict()
+    torch.save({prefix + name: value for name, value in state.items()}, tmp_path / "model.pt")
+    assert_bit_equal(load_plain(convert(tmp_path / "model.pt", tmp_path / "new")).model, dict(state))
+
+
+def test_safetensors_in_parts_are_joined(tmp_path: Path) -> None:
+    """The parts have tensors of several dtypes, and an index or numbers say which parts there are."""
+    state = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.randn(2, 3), "c": torch.randn(5).to(torch.bfloat16)}
+    old = tmp_path / "old"
+    for names in (
+        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        ["x.safetensors", "y.safetensors"],
+    ):
+        old.mkdir()
+        write_safetensors(old / names[0], {"a": state["a"], "b": state["b"]})
+        write_safetensors(old / names[1], {"c": state["c"]})
+        index = {"weight_map": {"a": names[0], "b": names[0], "c": names[1]}}
+        (old / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert_bit_equal(load_plain(convert(old, tmp_path / "new")).model, state)
+        one = convert(old, tmp_path / "one.safetensors")
+        assert_bit_equal(load_plain(convert(one, tmp_path / "again")).model, state)
+        write_safetensors(old / names[1], {"b": state["b"], "c": state["c"]})
+        with pytest.raises(ValueError, match=r"have a tensor \['b'\]"):
+            convert(old, tmp_path / "twice")
+        (old / names[1]).write_bytes((old / names[1]).read_bytes()[:-1])
+        with pytest.raises(RuntimeError, match=rf"{names[1]} is damaged, truncated or no safetensors file"):
+            convert(old, tmp_path / "truncated")
+        (old / names[0]).unlink()
+        with pytest.raises(ValueError, match="has no"):
+            convert(old, tmp_path / "missing")
+        shutil.rmtree(old)
+
+
+def trained(groups: int = 1, *, names: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model with a frozen parameter, and an optimizer that has stepped."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model[0].bias.requires_grad_(False)
+    params = [(name, param) if names else param for name, param in model.named_parameters() if param.requires_grad]
+    several = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.5}]
+    optimizer = torch.optim.AdamW(several if groups == 2 else params)
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save_trained(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **others: Any) -> Path:
+    torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), **others}, path)
+    return path
+
+
+def resumed(path: Path, groups: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = trained(groups)
+    load(path, model, optimizer)
+    return model, optimizer
+
+
+def test_optimizer_by_number_needs_the_model(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    old = save_trained(tmp_path / "run.pt", model, optimizer, epoch=3, rng=torch.ones(2))
+    with pytest.raises(ValueError, match=r"by number of the parameter: pass model="):
+        convert(old, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    with pytest.warns(UserWarning, match=r"left out: .*'rng'"):
+        new = convert(old, tmp_path / "new", model=model)
+    assert load_plain(new).extra == [{"epoch": 3}]
+    after, optimizer_after = resumed(new)
+    assert_bit_equal(after.state_dict(), model.state_dict())
+    expected = optimizer.state_dict()["state"]
+    for number, states in optimizer_after.state_dict()["state"].items():
+        assert_bit_equal(states, expected[number])
+    with pytest.raises(ValueError, match="of 5 parameters, and the model has 2"):
+        convert(old, tmp_path / "other", model=nn.Linear(1, 1))
+
+
+def test_several_groups_by_number_need_the_optimizer_or_its_names(tmp_path: Path) -> None:
+    model, optimizer = trained(2)
+    old = save_trained(tmp_path / "run.pt", model, optimizer)
+    with pytest.raises(ValueError, match="by number of the parameter in 2 groups: pass optimizer="):
+        convert(old, tmp_path / "new", model=model)
+    news = [convert(old, tmp_path / "new", model=model, optimizer=optimizer)]
+    if "param_names" in trained(2, names=True)[1].param_groups[0]:
+        model_of_names, optimizer_of_names = trained(2, names=True)
+        model_of_names.load_state_dict(model.state_dict())
+        state = optimizer.state_dict()
+        for group, named in zip(state["param_groups"], optimizer_of_names.state_dict()["param_groups"]):
+            group["param_names"] = named["param_names"]
+        optimizer_of_names.load_state_dict(state)
+        news.append(convert(save_trained(tmp_path / "names.pt", model, optimizer_of_names), tmp_path / "named"))
+    for new in news:
+        expected = optimizer.state_dict()
+        found = resumed(new, 2)[1].state_dict()
+        assert [group["lr"] for group in found["param_groups"]] == [0.001, 0.5]
+        for number, states in found["state"].items():
+            assert_bit_equal(states, expected["state"][number])
+
+
+def test_several_models_are_an_error_that_lists_them(tmp_path: Path) -> None:
+    torch.save({"student": {"w": torch.ones(1)}, "teacher": {"w": torch.ones(1)}}, tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=r"tensors in .*'student'.*'teacher'.*one state dict of a model"):
+        convert(tmp_path / "run.pt", tmp_path / "new")
+
+
+# -- the command, and errors of load -----------------------------------------------------------------------------------
+
+
+def test_local_state_needs_the_model_with_the_same_sizes(written: Written, tmp_path: Path) -> None:
+    for name in ("fsdp1 flat, local", "fsdp1 original, local"):
+        with pytest.raises(ValueError, match=r"FSDP1's flat parameters with \{.*'blocks.0': \d+.*pass model="):
+            convert(written.folder / name, tmp_path / "new")
+        with torch.device("meta"):
+            other = old_model()
+            other.first = nn.Linear(4, 3, dtype=torch.float64)
+        with pytest.raises(ValueError, match="and the model given, wrapped as the keys say, has"):
+            convert(written.folder / name, tmp_path / "new", model=other)
+    with pytest.raises(ValueError, match=r"parts of FSDP1's parameters .*, wrapped as auto_wrap_policy says, has"):
+        convert(written.folder / "fsdp1 flat, verl", tmp_path / "new", model=old_model())
+    assert not os.listdir(tmp_path)
+
+
+def test_load_names_the_kind_and_the_command(written: Written, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"weight": torch.ones(1, 1)})
+    kinds = {
+        str(tmp_path): "safetensors of a model",
+        str(tmp_path / "model.safetensors"): "safetensors of a model",
+        "fsdp1 flat, full": "a file of torch.save()",
+        "fsdp1 flat, accelerate": "a directory of torch.distributed.checkpoint",
+        DCP: "a directory of torch.distributed.checkpoint",
+        VERL: "files of torch.save() by each rank",
+    }
+    for name, kind in kinds.items():
+        path = written.folder / name
+        with pytest.raises(FileNotFoundError, match=re.escape(f"but {kind}: convert it by `fsdp convert {path} NEW`")):
+            load(path, nn.Linear(1, 1))
+
+
+def test_the_command_lists_and_converts(written: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = str(written.folder / "fsdp1 original, verl"), str(tmp_path / "new")
+    arguments = ["--model", "tests.harness.old_programs:old_model", "--wrap", "Block"]
+    assert main(["convert", old, "--list", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"files of torch.save() by each rank, {written.ranks} files"
+    assert "  model.blocks.0.up.weight: float64 [5, 3]" in lines and "  optim.param_groups" in lines
+    assert not os.listdir(tmp_path)
+    assert main(["convert", old, new, *arguments]) == 0
+    assert capsys.readouterr().out.startswith(f"{new}/checkpoint_00000001: fsdp checkpoint, ")
+    assert main(["convert", old, f"{new}.safetensors", *arguments]) == 0
+    assert capsys.readouterr().out.startswith(f"{new}.safetensors: safetensors, ")
+    assert_bit_equal(load_plain(convert(f"{new}.safetensors", tmp_path / "again")).model, load_plain(new).model)
+    for wrong in ([old], [old, f"{new}.pt"]):
+        with pytest.raises(SystemExit):
+            main(["convert", *wrong])
+        assert "expected NAME.safetensors" in capsys.readouterr().err
