@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import runpy
+import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from fsdp.__main__ import main
 from tests.harness.pool import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -39,6 +41,7 @@ def _run(path: str, options: list[str]) -> str:
     with (
         redirect_stdout(printed),
         mock.patch.object(sys, "argv", [path, *options]),
+        mock.patch.object(sys, "path", [str(Path(path).parent), *sys.path]),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
     ):
@@ -64,11 +67,33 @@ def test_ddp_torch_fsdp_and_this_package_print_the_same_losses() -> None:
     assert "step 20: loss 3." in ddp and ddp == torchs == ours
 
 
-def _ignoring_warnings(path: str) -> str:
+def _ignoring_warnings(path: str, options: list[str] | None = None) -> str:
     import warnings
 
     warnings.simplefilter("ignore")  # torch's deprecation warning of FSDP1
-    return _run(path, [])
+    return _run(path, options or [])
+
+
+def test_a_run_on_fsdp1_or_ddp_goes_on_with_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the README run, each script in ranks of the pool."""
+    text = (EXAMPLES / "from_fsdp1" / "README.md").read_text()
+    commands = [
+        shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
+    ]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES / "from_fsdp1")
+    losses: dict[str, list[str]] = {}
+    for command in commands:
+        if command[:2] == ["fsdp", "convert"]:
+            assert main(command[1:]) == 0
+        elif command[0] == "torchrun":
+            script, *options = command[4:]
+            options = [str(tmp_path / option) if "runs" in option else option for option in options]
+            printed = run_ranks(int(command[3]), _ignoring_warnings, str(EXAMPLES.parent / script), options)[0]
+            losses[" ".join(command[4:])] = printed.splitlines()[-5:]
+    assert len(losses) == 6 and len({*map(tuple, losses.values())}) == 1, losses
+    found = next(iter(losses.values()))
+    assert found[0] in text, found
 
 
 def test_every_example_is_short_and_shows_its_command_line() -> None:
