@@ -513,3 +513,57 @@ def test_the_command_reports_changes_and_manual_edits(tmp_path: Path, capsys: py
     with pytest.raises(SystemExit) as ended:
         main(["migrate", str(path)])
     assert ended.value.code == 2 and "fsdp migrate: invalid syntax (train.py, line 1)" in capsys.readouterr().err
+
+
+def test_the_command_takes_folders_and_names_other_files_with_fsdp1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "train.py": "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(net)\n",
+        "utils/saving.py": "import torch.distributed.fsdp as F\nF.FullyShardedDataParallel.state_dict_type(m, t)\n",
+        "utils/policies.py": "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n",
+        "utils/second.py": "from torch.distributed.fsdp import fully_shard, FSDPModule\nfrom torch import nn\n",
+        "utils/old.py": "print 'torch.distributed.fsdp'\n",
+        "utils/done.py": "import fsdp\n'torch.distributed.fsdp.FullyShardedDataParallel'\n",
+        ".venv/a.py": "from torch.distributed.fsdp import CPUOffload\n",
+        "env/pyvenv.cfg": "",
+        "env/lib/b.py": "from torch.distributed.fsdp import CPUOffload\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    train, utils = tmp_path / "train.py", tmp_path / "utils"
+
+    assert main(["migrate", str(train)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    remedy = "torch's FSDP1 does not know models of this package, so migrate this file too, or call fsdp.compat.patch()"
+    assert lines[1:] == [
+        f"{utils}/policies.py: [by hand] imports torch.distributed.fsdp.wrap: {remedy}",
+        f"{utils}/saving.py: [by hand] imports torch.distributed.fsdp.FullyShardedDataParallel: {remedy}",
+        "1 changes proposed by --diff, 2 left to do by hand",
+    ]
+    for given in ([train, utils], [tmp_path], [tmp_path, train, utils / "saving.py"]):
+        assert main(["migrate", *map(str, given)]) == 1
+        printed = capsys.readouterr().out
+        assert re.findall(r"(\S+): \[", printed) == [
+            *(f"{train}:1", f"{utils}/policies.py:1", f"{utils}/saving.py:1"),
+            *(f"{utils}/second.py:1", f"{utils}/second.py:1", f"{utils}/old.py"),
+        ]
+        assert printed.splitlines()[-1] == "3 changes proposed by --diff, 3 left to do by hand"
+    assert main(["migrate", str(utils / ".." / "train.py"), str(utils)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "3 changes proposed by --diff, 3 left to do by hand"
+    assert main(["migrate", str(train), str(utils), "--diff"]) == 1
+    assert re.findall(r"--- (.*)", capsys.readouterr().out) == [
+        *(str(train), f"{utils}/policies.py", f"{utils}/saving.py", f"{utils}/second.py")
+    ]
+    for name in ("train.py", "utils/saving.py", "utils/policies.py", "utils/second.py"):
+        (tmp_path / name).write_text(texts[name].replace("torch.distributed.fsdp", "fsdp"))
+    assert main(["migrate", str(train)]) == 0
+    assert capsys.readouterr().out == "0 changes proposed by --diff, 0 left to do by hand\n"
+
+    (tmp_path / "empty").mkdir()
+    for given, error in ((tmp_path / "empty", "has no Python files"), (utils / "old.py", "(old.py, line 1)")):
+        with pytest.raises(SystemExit) as ended:
+            main(["migrate", str(train), str(given)])
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "") and error in err

@@ -1,4 +1,4 @@
-"""``fsdp migrate script.py``: the changes that a training script for DistributedDataParallel or torch's FSDP needs.
+"""``fsdp migrate FILES``: the changes that training scripts for DistributedDataParallel or torch's FSDP need.
 
 The script is parsed, not run. Patterns of calls are looked up in the tables below; each has a piece of advice. Changes
 that follow from the text alone (the import, the wrapper, ``clip_grad_norm_``) are proposed as a diff. Everything else
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -400,22 +402,70 @@ def _import_line(module: str, node: ast.ImportFrom, names: set[str]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``fsdp migrate``."""
-    parser.add_argument("script", type=Path, help="a training script for DistributedDataParallel or torch's FSDP")
+    what = "files of a program for DistributedDataParallel or torch's FSDP, and folders of such files"
+    parser.add_argument("scripts", type=Path, nargs="+", help=what)
     parser.add_argument("--diff", action="store_true", help="print a patch; findings go to stderr")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings. Return 0 if none is left to the user, else 1.
+    """Print the findings, and the other files in the folders of the scripts that import torch's FSDP1.
+
+    Return 0 if nothing is left to the user, else 1.
 
     Raises:
-        OSError, SyntaxError, UnicodeDecodeError: the script cannot be read.
+        OSError, SyntaxError, UnicodeDecodeError: a script cannot be read; nothing was printed.
+        ValueError: a folder has no Python files.
     """
-    script = Script(options.script.read_text(), str(options.script))
-    if options.diff:
+    scripts, notes = [], []
+    files = {file.resolve(): file for path in options.scripts for file in _files_of(path)}
+    for file in files.values():
+        try:
+            scripts.append(Script(file.read_text(), str(file)))
+        except (SyntaxError, UnicodeDecodeError) as error:
+            if file in options.scripts:
+                raise
+            notes.append(f"{file}: [by hand] not read: {error}")
+    for file, names in _others_with_fsdp1(files).items():
+        why = (
+            "torch's FSDP1 does not know models of this package, so migrate this file too, or call fsdp.compat.patch()"
+        )
+        notes.append(f"{file}: [by hand] imports {', '.join(names)}: {why}")
+    for script in scripts if options.diff else ():
         print(script.diff(), end="")
     out = sys.stderr if options.diff else sys.stdout
-    for finding in script.findings:
-        kind = "--diff" if finding.edit else "note" if finding.is_note else "by hand"
-        print(f"{options.script}:{finding.line}: [{kind}] {finding.advice}", file=out)
-    print(f"{len(script.proposed)} changes proposed by --diff, {len(script.left)} left to do by hand", file=out)
-    return 1 if script.left else 0
+    for script in scripts:
+        for finding in script.findings:
+            kind = "--diff" if finding.edit else "note" if finding.is_note else "by hand"
+            print(f"{script.name}:{finding.line}: [{kind}] {finding.advice}", file=out)
+    for note in notes:
+        print(note, file=out)
+    proposed, left = sum(len(s.proposed) for s in scripts), sum(len(s.left) for s in scripts) + len(notes)
+    print(f"{proposed} changes proposed by --diff, {left} left to do by hand", file=out)
+    return 1 if left else 0
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return ``path``; of a folder the Python files in it, without hidden folders and virtual environments."""
+    if not path.is_dir():
+        return [path]
+    found = []
+    for folder, inner, names in os.walk(path):
+        inner[:] = [name for name in sorted(inner) if name[0] != "." and not Path(folder, name, "pyvenv.cfg").exists()]
+        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    if not found:
+        raise ValueError(f"{path} has no Python files")
+    return found
+
+
+def _others_with_fsdp1(files: dict[Path, Path]) -> dict[Path, list[str]]:
+    """Return other files in the folders of ``files`` and below, with the names of torch's FSDP1 that they import."""
+    found = {}
+    for other in dict.fromkeys(other for file in files.values() for other in _files_of(file.parent)):
+        text = "" if other.resolve() in files else other.read_text(errors="replace")
+        with contextlib.suppress(SyntaxError):  # of a file that no program imports
+            source = Source(text if "fsdp" in text else "", str(other))
+            used = {*source.aliases.values(), *map(source.full, source.nodes)}
+            names = {name.split(".")[3] for name in used if name.startswith(f"{_FSDP1}.")} - {*_FSDP2, "_fully_shard"}
+            if names:
+                found[other] = [f"{_FSDP1}.{name}" for name in sorted(names)]
+    return found
