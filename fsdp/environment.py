@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 _T = TypeVar("_T")
 
 PREFIX = "FSDP_"
-# Variables of foreign programs: accelerate's launcher sets the first ones, and torch's FSDP1 reads the last.
+# Variables of other programs: accelerate's launcher sets the first ones, and torch's FSDP1 reads the last.
 FOREIGN = {
     "FSDP_ACTIVATION_CHECKPOINTING",
     "FSDP_AUTO_WRAP_POLICY",

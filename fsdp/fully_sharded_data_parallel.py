@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel``: thin methods over the engine, and the further names of torch's module."""
+"""``FullyShardedDataParallel``: thin methods over the engine, and the other names of torch's module."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             reverse order of the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: number of units to gather ahead while a unit computes, in
             the order of the last forward or backward. The first pass has no order, and gathers each unit when it runs.
-            0: least memory. 1 hides a gather behind one unit's compute. Each further unit costs memory, and hides a
+            0: least memory. 1 hides a gather behind one unit's compute. Each additional unit costs memory, and hides a
             slower network or very small units.
         reshard_after_forward: True: reshard all units after forward, the root too. False: keep them, as
             ``SHARD_GRAD_OP``. None: the strategy decides, and exempts the root. A divisor of the shard group's size,
@@ -445,7 +445,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             recurse: include all instances below; else only ``module`` itself, if it is one.
             writeback: on exit each rank writes back to the shard. Without it changes are lost, except
                 under ``NO_SHARD``, where the live tensors are shown.
-            rank0_only: show them on rank 0 of each shard group only; the remaining ranks see shards.
+            rank0_only: show them on rank 0 of each shard group only; the other ranks see shards.
             offload_to_cpu: show copies on CPU.
             with_grads: show the full gradients in ``.grad`` as well (``use_orig_params=True`` only).
 

@@ -295,7 +295,7 @@ def choose_units(
 
     Raises:
         ValueError: ``policy`` is no policy, or a group cannot be one unit. The model is unchanged.
-        TypeError: ``policy`` has further required arguments.
+        TypeError: ``policy`` has other required arguments.
     """
     groups = groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
@@ -372,7 +372,7 @@ def auto_wrap(
 
 
 def _check_callable(policy: Callable[..., bool]) -> None:
-    """Raise TypeError if ``policy`` has further required arguments, as without ``functools.partial``."""
+    """Raise TypeError if ``policy`` has other required arguments, as without ``functools.partial``."""
     try:
         params = inspect.signature(policy).parameters
     except (TypeError, ValueError):  # a callable of C, which has no signature

@@ -360,14 +360,14 @@ def _latest(root: Path) -> tuple[Path, Manifest]:
     match = _LATEST.fullmatch(text)
     if match is None or not (root / match[1]).is_dir():
         raise RuntimeError(
-            f"{root / LATEST} is damaged: it holds {text!r}. The checkpoints beside it can be loaded by their own paths"
+            f"{root / LATEST} is damaged: it holds {text!r}. The other checkpoints there can be loaded by their paths"
         )
     directory = root / match[1]
     manifest = _read_manifest(directory / MANIFEST)
     if manifest.checksum != match[3]:
         raise RuntimeError(
             f"{root / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
-            "The checkpoints beside them can be loaded by their own paths"
+            "The checkpoints next to them can be loaded by their own paths"
         )
     return directory, manifest
 

@@ -351,7 +351,7 @@ def scalar_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def distribution(value: torch.Tensor, groups: Groups) -> str:
-    """Describe how ``value`` is distributed, in words that must be equal on all ranks that exchange elements."""
+    """Describe how ``value`` is distributed, as text that must be equal on all ranks that exchange elements."""
     if not is_sharded(value):
         return ""
     if not isinstance(value, DTensor):

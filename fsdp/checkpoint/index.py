@@ -25,7 +25,7 @@ from fsdp.placement.boxes import Box
 class Run(NamedTuple):
     """Ranks ``rank`` to ``rank + ranks`` with spans of a tensor, and ``numel`` elements each.
 
-    The first span is from element ``start`` to ``end`` (half-open), each further one ``step`` elements later.
+    The first span is from element ``start`` to ``end`` (half-open), each next one ``step`` elements later.
     """
 
     rank: int

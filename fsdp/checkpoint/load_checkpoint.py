@@ -90,7 +90,7 @@ def load(
         path: a directory of checkpoints, whose latest is loaded, or one checkpoint; as for :func:`save`.
         model: as for :func:`save`, wrapped in any way, or plain.
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
-        strict: names that only the model or only the checkpoint has are errors; without it they are left alone.
+        strict: names that only the model or only the checkpoint has are errors; without it they are not changed.
         trusted: load pickled objects that were saved with ``trusted=True``. The author of the files may run code here.
         in_place: read into the sharded parameters and existing optimizer states themselves, which takes about 16 MB of
             memory. All blocks are verified first, so their files are read twice. If a file changes or cannot be read

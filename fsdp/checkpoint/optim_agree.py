@@ -225,7 +225,7 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
 
 
 def without_elements(value: Any, *, to_cpu: bool) -> Any:
-    """Copy a state that has no elements on further ranks; a ``Scalar`` becomes a tensor."""
+    """Copy a state that has no elements on other ranks; a ``Scalar`` becomes a tensor."""
     if isinstance(value, Scalar):
         return value.tensor()
     if not isinstance(value, torch.Tensor):

@@ -52,7 +52,7 @@ def is_quantized(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def dequantized(value: Any) -> Any:
-    """Return the values of a state in a quantized class as a plain tensor of the same dtype; any further state
+    """Return the values of a state in a quantized class as a plain tensor of the same dtype; any other state
     itself."""
     return value.dequantize().to(value.dtype) if is_quantized(value) else value
 

@@ -144,7 +144,7 @@ class _Plan:
 
     Attributes:
         arrivals: the tensors of each unit, and where this rank finds the values. Of values on rank 0 alone: the value
-            there, and None on the remaining ranks.
+            there, and None on the other ranks.
         exchanged: descriptions of the values that need communication.
     """
 

@@ -411,7 +411,7 @@ def rekey(
     """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``; ``own`` are the optimizer's groups."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))
     named = [key for group in groups or () for key in group["params"]]
-    if not named:  # with groups, further entries belong to no parameter
+    if not named:  # with groups, other entries belong to no parameter
         named = list(optim_state_dict["state"])
     kinds = {type(key) for key in named}
     wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int

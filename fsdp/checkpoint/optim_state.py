@@ -1,7 +1,7 @@
 """Saving optimizer state: from flat shards to tensors by parameter name.
 
 When the ranks have agreed on the states (see :mod:`fsdp.checkpoint.optim_agree`), the elements of a unit travel in one
-collective to the ranks that get them. Large units travel in several batches; two batches are in memory beside the
+collective to the ranks that get them. Large units travel in several batches; two batches are in memory next to the
 result, one in flight and one being unpacked.
 
 :mod:`fsdp.checkpoint.optim_load` is the reverse.

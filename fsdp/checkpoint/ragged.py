@@ -30,7 +30,7 @@ class RaggedTensor(torch.Tensor):
     Shape, dtype and device are those of the whole tensor; ``local`` (1-D) contains the elements ``start`` to ``end``.
     ``torch.distributed.checkpoint`` saves the rectangles in ``boxes`` and loads into the memory of ``local``. Copies
     (``detach``, ``clone``, ``to``, ``copy_`` from a tensor of the same interval, ``copy.deepcopy``) work on ``local``.
-    Every other operation raises, since the remaining elements are elsewhere.
+    Every other operation raises, since the other elements are elsewhere.
 
     With tensor parallelism the interval counts the elements of the box ``within``, a part of the whole tensor.
     ``saved_elsewhere`` is true on all but the first of the ranks of tensor parallelism that hold equal values.

@@ -70,7 +70,7 @@ def save(
             Entries of the state that belong to no parameter are written as on rank 0.
         extra: a value of this rank to get back from :func:`load`, such as the step, the state of random generators, or
             the position in the data: tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them,
-            but no NumPy arrays and no objects of further classes. NumPy scalars become Python numbers, here and in the
+            but no NumPy arrays and no objects of other classes. NumPy scalars become Python numbers, here and in the
             optimizer's groups. May differ from rank to rank.
         keep: the number of checkpoints to keep in ``path``, with this one; None for all. After this one is published,
             rank 0 removes the directories of older ones, with everything that was put there, and of saves that died. A

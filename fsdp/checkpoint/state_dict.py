@@ -166,7 +166,7 @@ class UnitSaving(UnitTensors):
             placeholders[key] = held.part
         whole = bool(leaving) and not self._form.rank0_only
         hooks = (h for _, m in own_modules(self.unit.module) for h in (m._state_dict_pre_hooks, m._state_dict_hooks))
-        hooked = whole and any(len(one) > 1 for one in hooks)  # users' hooks beside ours
+        hooked = whole and any(len(one) > 1 for one in hooks)  # users' hooks next to ours
         self.register(placeholders, keep_writes=whole, compared=hooked)
 
     def collect(self, destination: dict[str, Any]) -> None:

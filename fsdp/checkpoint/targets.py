@@ -173,7 +173,7 @@ class UnitLoading(UnitTensors):
         self.restore()
 
     def given(self) -> Iterator[str]:
-        """Describe the received values, in words that must be equal on all ranks that exchange them."""
+        """Describe the received values, as text that must be equal on all ranks that exchange them."""
         for key, value in self.values.items():
             yield f"{self.name(key)!r} of {self.unit.name}{distribution(value, self.unit.groups)}"
 

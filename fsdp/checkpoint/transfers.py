@@ -170,7 +170,7 @@ def fill_from_first(
 ) -> None:
     """Start to send values from the first rank to the ranks that hold the tensors.
 
-    The ranks of the first replica get their parts, and pass them on to the remaining replicas.
+    The ranks of the first replica get their parts, and pass them on to the other replicas.
 
     Args:
         values: pairs of a tensor and a value, which is None except on the first rank.

@@ -1,4 +1,4 @@
-"""Values beside tensors in a checkpoint, as JSON: options of optimizers, extra state, and a user's ``extra``.
+"""Values next to tensors in a checkpoint, as JSON: options of optimizers, extra state, and a user's ``extra``.
 
 Numbers, strings, None, lists and dicts with string keys are plain JSON. A value of another type is a dict with one
 key: the type after a ``$``. Tensors, bytes and long sequences of numbers, such as the order of the data, go to the

@@ -78,7 +78,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         this one, or of one inside, gives the same values. Parameters have their sharded dtype (full precision). Buffers
         and parameters that no unit owns are the live tensors.
 
-        * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` the remaining ranks get only parameters and
+        * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` the other ranks get only parameters and
           buffers that no unit owns. One gather per unit; the peak is the result and one unit.
         * ``SHARDED_STATE_DICT``: each rank's rows, copied, as ``ShardedTensor``, or as ``DTensor`` if a device mesh was
           given. One exchange per unit.
@@ -109,7 +109,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         """Load a dict of ``state_dict()``, of a plain module, or of torch's FSDP1.
 
         Whole tensors need no communication: each rank copies its part, so every rank must have them. Under
-        ``FullStateDictConfig(rank0_only=True)`` the remaining ranks may pass an empty dict; rank 0 then scatters the
+        ``FullStateDictConfig(rank0_only=True)`` the other ranks may pass an empty dict; rank 0 then scatters the
         values unit by unit. Rows (``DTensor`` or ``ShardedTensor``) may be on any of the ranks that share the unit,
         however it is sharded and replicated. Parameters stay the same objects, and keep their dtype and device.
 

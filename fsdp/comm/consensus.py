@@ -3,14 +3,14 @@
 There are two ways to agree, for two places:
 
 * :class:`TrainingRanks`, in the groups and the thread of the training: one all-reduce of three numbers if all is well.
-* :class:`Ranks`, beside the training, as for a checkpoint that is being written: round after round over a side group.
+* :class:`Ranks`, next to the training, as for a checkpoint that is being written: round after round over a side group.
 
 Both have ``together(label, action)``, run on every rank, and ``first(label, action)``, run on rank 0 for all.
 
 Both number and label their messages, so that a message of one call is never taken for an answer in a later one.
 
 [Note: A group of its own]
-A call beside the training must not get between the collectives of the training, which all ranks issue in one order. It
+A call next to the training must not get between the collectives of the training, which all ranks issue in one order. It
 therefore uses a gloo group of its own, from one thread at a time, through the group object: ``torch.distributed`` may
 destroy the groups meanwhile, and the round still ends.
 
@@ -295,11 +295,11 @@ def ranks_of(units: Collection[Any], groups: Several[Any] | None = None) -> Trai
     return TrainingRanks(of_units if groups is None else groups, device, announce=announce, error=error)
 
 
-# -- beside the training -----------------------------------------------------------------------------------------------
+# -- next to the training ----------------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
-    """The progress of a rank: the number of the call, the number of the round, and both in words."""
+    """The progress of a rank: the number of the call, the number of the round, and both as text."""
 
     call: int
     round: int
@@ -343,7 +343,7 @@ def tree(rank: int, size: int) -> tuple[int | None, list[range]]:
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone, which communicate beside the training over a side group.
+    """The ranks of a process group, or this process alone, which communicate next to the training over a side group.
 
     Attributes:
         underway: the latest call in the background. The next call waits for it.
@@ -389,7 +389,7 @@ class Ranks:
         see [Note: Spoiled groups].
 
         Args:
-            doing: the call in words, such as "fsdp.checkpoint.save()".
+            doing: the call, as text, such as "fsdp.checkpoint.save()".
             resumed: whether this continues a call in another thread.
 
         Raises:
@@ -538,7 +538,7 @@ class _SideGroup:
 
         Args:
             call: the number of the call.
-            doing: the call in words.
+            doing: the call, as text.
 
         Raises:
             OutOfStep: other ranks make other calls, or the process of one has ended.

@@ -263,7 +263,7 @@ def make_group(ranks: Sequence[int], like: Any, name: str) -> Any:
 
 
 def make_control_group(group: Any, device: torch.device, number: int) -> Any:
-    """Make a gloo group beside ``group``, which serves accelerators only. All ranks of ``group`` have to call.
+    """Make a gloo group next to ``group``, which serves accelerators only. All ranks of ``group`` have to call.
 
     Args:
         device: the CPU.
@@ -281,7 +281,7 @@ def make_control_group(group: Any, device: torch.device, number: int) -> Any:
         backend = _gloo(place, group_timeout(group))
     except RuntimeError as error:
         raise RuntimeError(
-            "the ranks exchange control messages over gloo beside a process group that serves accelerators only, "
+            "the ranks exchange control messages over gloo next to a process group that serves accelerators only, "
             f"and gloo cannot connect them: {error}. Set GLOO_SOCKET_IFNAME to a network interface that all ranks "
             "can reach (as NCCL_SOCKET_IFNAME does for NCCL), or make the process group with gloo for CPU tensors "
             "(init_process_group('cpu:gloo,cuda:nccl'))"

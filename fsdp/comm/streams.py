@@ -87,7 +87,7 @@ class HostStreams:
 
 
 class AcceleratorStreams:
-    """The streams of an accelerator beside the compute stream, which is the current stream."""
+    """The streams of an accelerator next to the compute stream, which is the current stream."""
 
     asynchronous_work = False  # collectives run on the stream that is current when they are called
 
@@ -207,7 +207,7 @@ class AcceleratorStreams:
                 torch.accelerator.set_device_index(device)
 
 
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures on further threads do not restrict this one
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures on other threads do not restrict this one
 
 
 def _ignore_captures_of_other_threads() -> None:

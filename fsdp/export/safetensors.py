@@ -267,15 +267,15 @@ def load_safetensors(
     """Load safetensors files into ``model``. All ranks have to call.
 
     Each rank reads the byte ranges of its shards. Values are cast to the model's dtypes. The model changes only when
-    every rank has read everything. Until then the new shards lie beside the old ones. For a model that was built on the
-    meta device, wrap it with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers that
+    every rank has read everything. Until then the new shards lie next to the old ones. A model that was built on the
+    meta device is wrapped with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers that
     no file has, such as a table of positions, have lost their values then: a warning names those that neither
     ``param_init_fn`` nor the program has written. It knows nothing of a ``to_empty()`` before wrapping, or without it.
 
     Args:
         model: a wrapped model, a module with wrapped modules in it, or a plain one.
         path: a file, or a directory with ``model.safetensors`` or ``model.safetensors.index.json``.
-        strict: names that only the model or only the files have are errors; else these are left alone.
+        strict: names that only the model or only the files have are errors; else these are not changed.
         rename: maps a name in the model to the name in the file.
 
     Raises, on every rank if on one, with the model as it was:
@@ -319,7 +319,7 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> dict[str, _Found]:
         except FORGED as error:
             raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
         if strange := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{index} names {strange[0]!r}, which is no file beside it")
+            raise ValueError(f"{index} names {strange[0]!r}, which is no file next to it")
         found: dict[str, _Found] = {}
         for name in names:
             found.update(_open(path / name, stack))

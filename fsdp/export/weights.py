@@ -85,7 +85,7 @@ def weights(
     Args:
         model: a wrapped model, or a module with wrapped modules in it, in no forward or backward.
         dtype: of floating-point tensors; None for the dtypes that they have. Integers stay integers.
-        to: the rank, in the default group, that receives the weights; the remaining ranks only send, and get no
+        to: the rank, in the default group, that receives the weights; the other ranks only send, and get no
             tensors. None: all ranks.
         merge: called with the model and the gathered tensors of a unit by name, which it may change in place; returns
             the names and tensors to yield instead. See :func:`fsdp.export.lora`. Shards are never changed.

@@ -349,7 +349,7 @@ class FlatParamHandle:
         return next((tp.group for tp in self.tp if tp is not None), None)
 
     def note_replicas(self, tp_group: ProcessGroup) -> None:
-        """Note that the ranks of ``tp_group``, by which further units of the model are cut, hold equal parameters here.
+        """Note that the ranks of ``tp_group``, by which other units of the model are cut, hold equal parameters here.
 
         This is a no-op for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
         over these ranks.

@@ -31,7 +31,7 @@ class ParamSpec(NamedTuple):
     name: str  # fully qualified, relative to the unit
     shape: tuple[int, ...]  # ``()`` for a scalar, and sizes may be 0
     stride: tuple[int, ...] | None = None  # None for row-major, else of a dense tensor (channels_last, transposed)
-    aliases: tuple[str, ...] = ()  # further names of a shared parameter
+    aliases: tuple[str, ...] = ()  # other names of a shared parameter
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class ParamInfo(NamedTuple):
 
 
 class SharedParamInfo(NamedTuple):
-    """A further registration of a shared parameter, and the first one, in FSDP1's form."""
+    """Another registration of a shared parameter, and the first one, in FSDP1's form."""
 
     param_name: str
     module: nn.Module | None
@@ -91,7 +91,7 @@ class SharedParamInfo(NamedTuple):
 
 
 class Infos(Sequence[Any]):
-    """The :class:`ParamInfo` of each parameter, or the :class:`SharedParamInfo` of each further registration, without
+    """The :class:`ParamInfo` of each parameter, or the :class:`SharedParamInfo` of each other registration, without
     references that keep modules alive."""
 
     def __init__(self, kind: Callable[..., Any], sites: Iterable[Sequence[Any]]) -> None:

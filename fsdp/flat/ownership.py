@@ -320,7 +320,7 @@ class Ignored:
                 )
             if ignored is module:
                 warn_user(
-                    "the module being wrapped is in ignored_modules: all of it is left alone, and nothing is sharded"
+                    "the module being wrapped is in ignored_modules: all of it is ignored, and nothing is sharded"
                 )
             modules.update(below for _, below in own_modules(ignored))
         for _, below in own_modules(module):
@@ -488,7 +488,7 @@ def own_buffers(module: nn.Module) -> list[torch.Tensor]:
 
 def synchronize(tensors: list[torch.Tensor], groups: Groups) -> None:
     """Give ``tensors`` the values of the first rank of the shard group, in the first replica."""
-    if groups.replica is not None and groups.shard_rank == 0:  # the remaining ranks receive them in the shard group
+    if groups.replica is not None and groups.shard_rank == 0:  # the other ranks receive them in the shard group
         broadcast(tensors, groups.replica)
     if groups.shard is not None:
         broadcast(tensors, groups.shard)

@@ -2,7 +2,7 @@
 
 [Note: Writes of users]
 Between passes users may replace parameters, give them other data, write to them in place, freeze and unfreeze them.
-An in-place write changes the shard itself. Further changes are taken over by ``ParamGuard.enter``, which the runtime
+An in-place write changes the shard itself. Later changes are taken over by ``ParamGuard.enter``, which the runtime
 calls before a pass, a step and a call: it copies the new values into the memory of the shard (or of the summoned
 parameter) and lets the parameter show that memory again. While a unit computes, its leaves are gathered copies, and a
 write to one would be lost with the buffer: ``ParamGuard.leave`` raises after the forward. A backward computes with the

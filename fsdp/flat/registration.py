@@ -4,7 +4,7 @@
 The uppermost layer of a bucket is registered on the modules. From bottom to top:
 
 1. The base, which holds the shard: the user's own parameters (``use_orig_params=True``), or
-   :class:`ShardedPlaceholder` s as plain attributes beside the registered flat parameter (False).
+   :class:`ShardedPlaceholder` s as plain attributes next to the registered flat parameter (False).
 2. The leaves over the full buffer, while the unit computes.
 3. The full parameters, inside ``summon_full_params``.
 4. Placeholders, while a state dict is made or loaded.

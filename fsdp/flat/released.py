@@ -7,7 +7,7 @@ The kernels of torch do not check for that: on CPU the process would crash.
 The storage of a released buffer has 0 bytes. Operations that check the size (views, matrix products) refuse it. In
 builds for CUDA, torch lets a storage refuse every access with a message. Elsewhere, on CPU, the storage refuses writes,
 and points to address space without memory of its own, where every read finds NaN. The guard is set up once per buffer
-and is exchanged with the memory from the pool, without cost per step. Accelerators of further builds have no guard, and
+and is exchanged with the memory from the pool, without cost per step. Accelerators of other builds have no guard, and
 neither has torch before 2.12, which cannot exchange memory: there a read may end the process.
 """
 

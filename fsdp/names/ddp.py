@@ -76,7 +76,7 @@ def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
 
 
 def refused_attribute(name: str) -> str:
-    """Return the error message for an attribute of DDP's instances; "" for further names."""
+    """Return the error message for an attribute of DDP's instances; "" for other names."""
     if name not in _ATTRIBUTES:
         return ""
     return f"FullyShardedDataParallel has no {name!r} as DistributedDataParallel has. {_ATTRIBUTES[name]}"

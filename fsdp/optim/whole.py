@@ -164,7 +164,7 @@ class WholeParamOptimizer(Optimizer):
         )
 
     The inner optimizer must step each parameter by itself: its results must not depend on the gradients of any
-    further parameter. A step moves 3 P (N - 1) / N elements over N ranks together, for P selected elements: values and
+    other parameter. A step moves 3 P (N - 1) / N elements over N ranks together, for P selected elements: values and
     gradients to the owners, and values back. It computes each parameter once. Owners hold the parameters of at most
     two units, besides their optimizer state. Replicas of hybrid sharding each step all of their parameters.
 
@@ -181,7 +181,7 @@ class WholeParamOptimizer(Optimizer):
         factory: makes the inner optimizer for a list of parameters, which have their true shapes, and on their owner
             their values, while it runs. The order is that of ``model.named_parameters()``.
         select: whether the parameter of this name (in the plain model) and shape is stepped whole.
-        rest: makes the optimizer of the remaining parameters, on the shards. None: all of them must be frozen.
+        rest: makes the optimizer of the other parameters, on the shards. None: all of them must be frozen.
 
     Raises:
         TypeError: an argument cannot be called, or a factory returns no optimizer.

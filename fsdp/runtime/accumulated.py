@@ -16,7 +16,7 @@ from fsdp.runtime.unit import Unit
 def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
     """Reduce the accumulated gradients of ``units``, all of one tree, and attach the results as ``.grad``.
 
-    A bucket is reduced if any rank has accumulated a gradient in it; the remaining ranks contribute zeros.
+    A bucket is reduced if any rank has accumulated a gradient in it; the other ranks contribute zeros.
     """
     joined = context.streams.joined(context.compute)
     with torch.no_grad(), context.calling("reduce_gradients()", often=True, gathers=False), joined:

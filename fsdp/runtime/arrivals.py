@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fsdp.runtime.unit import Unit
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
-SMALL = 1 << 16  # bytes: gradients up to this size may be held beside their slots
+SMALL = 1 << 16  # bytes: gradients up to this size may be held next to their slots
 
 
 class Arrivals:

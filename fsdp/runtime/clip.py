@@ -3,7 +3,7 @@
 [Note: Gradients that count]
 The parts of a sharded gradient lie on the ranks of the unit's shard group, and are combined over that group. The units
 of one group share one all-reduce. Ranks that clip by different norms drift apart, so the norm has to be equal on all
-ranks of the root's group. Therefore all further parts go into the all-reduce over that group: each of the N ranks
+ranks of the root's group. Therefore all other parts go into the all-reduce over that group: each of the N ranks
 contributes 1/N of the p-th powers (for the infinity norm, all of it). These are:
 
 * gradients of ``NO_SHARD`` units, which are equal on all ranks and count once;
@@ -82,7 +82,7 @@ class _PowerSum:
 
 
 class _Largest:
-    """The infinity norm. Backends differ in the order of NaN and numbers, so a flag for NaN travels beside the
+    """The infinity norm. Backends differ in the order of NaN and numbers, so a flag for NaN travels next to the
     number."""
 
     largest = True

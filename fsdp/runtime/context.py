@@ -42,7 +42,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         # The backward raised. Where autograd's device thread is the last to drop the graph task, the
-        # program runs on beside it, and resets the tree at the next call.
+        # program goes on meanwhile, and resets the tree at the next call.
         context = self._context
         if not self._ended and context._end_of_backward() is self and context.is_on_thread:
             context.reset_failed_backward()

@@ -100,7 +100,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
 
 def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
     """Warn at the first step of ``optimizer``, which holds parameters of wrapped modules, of parameters with gradients
-    that no unit owns. ``owned`` has the ids of the parameters that units own. Gradients of the remaining ones are not
+    that no unit owns. ``owned`` has the ids of the parameters that units own. Gradients of the other ones are not
     reduced, so their values differ between ranks after the step.
 
     Ignored parameters are not counted, and neither are DTensors and parameters under DistributedDataParallel, whose

@@ -19,12 +19,12 @@ _PLAIN_TYPES = frozenset(_PLAIN)  # looked up first: a container may hold many n
 
 def tensors_in(value: Any, *, objects: bool = True) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in nested lists, tuples (named ones too), sets, mappings, dataclasses and, with
-    ``objects``, the attributes of further objects, in order.
+    ``objects``, the attributes of other objects, in order.
 
     The depth is unlimited, and a container may contain itself. Unknown objects are searched in a unit's output, because
     the backward of a tensor that is missed there would run on released parameters.
     """
-    if isinstance(value, torch.Tensor):  # the usual case, beside a tuple of a few tensors
+    if isinstance(value, torch.Tensor):  # the usual case, next to a tuple of a few tensors
         yield value
         return
     seen: set[int] = set()
@@ -62,7 +62,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     """Return ``value`` with ``change`` applied to each tensor in a list, tuple, set, mapping or dataclass.
 
     Unchanged containers are the caller's own. Changed ones are shallow copies of the same type, with all
-    attributes. Containers that cannot be copied in this way stay as they are, and so do further objects.
+    attributes. Containers that cannot be copied in this way stay as they are, and so do other objects.
     """
     changed: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(value, objects=False):

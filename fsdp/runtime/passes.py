@@ -34,7 +34,7 @@ class LaneUnits:
     Attributes:
         lane: of the group.
         number: of the tree in the lane, once the ranks have compared the layouts.
-        neighbours: the remaining lanes of the tree.
+        neighbours: the other lanes of the tree.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -110,7 +110,7 @@ class LaneUnits:
         self._steps, self._rates = self._steps + 1, hash_of(f"{self._rates} {rates}") % _RATES
 
     def _number_of(self, what: Pass) -> int:
-        """Return a number for ``what`` that is equal on all ranks: names, and further groups, may differ."""
+        """Return a number for ``what`` that is equal on all ranks: names, and other groups, may differ."""
         if what.call:
             kind = what.call
         elif what.is_backward:
@@ -338,7 +338,7 @@ class Passes:
 
     @property
     def diverged(self) -> bool:
-        """Whether peers reported, in a call beside the training, a pass that this rank has not begun."""
+        """Whether peers reported, in a call next to the training, a pass that this rank has not begun."""
         return any(lane.diverged for lane in self._lanes)
 
     @property

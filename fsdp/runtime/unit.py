@@ -383,7 +383,7 @@ class Unit:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the full buffers, as far as they have memory of their own."""
+        """Bytes of the full buffers, that have memory of their own."""
         return sum(handle.full_nbytes for handle in self.handles)
 
     @property

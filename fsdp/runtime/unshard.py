@@ -78,7 +78,7 @@ class Unsharder:
         self.expects_backward = self.logged = False
         self._root, self._streams = root, streams
         self._gathered: dict[Unit, Gathered] = {}  # in the order in which the units got their residence
-        self._ahead = 0  # so many of the next units are gathered, as far as they are to be
+        self._ahead = 0  # so many of the next units are gathered
         self._with_slices = [unit for unit in units if unit.position.nearby is not None]
         self._meetings = 0  # number of meetings of the ranks when the order was begun
         self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
@@ -256,7 +256,7 @@ class Unsharder:
         self.becomes(unit, why)
 
     def keep_for_group(self, unit: Unit) -> None:
-        """Keep ``unit``, of which some modules have run, until the remaining modules run or the pass ends.
+        """Keep ``unit``, of which some modules have run, until the other modules run or the pass ends.
 
         The unit does not count against the limit of gathered units.
         """
@@ -356,7 +356,7 @@ class Unsharder:
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _has_room(self, unit: Unit, room: int) -> bool:
-        """Whether one more unit fits beside ``room`` gathered ones. The root, the ancestors of ``unit`` and units that
+        """Whether one more unit fits next to ``room`` gathered ones. The root, the ancestors of ``unit`` and units that
         are kept do not count. While a unit computes, as many more may be gathered as are to be prefetched."""
         for other, found in self._gathered.items():
             limited = found.why not in _KEPT and other is not self._root
@@ -365,7 +365,7 @@ class Unsharder:
         return room >= 0
 
     def make_room(self, unit: Unit) -> None:
-        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
+        """Reshard idle units, oldest first, until ``unit`` has room."""
         policy = unit.policy
         distance = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
         for other in self.idle if policy.tree.limit_all_gathers else ():

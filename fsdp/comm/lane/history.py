@@ -115,7 +115,7 @@ class History:
         self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)
 
     def make_room(self, units: int) -> None:
-        """Remember the events of a further tree."""
+        """Remember the events of another tree."""
         self._capacity += _PER_UNIT * units
 
     def begin(self, number: int, what: Pass) -> int | None:

@@ -140,7 +140,7 @@ class Issuer(Watch):
         epoch: the number of times that the collectives in flight were abandoned.
         due: what the ranks have agreed on last is still to be issued.
         in_doubt: a collective raised while it was started, so that the peers may have a part of it.
-        broken: the error of every further collective, until the carrier is replaced.
+        broken: the error of every later collective, until the carrier is replaced.
         visible: whether collectives go through ``torch.distributed`` although the ranks share memory.
     """
 

@@ -359,7 +359,7 @@ class Lane(Issuer):
 
         Raises:
             RuntimeError: some ranks failed in a later pass than this rank, which so fails here as well; the next call
-                has come as far as they have. Or they do not come, or cannot connect.
+                is in step with theirs. Or they do not come, or cannot connect.
         """
         if self.failure is None:
             return
@@ -469,7 +469,7 @@ class Lane(Issuer):
 
     @property
     def _where(self) -> str:
-        """The position of this rank in words that follow "rank 0"."""
+        """The position of this rank as text that follows "rank 0"."""
         what, label = self._latest.what, self._history.label
         if not label or not what.words:
             return what.doing if what.words else "comes before the first pass"
@@ -506,10 +506,10 @@ class Lane(Issuer):
         return RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}{closed}")
 
     def _explain(self) -> str:
-        """Describe the position of each rank, as far as the ranks have posted it."""
+        """Describe the position of each rank, if it was posted."""
         if not self._used:
             return f"If a rank has failed, {NEW_GROUP}"
-        return f"As far as the ranks have reported, {self.collectives.positions(self._where)}"
+        return f"The ranks have reported: {self.collectives.positions(self._where)}"
 
 
 def _compare(said: Mapping[int, Sequence[Any]]) -> None:

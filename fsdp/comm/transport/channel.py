@@ -12,7 +12,7 @@ the number of bytes and the place. A reader compares the first three with its ow
 raise at once. The number is written last; the processors on which this file works (x86-64) show stores in their order.
 
 A post waits only for a free slot, of which there are many. A rank that waits, for any reason, finishes everything that
-it has issued as far as its peers have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
+it has issued that all ranks have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
 number of the last one that a rank has read, or dropped for good: the memory behind earlier posts is free again.
 
 Votes (:meth:`fsdp.comm.lane.issuing.Issuer.ask`) go the same way, in :class:`Posts` of their own. Different questions

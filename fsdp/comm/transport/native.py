@@ -125,7 +125,7 @@ class Carrier:
         self._backends.clear()
 
     def abort(self) -> None:
-        """End the collectives in flight on this rank; the group is of no further use."""
+        """End the collectives in flight on this rank; the group is of no use any more."""
         abort = getattr(self.group, "abort", None)
         if abort is not None:
             abort()

@@ -1,4 +1,4 @@
-"""Memory of this process that the remaining processes of the host map, for :mod:`fsdp.comm.transport.channel`.
+"""Memory of this process that the other processes of the host map, for :mod:`fsdp.comm.transport.channel`.
 
 [Note: Nothing is left]
 A segment is a sparse file without a name. Only processes of the same user can open it, and it ends with the last
@@ -105,7 +105,7 @@ class Mapping:
                 self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def part(self) -> None:
-        """Separate a fork from its parent: further writes stay in the fork."""
+        """Separate a fork from its parent: later writes stay in the fork."""
         self._in_fork = True
         with contextlib.suppress(OSError):  # a system without so much address space: the pages stay shared
             access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE

@@ -1,4 +1,4 @@
-"""Messages and meetings of the ranks of a group at the group's store, beside the collectives.
+"""Messages and meetings of the ranks of a group at the group's store, next to the collectives.
 
 A rank that takes no part in a collective can still be read here. This file alone reads, writes or polls a store.
 """
@@ -159,7 +159,7 @@ class Board:
             self.log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
-        """Return the registered ranks whose processes have ended, as far as a rank of their machine has noticed.
+        """Return the registered ranks whose processes have ended, and a rank of their machine has noticed it.
 
         Costs the same number of operations on the store in a group of any size.
         """

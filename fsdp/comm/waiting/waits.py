@@ -74,7 +74,7 @@ class Sequence:
         key: the name among all sequences; equal on all ranks.
         ranks: the global ranks of the group.
         generation, number, sign: see :class:`Count`.
-        doing: the latest thing, in words that follow "rank 0": "runs the backward".
+        doing: the latest thing, as text that follows "rank 0": "runs the backward".
         remedy: for errors, if all ranks in a cycle have one; else the general one.
         advice: see :class:`~fsdp.comm.lane.history.Pass`.
         thread: the thread that began the latest thing.
@@ -149,7 +149,7 @@ class Sequence:
             self.rank.end({self.key: Count(self.generation, self.number + 1)}, reason)
 
     def positions(self, own: str) -> str:
-        """Describe the position of each rank, as far as it was posted; ``own`` is that of this rank."""
+        """Describe the position of each rank, if it was posted; ``own`` is that of this rank."""
         if self.rank is None:
             return "no rank has reported its position"
         dead, posts = ended_of(self.ranks), self.rank.posts(self.ranks)
@@ -234,7 +234,7 @@ class Wait:
     ) -> None:
         """
         Args:
-            words: the position of this rank, in words that follow "rank 0".
+            words: the position of this rank, as text that follows "rank 0".
             label: the position in the present pass or call.
             events: the latest events of a lane.
             waited: seconds that the rank has waited so far.
@@ -312,7 +312,7 @@ class Wait:
         return f"rank {rank.number} {waited} in {doing}{label} for {ranks or 'the other ranks'}"
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not reached the count, as far as the ranks have posted theirs."""
+        """Return the ranks that have not reached the count, by the counts that are posted."""
         return [] if self.sequence.rank is None else sorted(self.sequence.rank.missing(self))
 
 
@@ -423,7 +423,7 @@ class _Rank:
         return None
 
     def missing(self, wait: Wait) -> dict[int, str]:
-        """Describe each rank that has not reached the count of ``wait``, as far as that is posted."""
+        """Describe each rank that has not reached the count of ``wait``, if its post says so."""
         key, found = wait.sequence.key, dict[int, str]()
         others = [rank for rank in wait.sequence.ranks if rank != self.number]
         posts = self.posts(others)
