@@ -127,7 +127,8 @@ class ForwardCall:
         self.start = 0
         self.marks: list[Mark] = []
         self.outer = _here.innermost
-        self.is_outermost = context.passes.forward is None
+        forward = context.passes.forward  # of this unit: an interrupt has ended the cleanup of an earlier call
+        self.is_outermost = forward is None or forward.caller is unit
         self._runs = False
         self._range: AbstractContextManager[Any] = NOTHING
 
