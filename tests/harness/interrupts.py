@@ -16,8 +16,9 @@ _PACKAGE = str(Path(fsdp.__file__).parent)
 
 
 class Lines:
-    """Counts the lines of the package, or of a folder in it, that this thread executes, and raises ``error`` at number
-    ``at``, from 0 on.
+    """Counts the lines of the package that this thread executes, and raises ``error`` at number ``at``, from 0 on.
+
+    With a ``folder`` of the package, lines of that are counted, each only once: ranks wait in loops of any length.
 
     Attributes:
         count: the number of lines so far.
@@ -26,6 +27,7 @@ class Lines:
 
     def __init__(self, at: int = -1, error: type[BaseException] = KeyboardInterrupt, folder: str = "") -> None:
         self.count, self.place = 0, ""
+        self._seen: set[tuple[str, int]] | None = set() if folder else None
         self._folder = str(Path(_PACKAGE) / folder)
         self._at, self._error = at, error
 
@@ -43,7 +45,7 @@ class Lines:
         return self._line if frame.f_code.co_filename.startswith(self._folder) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not _leaves_with(frame):
+        if event == "line" and not _leaves_with(frame) and self._is_new(frame):
             number, self.count = self.count, self.count + 1
             if number == self._at:
                 code = frame.f_code
@@ -51,6 +53,13 @@ class Lines:
                 sys.settrace(None)
                 raise self._error(self.place)
         return self._line
+
+    def _is_new(self, frame: FrameType) -> bool:
+        if self._seen is None:
+            return True
+        line, count = (frame.f_code.co_filename, frame.f_lineno), len(self._seen)
+        self._seen.add(line)
+        return len(self._seen) > count
 
 
 def _leaves_with(frame: FrameType) -> bool:
