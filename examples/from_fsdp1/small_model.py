@@ -1,4 +1,7 @@
-"""The model and the data of examples/from_fsdp1/before.py and examples/from_fsdp1/after.py."""
+"""The model and the data of examples/from_fsdp1/before.py and after.py.
+
+`fsdp convert OLD NEW --model small_model:build` imports examples/from_fsdp1/small_model.py.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +13,8 @@ ROWS, STEPS = 12, 5
 def build() -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0, batch_first=True) for _ in range(2))
-    return nn.Sequential(nn.Embedding(64, 16), *layers, nn.Linear(16, 64))
+    model = nn.Sequential(nn.Embedding(64, 16), *layers, nn.Linear(16, 64))
+    return model.double()  # so that the order of sums, which depends on the ranks, does not show in the losses
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int) -> None:

@@ -268,8 +268,8 @@ def load_safetensors(
 
     Each rank reads the byte ranges of its shards. Values are cast to the model's dtypes. The model changes only when
     every rank has read everything. Until then the new shards lie next to the old ones. A model that was built on the
-    meta device is wrapped with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers that
-    no file has, such as a table of positions, have lost their values then: a warning names those that neither
+    meta device is wrapped with ``param_init_fn=lambda module: module.to_empty(device=..., recurse=False)``. Buffers
+    that no file has, such as a table of positions, have lost their values then: a warning names those that neither
     ``param_init_fn`` nor the program has written. It knows nothing of a ``to_empty()`` before wrapping, or without it.
 
     Args:

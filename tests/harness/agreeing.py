@@ -481,6 +481,16 @@ def assert_told(row: Row, outcomes: Sequence[Outcome]) -> None:
                 continue
             missing = [word for word in row.words if word not in error.text]
             assert not missing, f"{missing} is missing: {story}"
-            named = {int(number) for number in re.findall(r"rank (\d)", error.text)}
+            named = ranks_named_in(error.text)
             assert named & set(row.odd_ranks) and named - set(row.odd_ranks), f"one side is not named: {story}"
         assert not outcome.wrong, f"{outcome.wrong} is wrong after the error: {story}"
+
+
+def ranks_named_in(text: str) -> set[int]:
+    """Return the ranks in "rank 1" and "ranks 0-2 and 4"."""
+    named = set[int]()
+    for several in re.findall(r"\branks? (\d+(?:(?:-|, | and )\d+)*)", text):
+        for span in re.split(", | and ", several):
+            first, _, last = span.partition("-")
+            named.update(range(int(first), int(last or first) + 1))
+    return named
