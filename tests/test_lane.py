@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -165,6 +166,31 @@ def test_process_that_ended_is_named_in_a_long_wait() -> None:
         with ended, pytest.raises(RuntimeError, match=f"the process of rank 1 has ended, and {words}"):
             lane.waiting(1, "gather unit 'a'").look()
         Tree(lane).run([0, 1])
+
+
+@pytest.mark.parametrize("where", ["in the meeting", "before the vote"])
+@on_ranks(2)
+@impatient
+def test_an_interrupt_in_the_first_use_of_a_group_reaches_all_ranks(where: str) -> None:
+    """Rank 1 is interrupted while it waits for rank 0, or after both have met; later both use the group."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    owner, name = (waits.Wait, "look") if where == "in the meeting" else (Lane, "ask")
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(mock.patch.object(owner, name, side_effect=KeyboardInterrupt))
+        elif where == "in the meeting":
+            time.sleep(0.5)
+        with raises_soon((KeyboardInterrupt, OutOfStep)) as caught:
+            Tree(lane)
+    if rank == 0:
+        assert "rank 1 failed in a test" in str(caught.value) or "rank 1 failed in the a test" in str(caught.value)
+    for _ in range(2):  # a rank that had gone on learns of it once more
+        with contextlib.suppress(OutOfStep):
+            tree = Tree(lane)
+            break
+    for _ in range(2):
+        tree.step([0, 1, 2])
+    assert tree.run([0, 1, 2]) == [3.0] * 3
 
 
 class BadBatchError(Exception):

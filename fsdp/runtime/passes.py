@@ -33,13 +33,13 @@ class LaneUnits:
 
     Attributes:
         lane: of the group.
-        number: of the tree in the lane, once the ranks have compared the layouts.
+        name: of the tree in the lane, once the ranks have compared the layouts.
         neighbours: the other lanes of the tree.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.lane = Lane.of(group, device)
-        self.number: int | None = None
+        self.name: str | None = None
         self.neighbours: Sequence[Lane] = ()
         self._units: list[weakref.ref[Unit]] = []
         self._places: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
@@ -70,9 +70,9 @@ class LaneUnits:
         Raises:
             RuntimeError: on every rank, with the first difference.
         """
-        if self.number is None:
+        if self.name is None:
             layout = [f"{unit.name}: {unit.signature(self.lane.group)}" for unit in self._present()]
-            self.number = self.lane.join("the first pass or call of a model", layout)
+            self.name = self.lane.join("the first pass or call of a model", layout)
 
     def enter(self, what: Pass, *, negotiates: bool) -> bool:
         """Begin ``what`` in the lane; return whether it had not begun there."""
@@ -117,7 +117,7 @@ class LaneUnits:
             kind = "backward"
         else:
             kind = str(self._places.get(what.caller, "of another group"))
-        return hash_of(f"{self.number}/{kind}")
+        return hash_of(f"{self.name}/{kind}")
 
     def _compare_initial_values(self) -> None:
         """Warn on rank 0 where the ranks gave parameters different values when they wrapped them."""

@@ -100,7 +100,7 @@ class Lane(Issuer):
         self._meetings = waits.Sequence(group, "meetings")  # at the store, in passes
         self._uses = waits.Sequence(group, FIRST_USES)
         self._recoveries = waits.Sequence(group, "recoveries")
-        self._used = 0  # the number of first uses
+        self._used = 0  # the number of meetings before first uses
         self._history = History()
         self._latest = _NO_PASS
         self._questions: deque[Question] = deque()  # in flight
@@ -128,8 +128,8 @@ class Lane(Issuer):
 
     # -- the first use of a tree ---------------------------------------------------------------------------------------
 
-    def join(self, doing: str, layout: Sequence[str]) -> int:
-        """Meet all ranks before the first use of a tree, and compare the layouts; return the number of the tree.
+    def join(self, doing: str, layout: Sequence[str]) -> str:
+        """Meet all ranks before the first use of a tree, and compare the layouts; return a name of the tree.
 
         Args:
             doing: words that follow "is about to begin".
@@ -148,7 +148,7 @@ class Lane(Issuer):
             raise
         self._history.make_room(len(layout))
         self._joins = True
-        return self._used
+        return f"{self._uses.generation}.{self._uses.number}"
 
     def begin(self, doing: str) -> None:
         """Meet all ranks before a first use of the group; ``doing`` follows "is about to begin" in errors.
@@ -164,13 +164,18 @@ class Lane(Issuer):
         said = [doing, may_continue, state, variables]
         words = f"is about to begin {doing}"
         self._uses.does(words)
-        with self._meeting(self._uses, self._used + 1, words) as (key, look):
-            alike = self._board.meet_alike(key, said, look)
-            if not (alike and may_continue):
-                by_place = self._board.exchange(f"{key}/states", said, look)
-                _compare({self.names[place]: theirs for place, theirs in by_place.items()})
-                self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
-            self._used += 1
+        try:
+            with self._meeting(self._uses, self._uses.next, words) as (key, look):
+                alike = self._board.meet_alike(key, said, look)
+                if not (alike and may_continue):
+                    by_place = self._board.exchange(f"{key}/states", said, look)
+                    _compare({self.names[place]: theirs for place, theirs in by_place.items()})
+                    self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
+        except BaseException:  # ranks that have met wait for this one in the next collective or meeting
+            for sequence in (self._uses, self.collectives, self._meetings):
+                sequence.end(f"rank {self._rank} failed in {doing}")
+            raise
+        self._used += 1
         self.settle()
 
     def prepare(self, doing: str) -> None:
@@ -282,13 +287,13 @@ class Lane(Issuer):
     def _announce(self, number: int) -> None:
         """Announce the next event, or the begin of a pass, and wait until all ranks have announced the same."""
         sign = hash_of(f"{self._history.passes}/{self._history.position}/{number}")
-        with self._meeting(self._meetings, self._meetings.number + 1, self._where, sign) as (key, look):
+        with self._meeting(self._meetings, self._meetings.next, self._where, sign) as (key, look):
             self._board.meet(key, look, sign=str(sign))
 
     def compare_values(self, values: Sequence[Any], doing: str) -> list[Any] | None:
         """Compare ``values``, anything that JSON holds, through the store; None if alike, else those of each rank."""
         words = f"is {doing}"
-        with self._meeting(self._meetings, self._meetings.number + 1, words, hash_of(words)) as (key, look):
+        with self._meeting(self._meetings, self._meetings.next, words, hash_of(words)) as (key, look):
             if self._board.meet_alike(key, list(values), look):
                 return None
             return list(self._board.exchange(f"{key}/each", list(values), look).values())
@@ -462,7 +467,7 @@ class Lane(Issuer):
         """Return the memory that the ranks share; the first time all ranks have to call."""
         if not self.sharing.is_undecided:
             return self.sharing.connect()
-        with self._meeting(self._meetings, self._meetings.number + 1, "is about to share memory") as (_, look):
+        with self._meeting(self._meetings, self._meetings.next, "is about to share memory") as (_, look):
             return self.sharing.connect(look)
 
     # -- words ---------------------------------------------------------------------------------------------------------

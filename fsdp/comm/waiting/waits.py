@@ -125,6 +125,11 @@ class Sequence:
         if on_this_thread:
             self.thread = threading.get_ident()
 
+    @property
+    def next(self) -> int:
+        """The number of the next thing, in the next generation if the present one has ended."""
+        return 1 if self.has_ended else self.number + 1
+
     def begin(self, number: int, sign: int = 0, generation: int | None = None) -> Count:
         """Begin the thing ``number``; return the count.
 
