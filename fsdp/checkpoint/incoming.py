@@ -3,9 +3,9 @@
 [Note: From an old checkpoint to a new one]
 :mod:`fsdp.checkpoint.old_sources` recognises files by their names. :mod:`fsdp.checkpoint.old_tensors` returns their
 content by paths, with tensors as boxes that are read later. This file finds the state dicts of the model and of
-optimizers among the paths, and names their tensors as the plain model does. What belongs to FSDP1's flat parameters is
-cut first (:mod:`fsdp.checkpoint.old_flat`). Everything is checked before the first file is written. Each old file
-becomes the file of one rank, so no more than that is in memory.
+optimizers among the paths, and names their tensors as the plain model does.
+:mod:`fsdp.checkpoint.old_flat` cuts FSDP1's flat parameters first. Everything is checked before the first file is
+written. Each old file becomes the file of one rank, so no more than that is in memory.
 """
 
 from __future__ import annotations
