@@ -300,7 +300,8 @@ def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> 
         if dist.get_rank() == ODD:
             model.module.order.pop(1)
         impatient(first_error)(model)
-        assert not any(calls[2:]) and store.method_calls, calls  # the divergence shows that calls are recorded
+        assert not any(calls[2:]), calls
+        assert store.method_calls or dist.get_rank() != ODD  # its announcement shows that calls are recorded
     for log in logs:
         for record in log.records:
             control = str(record.label).startswith("agree ")
@@ -438,7 +439,7 @@ def test_collectives_do_not_depend_on_hash_seeds(fresh: Fresh) -> None:
 
 
 def test_survivors_of_killed_ranks_raise_and_exit(fresh: Fresh) -> None:
-    """The error comes within the timeout and names the waiting unit and the ranks' last collectives."""
+    """The error comes within the timeout and names the waiting unit and the position of each rank."""
     assert fresh.ends == [Died(1)] + [Died(-signal.SIGKILL)] * len(DEATHS)
     assert fresh.now - fresh.notes[0]["ended"] < PATIENT, "the interpreter took long to exit"
     for rank, count in ((0, len(DEATHS)), (1, len(DEATHS) - 1)):
@@ -447,5 +448,6 @@ def test_survivors_of_killed_ranks_raise_and_exit(fresh: Fresh) -> None:
         for name, (step, error, seconds) in deaths.items():
             assert step == (3 if name == die_in_step.__name__ else 2), f"{name}: {error}"
             assert seconds < SHORT + 5, f"{name}: {error}"
-            assert "unit '" in error or "the root unit" in error, f"{name}: {error}"
-            assert "Last collectives of rank 0: " in error and "rank 1: " in error, f"{name}: {error}"
+            where = "unit '", "the root unit", "at the end of the backward"
+            assert any(words in error for words in where), f"{name}: {error}"
+            assert "The ranks have reported: rank 0 " in error and "rank 1 " in error, f"{name}: {error}"

@@ -40,6 +40,7 @@ from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import streams_for
 from fsdp.comm.transport import native
 from fsdp.comm.transport.shared_memory import Sharing
+from fsdp.comm.waiting.waits import Wait
 from fsdp.comm.waiting.work import OutOfStep
 from fsdp.flat.memory import PooledTensor
 from fsdp.runtime.unit import units_in
@@ -341,7 +342,7 @@ def test_wait_for_a_late_rank_checks_for_divergence_and_may_be_repeated(way: str
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
     communicator.choose(torch.device("cpu"))
     full, shard = torch.ones(4), torch.ones(2)
-    lane, late = Lane.of(group), OutOfStep("a rank is missing")
+    late = OutOfStep("a rank is missing")
     for number, kind in enumerate(("gather", "reduce")):
         event, key = Event(kind, number), f"{kind} {way}"
         if dist.get_rank() == 1:
@@ -352,7 +353,7 @@ def test_wait_for_a_late_rank_checks_for_divergence_and_may_be_repeated(way: str
             pending = communicator.reduce(shard, full, event)
         if dist.get_rank() == 0:
             patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.05))
-            with patience, mock.patch.object(lane, "slow", side_effect=late), pytest.raises(OutOfStep):
+            with patience, mock.patch.object(Wait, "look", side_effect=late), pytest.raises(OutOfStep):
                 pending.wait()
             store.set(key, "")
         pending.wait()

@@ -39,7 +39,7 @@ from tests.harness.strategies import HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
 OTHER_ORDER = "Forward order differs across ranks"
 UNITS_0_AND_1 = (OTHER_ORDER, "unit 'blocks.0'", "unit 'blocks.1'")
 BOTH_SIDES = (OTHER_ORDER, "in the backward", "unit 'left'", "unit 'right'")
-AHEAD = ("rank 1 runs the forward of the root unit", "runs the backward")
+AHEAD = ("rank 1 runs the forward of the root unit", " the backward")
 FAILED = "rank 1 failed in the "
 
 ONLY_UNIT_1 = ("only unit 1, train", ("unit 'blocks.1'", "end the pass"))

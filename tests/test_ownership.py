@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, shard_info
+from fsdp import FullyShardedDataParallel, patches, shard_info
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.oracle import assert_bit_equal
@@ -488,6 +488,9 @@ def test_nesting_with_torchs_fsdp_is_refused(use_orig_params: bool) -> None:
             ours(net.head)
     net = Net()
     net.head = ours(net.head)
+    with pytest.raises(TypeError, match="this model belongs to the package fsdp"):
+        theirs(net)
+    patches.take_back()
     model = theirs(net)
     with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
         model(torch.ones(2, WIDTH))

@@ -135,7 +135,8 @@ class History:
         follower = self._followers.get(self.so_far)
         if follower is None or follower[0] != number:
             return False
-        self.about_to(label, number)
+        self.label = label
+        self.recent.append((self.passes, self.position, number, label))
         self.so_far = follower[1]
         self.position += 1
         return True

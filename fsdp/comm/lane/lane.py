@@ -171,6 +171,8 @@ class Lane(Issuer):
                     by_place = self._board.exchange(f"{key}/states", said, look)
                     _compare({self.names[place]: theirs for place, theirs in by_place.items()})
                     self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
+        except OutOfStep:  # on all ranks
+            raise
         except BaseException:  # ranks that have met wait for this one in the next collective or meeting
             for sequence in (self._uses, self.collectives, self._meetings):
                 sequence.end(f"rank {self._rank} failed in {doing}")
@@ -376,21 +378,24 @@ class Lane(Issuer):
             def look_for_ended_training() -> None:
                 look()
                 is_late = self._found_alone and time.monotonic() - started > patience
-                if is_late and self.collectives.has_ended_elsewhere() and not self._board.has_met(key):
-                    raise self._failed_later()
+                if is_late and (ranks := self.collectives.ended_on()) and not self._board.has_met(key):
+                    raise self._failed_later(ranks)
 
             by_place = self._board.exchange(key, self._state(), look_for_ended_training)
-            states = [State(*said) for said in by_place.values()] or [self._state()]
-            if self._found_alone and any(state.rounds > self._history.rounds for state in states):
-                raise self._failed_later()
-            self._renew(states, look)
+            states = {self.names[place]: State(*said) for place, said in by_place.items()} or {
+                self._rank: self._state()
+            }
+            later = [rank for rank, state in states.items() if state.rounds > self._history.rounds]
+            if self._found_alone and later:
+                raise self._failed_later(later)
+            self._renew([*states.values()], look)
 
-    def _failed_later(self) -> OutOfStep:
-        """Return the error for a rank that failed one pass before the others noticed."""
+    def _failed_later(self, ranks: Sequence[int]) -> OutOfStep:
+        """Return the error for a rank that failed one pass before ``ranks`` noticed."""
         self._found_alone = False
         return OutOfStep(
-            f"rank {self._rank} failed in the {self.failure}, and other ranks raised an error for that in a later pass "
-            "or call, which fails here as well"
+            f"rank {self._rank} failed in the {self.failure}, and {ranks_as_text(ranks)} raised an error for that in a "
+            "later pass or call, which fails here as well"
         )
 
     def _state(self) -> State:

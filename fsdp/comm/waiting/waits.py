@@ -107,12 +107,10 @@ class Sequence:
         """Whether this rank has raised the end of a generation in which others have begun more."""
         return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number > self.number
 
-    def has_ended_elsewhere(self) -> bool:
-        """Return whether another rank has raised, or caused, the end of the present generation."""
-        if self.rank is None:
-            return False
-        posts = self.rank.posts(self.ranks).values()
-        return any(post.ends.get(self.key, NEVER).generation >= self.generation for post in posts)
+    def ended_on(self) -> list[int]:
+        """Return the other ranks that have raised, or caused, the end of the present generation."""
+        posts = {} if self.rank is None else self.rank.posts(self.ranks)
+        return [rank for rank, post in posts.items() if post.ends.get(self.key, NEVER).generation >= self.generation]
 
     def does(self, doing: str, *, remedy: str = "", advice: str = "", on_this_thread: bool = True) -> None:
         """Describe what this rank does in this sequence from now on.
