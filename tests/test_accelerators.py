@@ -39,6 +39,7 @@ from fsdp.comm.host_memory import HostBuffers, place
 from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import HostStreams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.waiting.waits import Wait
 from fsdp.comm.waiting.work import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
@@ -123,8 +124,10 @@ def diverge_on_the_device() -> tuple[str, bool, bool]:
     said = mock.Mock()
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
-        watcher.follow(event(over=True), Work((), lane, "earlier collective", on_host=False))
-        watcher.follow(event(over=False), Work((), lane, f"gather {units[0].name}", on_host=False))
+        lane.collectives.number += 1  # as where the gather is issued
+        number = lane.collectives.number
+        watcher.follow(event(over=True), Work((), lane, "earlier collective", number=number - 1, on_host=False))
+        watcher.follow(event(over=False), Work((), lane, f"gather {units[0].name}", number=number, on_host=False))
         with mock.patch.object(lane.carrier, "abort", ended.set), mock.patch.object(work_module.logger, "error", said):
             ended.wait(30)
         combine(torch.ones(1), group, HostStreams(), "the next collective")
@@ -210,7 +213,7 @@ def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     unfinished = mock.Mock(spec=dist.Work, wait=wait, is_completed=lambda: False)
     lane = Lane(new_group(), torch.device("meta"))
     calls = mock.patch.object(dist, "all_reduce", return_value=unfinished)
-    late = mock.patch.object(lane, "slow", side_effect=OutOfStep("rank 1 has ended"))
+    late = mock.patch.object(Wait, "look", side_effect=OutOfStep("rank 1 has ended"))
     named = mock.patch.object(issuing_module, "backend_of", return_value="gloo")
     with named, calls as started, late, pytest.raises(OutOfStep, match="rank 1 has ended"):
         lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)

@@ -116,11 +116,11 @@ def completing_watch(work: WithoutTimeout, error: Exception | None = None) -> mo
             raise watch.error
         work.over.set()
 
-    def failed(error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
+    def failed(error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         return RuntimeError(f"{label}: {error}. {on_host} {in_memory}")
 
-    watch = mock.Mock(timeout=30.0, epoch=0, error=error, slow=slow, failed=failed)
-    watch.report_wait.side_effect = AssertionError("the wait takes long")
+    wait = mock.Mock(look=slow, seconds=0.0)
+    watch = mock.Mock(timeout=30.0, epoch=0, error=error, failed=failed, waiting=lambda *_: wait)
     watch.abort.side_effect = AssertionError("the host waits")
     return watch
 
