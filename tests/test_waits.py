@@ -116,6 +116,21 @@ def test_ranks_in_different_calls_raise_and_can_continue(
 
 @on_ranks(2)
 @impatient
+def test_a_save_of_all_ranks_right_after_one_of_some_is_another_call(tmp_path: Any) -> None:
+    """A rank that is still in the first save hears of the difference there, and not of the next save."""
+    run, rank = Run(str(tmp_path)), dist.get_rank()
+    run.step()
+    for alone in (0, 1, 0):
+        with raises_soon() as caught:
+            run.save() if rank == alone else run.step()
+        assert f"rank {alone} has called fsdp.checkpoint.save()" in str(caught.value)
+        run.optimizer.zero_grad()
+        run.save()
+        run.step()
+
+
+@on_ranks(2)
+@impatient
 def test_ranks_that_summon_with_different_arguments_raise() -> None:
     """Gradients are gathered in separate collectives, so `with_grads` has to be the same on all ranks."""
     group = new_group()

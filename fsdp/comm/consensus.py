@@ -401,8 +401,11 @@ class Ranks:
         self._in_foreground = not resumed
         try:
             if not resumed:
-                missed = self._side is not None and self._side.missed_a_call()
-                self._place = _Place(self._place.call + 1 + missed, 0, doing, "")
+                call = self._place.call + 1
+                if self._side is not None and (reason := self._side.reason_of_missed_call()):
+                    self._side.spoil(call, reason)  # for ranks that wait there, and have not heard of it
+                    call += 1
+                self._place = _Place(call, 0, doing, "")
                 if self._side is not None:
                     self._side.join(self._place.call, doing)
             yield
@@ -529,9 +532,9 @@ class _SideGroup:
         self._calls = Sequence(group, BESIDE)
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
-    def missed_a_call(self) -> bool:
-        """Return whether other ranks have left a call that this rank has not made, as an error of this rank said."""
-        return self._calls.has_missed
+    def reason_of_missed_call(self) -> str:
+        """Return the error of this rank for a call that others have made, and this rank has not; "" if there is none."""
+        return self._calls.reason if self._calls.has_missed else ""
 
     def join(self, call: int, doing: str) -> None:
         """Wait until all ranks have arrived at this call, and connect if need be.

@@ -107,6 +107,11 @@ class Sequence:
         """Whether this rank has raised the end of a generation in which others have begun more."""
         return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number > self.number
 
+    @property
+    def reason(self) -> str:
+        """Why the latest generation has ended that this rank knows of."""
+        return "" if self.rank is None else self.rank.reasons.get(self.key, "")
+
     def ended_on(self) -> list[int]:
         """Return the other ranks that have raised, or caused, the end of the present generation."""
         posts = {} if self.rank is None else self.rank.posts(self.ranks)
