@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp.__main__ import main
 from fsdp.checkpoint import convert, load, load_plain
 from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train
+from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train, whole
 from tests.harness.optim_states import quiet
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -278,7 +279,7 @@ def test_optimizer_by_number_needs_the_model(tmp_path: Path) -> None:
     expected = optimizer.state_dict()["state"]
     for number, states in optimizer_after.state_dict()["state"].items():
         assert_bit_equal(states, expected[number])
-    with pytest.raises(ValueError, match="of 5 parameters, and the model has 2"):
+    with pytest.raises(ValueError, match=r"of 5 parameters in groups of \[5\], and the model has 2"):
         convert(old, tmp_path / "other", model=nn.Linear(1, 1))
 
 
@@ -302,6 +303,97 @@ def test_several_groups_by_number_need_the_optimizer_or_its_names(tmp_path: Path
         assert [group["lr"] for group in found["param_groups"]] == [0.001, 0.5]
         for number, states in found["state"].items():
             assert_bit_equal(states, expected["state"][number])
+
+
+def test_optimizer_of_other_groups_than_those_saved_is_refused(tmp_path: Path) -> None:
+    """Groups of two and three parameters have as many as groups of three and two."""
+    model, optimizer = trained(2)
+    old = save_trained(tmp_path / "run.pt", model, optimizer)
+    params = [param for param in model.parameters() if param.requires_grad]
+    other = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    with pytest.raises(ValueError, match=r"in groups of \[3, 2\], and the optimizer given has 5 in groups of \[2, 3\]"):
+        convert(old, tmp_path / "new", model=model, optimizer=other)
+    with pytest.raises(ValueError, match="has other parameters"):
+        convert(old, tmp_path / "new", model=model, optimizer=trained(2)[1])
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 4)], ids=["one rank's part", "another order"])
+def test_states_of_another_shape_than_the_parameter_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Rank 0 of FSDP1 has saved its part alone, or the parameters were in another order."""
+    model, optimizer = trained()
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = torch.ones(shape)
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    message = re.escape(f"'optim.state.0.weight.exp_avg' of shape {shape} for a parameter of (4, 3)")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "run.pt", tmp_path / "new", model=model)
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
+    """The optimizer has parameters of that module alone, as if DistributedDataParallel had named them."""
+    state = {"module.weight": torch.ones(2), "head": torch.ones(3)}
+    groups = [{"lr": 0.5, "params": ["module.weight"]}]
+    optimizer = {"state": {"module.weight": {"exp_avg": torch.ones(2)}}, "param_groups": groups}
+    torch.save({"model": state, "optimizer": optimizer}, tmp_path / "run.pt")
+    plain = load_plain(convert(tmp_path / "run.pt", tmp_path / "new"))
+    assert_bit_equal(plain.model, state)
+    assert plain.optimizer is not None and list(plain.optimizer["state"]) == ["module.weight"]
+
+
+def test_equal_parts_without_a_description_are_refused(tmp_path: Path) -> None:
+    """Tensors that differ between the ranks are no replicas, unless the model says that they are buffers."""
+    old = tmp_path / "old"
+    old.mkdir()
+    model = nn.BatchNorm1d(4)
+    for rank in range(2):
+        torch.save({**model.state_dict(), "running_mean": torch.full([4], float(rank))}, old / f"model_rank{rank}.pt")
+    message = r"several values of 'model.running_mean' of shape \(4,\).*pass model= if it is a buffer"
+    with pytest.raises(ValueError, match=message):
+        convert(old, tmp_path / "new")
+    assert not load_plain(convert(old, tmp_path / "new", model=model)).model["running_mean"].any()
+    torch.save({**model.state_dict(), "weight": torch.zeros(4)}, old / "model_rank1.pt")
+    with pytest.raises(ValueError, match=r"several values of 'model\.weight'"):
+        convert(old, tmp_path / "other", model=model)
+
+
+def save_groups_of_fsdp1(folder: Path) -> dict[str, torch.Tensor]:
+    """Save local states of two groups of parameters of equal shapes; return the whole `exp_avg`."""
+    layers = [TorchFSDP(each, use_orig_params=True, device_id=torch.device("cpu")) for each in square_layers()]
+    model = TorchFSDP(nn.Sequential(*layers), use_orig_params=True, device_id=torch.device("cpu"))
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[1:]}, {"params": params[:1], "lr": 0.5}])
+    model(torch.arange(8.0).view(2, 4)).square().sum().backward()
+    optimizer.step()
+    with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(model.state_dict(), folder / f"model_world_size_2_rank_{dist.get_rank()}.pt")
+        states = whole(TorchFSDP.optim_state_dict(model, optimizer))["state"]
+    torch.save(optimizer.state_dict(), folder / f"optim_world_size_2_rank_{dist.get_rank()}.pt")
+    return {name: state["exp_avg"] for name, state in states.items()}
+
+
+def quiet_groups_of_fsdp1(folder: Path) -> dict[str, torch.Tensor]:
+    return quiet(save_groups_of_fsdp1, folder)
+
+
+def square_layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4, bias=False) for _ in range(3)]
+
+
+def test_groups_of_fsdp1s_local_optimizer_keep_their_order(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    expected = run_ranks(2, quiet_groups_of_fsdp1, tmp_path / "old")[0]
+    model, policy = nn.Sequential(*square_layers()), ModuleWrapPolicy({nn.Linear})
+    with pytest.raises(ValueError, match="in 2 groups: pass optimizer="):
+        convert(tmp_path / "old", tmp_path / "new", model=model, auto_wrap_policy=policy)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[1:]}, {"params": params[:1]}])
+    new = convert(tmp_path / "old", tmp_path / "new", model=model, auto_wrap_policy=policy, optimizer=optimizer)
+    plain = load_plain(new)
+    assert plain.optimizer is not None
+    assert_bit_equal({name: state["exp_avg"] for name, state in plain.optimizer["state"].items()}, expected)
 
 
 def test_several_models_are_an_error_that_lists_them(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint import files, index, old_sources, rank_file, values
 from fsdp.checkpoint.files import FileRecord
-from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, state_key
+from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, STATE, param_and_state, state_key
 from fsdp.checkpoint.old_flat import Wrapping, is_flat, of_local_model, of_local_optimizer
 from fsdp.checkpoint.old_tensors import Chunk, Keys, Leaves, OldTensor, text_of
 from fsdp.checkpoint.old_tensors import read as read_source
@@ -35,6 +35,8 @@ from fsdp.flat.names import plain_keys, unit_of
 from fsdp.placement.boxes import Box, same_cover
 
 _OF_MODEL = ("app.model", "model", "model_state_dict", "module", "state_dict")  # keys of the model's state dict
+# states of torch's optimizers that have the parameter's shape
+_LIKE_PARAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _SHOWN = 10  # problems in an error
 
 
@@ -89,8 +91,9 @@ def convert(
     Raises, with nothing written:
         FileNotFoundError: ``old`` is none of the kinds.
         RuntimeError: a file is damaged or truncated.
-        ValueError: files, ranks or elements are missing or there twice, with all of them; or a pickle holds code; or
-            names need ``model``, or do not fit it; or there are several models.
+        ValueError: files, ranks or elements are missing or there twice, or states do not have the shape of their
+            parameters, with all of them; or a pickle holds code; or names need ``model``, or do not fit it; or there
+            are several models.
     """
     old, new = Path(old), Path(new)
     if (old / files.MANIFEST).is_file() or (old / files.LATEST).is_file():
@@ -139,6 +142,7 @@ def find_old(
     }
     names = plain_keys(of_model)
     state = {names[key]: value for key, value in of_model.items()}
+    may_differ = _may_differ(state, model)
     wrapping = Wrapping(model, auto_wrap_policy)
     if any(map(is_flat, state)):
         state = of_local_model(state, wrapping)
@@ -147,7 +151,7 @@ def find_old(
     if optims and not of_model_only:
         groups: list[dict[str, Any]] = []
         for one in optims:
-            states, own = _optimizer(one, leaves, count, wrapping, optimizer)
+            states, own = _optimizer(one, leaves, count, wrapping, optimizer, state)
             groups += own
             for name, parts in states.items():
                 for part, value in parts.items():
@@ -156,10 +160,11 @@ def find_old(
         times = Counter(name for group in groups for name in group["params"])
         if twice := [name for name in times if times[name] > 1]:
             raise ValueError(f"{path} has the state of {', '.join(map(repr, twice))} in several groups or optimizers")
+        _check_shapes(path, tensors)
     rest = {k: v for k, v in leaves.items() if k not in of_optim and not (k[:-1] == prefix and k[-1] in of_model)}
     left_out = [text_of(keys) for keys, value in rest.items() if isinstance(value, OldTensor)]
     extra = _nested({keys[1:]: value for keys, value in rest.items() if not isinstance(value, OldTensor) and keys[1:]})
-    complete = _complete(path, tensors)
+    complete = _complete(path, tensors, may_differ)
     return Old(old_sources.kinds_of(sources), count, complete, others, extra, left_out)
 
 
@@ -192,7 +197,12 @@ States = dict[str, dict[Any, Any]]  # by name of parameter
 
 
 def _optimizer(
-    prefix: Keys, leaves: Leaves, count: int, wrapping: Wrapping, optimizer: Optimizer | None
+    prefix: Keys,
+    leaves: Leaves,
+    count: int,
+    wrapping: Wrapping,
+    optimizer: Optimizer | None,
+    of_model: Mapping[str, Any],
 ) -> tuple[States, list[dict[str, Any]]]:
     """Return the states and the groups of an optimizer by names of parameters."""
     tree = _nested({keys[len(prefix) :]: value for keys, value in leaves.items() if keys[: len(prefix)] == prefix})
@@ -201,15 +211,22 @@ def _optimizer(
         group.update({key: _whole(value) for key, value in group.items() if isinstance(value, OldTensor)})
     order = [param for group in groups for param in group["params"]]
     if not any(isinstance(param, int) for param in order):
-        names = plain_keys(order)
+        names = _names(order, of_model)
         if unknown := [name for name in states if name not in names]:
             raise ValueError(f"the optimizer has states of {', '.join(map(repr, unknown))}, which no group has")
         named = {names[name]: value for name, value in states.items()}
         return named, [{**group, "params": [names[name] for name in group["params"]]} for group in groups]
-    by_number = of_local_optimizer(states, order, count, wrapping)
+    several = partial(_param_names, groups, wrapping.model, optimizer, of_model)
+    by_number = of_local_optimizer(states, [group["params"] for group in groups], count, wrapping, several)
     if by_number is None:
-        several = [[name] for name in _param_names(groups, order, wrapping.model, optimizer)]
-        held = dict(zip(order, several))
+        sizes, names_of = [len(group["params"]) for group in groups], several()
+        if [len(names) for names in names_of] != sizes:
+            own = "optimizer given" if optimizer is not None else "model"
+            raise ValueError(
+                f"the optimizer has the state of {sum(sizes)} parameters in groups of {sizes}, and the {own} has "
+                f"{sum(map(len, names_of))} in groups of {[len(names) for names in names_of]}"
+            )
+        held = dict(zip(order, [[name] for names in names_of for name in names]))
         named = {held[number][0]: value for number, value in states.items()}
     else:
         held, named = by_number
@@ -217,13 +234,19 @@ def _optimizer(
     return named, [{**g, "params": [name for number in g["params"] for name in held[number]]} for g in groups]
 
 
+def _names(keys: list[str], of_model: Mapping[str, Any]) -> dict[str, str]:
+    """Map an optimizer's names to those of the plain model. All may be in a module that is called ``module``."""
+    cut, kept = plain_keys(keys), plain_keys([*keys, ""])  # with a name that does not begin with "module."
+    return {key: kept[key] if kept[key] in of_model else cut[key] for key in keys}
+
+
 def _param_names(
-    groups: list[dict[str, Any]], order: list[int], model: nn.Module | None, optimizer: Optimizer | None
-) -> list[str]:
-    """Return the names of the parameters that an optimizer had numbered."""
+    groups: list[dict[str, Any]], model: nn.Module | None, optimizer: Optimizer | None, of_model: Mapping[str, Any]
+) -> list[list[str]]:
+    """Return the names of the parameters that an optimizer had numbered, for each group."""
     if all("param_names" in group for group in groups):
-        given = [name for group in groups for name in group["param_names"]]
-        return [plain_keys(given)[name] for name in given]
+        names = _names([name for group in groups for name in group["param_names"]], of_model)
+        return [[names[name] for name in group["param_names"]] for group in groups]
     if model is None:
         raise ValueError(
             "the optimizer's state is by number of the parameter: pass model=, for the order of parameters"
@@ -231,18 +254,16 @@ def _param_names(
     params = dict(model.named_parameters())
     if optimizer is not None:
         by_param = {param: name for name, param in params.items()}
-        names = [by_param[param] for group in optimizer.param_groups for param in group["params"]]
-    elif len(groups) > 1:
+        if not all(param in by_param for group in optimizer.param_groups for param in group["params"]):
+            raise ValueError("expected optimizer= to be an optimizer of model=, but it has other parameters")
+        return [[by_param[param] for param in group["params"]] for group in optimizer.param_groups]
+    if len(groups) > 1:
         raise ValueError(
             f"the optimizer's state is by number of the parameter in {len(groups)} groups: pass optimizer=, one of the "
             "model with the same groups"
         )
-    else:
-        trained = [name for name, param in params.items() if param.requires_grad]
-        names = trained if len(order) == len(trained) else list(params)
-    if len(names) != len(order):
-        raise ValueError(f"the optimizer has the state of {len(order)} parameters, and the model has {len(names)}")
-    return names
+    trained = [name for name, param in params.items() if param.requires_grad]
+    return [trained if len(trained) == len(groups[0]["params"]) else list(params)]
 
 
 def _whole(tensor: OldTensor) -> torch.Tensor:
@@ -256,11 +277,37 @@ def _whole(tensor: OldTensor) -> torch.Tensor:
 # -- checking and writing ----------------------------------------------------------------------------------------------
 
 
-def _complete(path: Path, tensors: Mapping[str, OldTensor]) -> dict[str, OldTensor]:
+def _check_shapes(path: Path, tensors: Mapping[str, OldTensor]) -> None:
+    """Raise if states do not have the shape of their parameter: they are of one rank, or of other parameters."""
+    problems = [
+        f"{key!r} of shape {tensor.shape} for a parameter of {of.shape}"
+        for key, tensor in tensors.items()
+        if key.startswith(STATE)
+        for name, part in [param_and_state(key)]
+        if part in _LIKE_PARAM and (of := tensors.get(MODEL + name)) is not None and of.shape != tensor.shape
+    ]
+    if problems:
+        raise ValueError(
+            f"{path} has states of other shapes than the parameters; are they of one rank alone, or is the order of "
+            f"parameters another? It has {_listed(problems)}"
+        )
+
+
+def _may_differ(state: Mapping[str, Any], model: nn.Module | None) -> set[str]:
+    """Return the keys of the model's tensors of which each rank may have had a whole one of its own: buffers, and all
+    that is not described if other tensors are described as parts."""
+    of_shards = any(
+        is_flat(name) or not value.is_plain for name, value in state.items() if isinstance(value, OldTensor)
+    )
+    buffers = state if of_shards else dict(model.named_buffers(remove_duplicate=False)) if model is not None else ()
+    return {MODEL + name for name in buffers}
+
+
+def _complete(path: Path, tensors: Mapping[str, OldTensor], may_differ: set[str]) -> dict[str, OldTensor]:
     """Return the tensors with each element once; equal boxes are replicas, of which the first counts.
 
     Raises:
-        ValueError: elements are missing or in several boxes, with all keys.
+        ValueError: elements are missing or in several boxes, or replicas have several values, with all keys.
     """
     found, problems = dict[str, OldTensor](), list[str]()
     for key, tensor in tensors.items():
@@ -272,14 +319,28 @@ def _complete(path: Path, tensors: Mapping[str, OldTensor]) -> dict[str, OldTens
             here = sum(box.numel for box in boxes)
             several = f"the boxes {sorted(boxes)} of" if here >= whole.numel else f"{here} of {whole.numel} elements of"
             problems.append(f"{several} {key!r} of shape {tensor.shape}")
+        elif tensor.is_plain and tensor.shape and key not in may_differ and not _are_equal(tensor.chunks):
+            hint = " (pass model= if it is a buffer)" if key.startswith(MODEL) else ""
+            problems.append(f"several values of {key!r} of shape {tensor.shape}, undescribed parts of it{hint}")
         found[key] = tensor._replace(chunks=list(boxes.values()))
     if problems:
-        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
             f"{path} does not have each element once; are there files of all ranks, and of one run? It has "
-            f"{'; '.join(problems[:_SHOWN])}{more}"
+            f"{_listed(problems)}"
         )
     return found
+
+
+def _are_equal(chunks: list[Chunk]) -> bool:
+    def data(chunk: Chunk) -> torch.Tensor:
+        return chunk.read().reshape(-1).view(torch.uint8)  # bits, for NaN is not equal to itself
+
+    return len(chunks) == 1 or all(torch.equal(data(chunks[0]), data(chunk)) for chunk in chunks[1:])
+
+
+def _listed(problems: list[str]) -> str:
+    more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def _read(key: str, tensor: OldTensor, chunk: Chunk) -> torch.Tensor:

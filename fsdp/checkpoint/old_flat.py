@@ -8,6 +8,7 @@ begins at a multiple of 16 bytes of the compute dtype. No file names that dtype,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -171,10 +172,16 @@ def of_local_model(state: Mapping[str, Any], wrapping: Wrapping) -> dict[str, An
 
 
 def of_local_optimizer(
-    states: Mapping[int, dict[str, Any]], order: Sequence[int], count: int, wrapping: Wrapping
+    states: Mapping[int, dict[str, Any]],
+    groups: Sequence[Sequence[int]],
+    count: int,
+    wrapping: Wrapping,
+    names: Callable[[], list[list[str]]],
 ) -> tuple[Numbers, dict[str, dict[str, Any]]] | None:
     """Return the names for each number, and the states by name, of FSDP1's ``optimizer.state_dict()`` on ``count``
-    ranks; None if the states are those of whole parameters."""
+    ranks; None if the states are those of whole parameters. ``names()`` returns those of whole parameters, for each
+    group."""
+    order = [number for group in groups for number in group]
     cut = {
         (number, name): value
         for number, parts in states.items()
@@ -185,8 +192,8 @@ def of_local_optimizer(
         return None
 
     def held_by(layout: Layout, alignment: int) -> dict[int, _Held]:
-        several = _of_numbers(layout, alignment, len(order), count, wrapping.model)
-        return dict(zip(order, several)) if len(several) == len(order) else {}
+        several = _of_groups(layout, count, None if alignment == 1 else names())
+        return dict(zip(order, itertools.chain(*several))) if [*map(len, several)] == [*map(len, groups)] else {}
 
     def fits(layout: Layout, alignment: int) -> bool:
         held = held_by(layout, alignment)
@@ -226,20 +233,17 @@ class _Held(NamedTuple):
         return found
 
 
-def _of_numbers(layout: Layout, alignment: int, params: int, count: int, model: nn.Module | None) -> list[_Held]:
-    """Return what an optimizer of ``params`` parameters holds, in the order of ``parameters()``."""
-    if alignment == 1:
-        return [_Held(members, -(-members[-1].end // count), True) for members in layout.values()]
+def _of_groups(layout: Layout, count: int, names: list[list[str]] | None) -> list[list[_Held]]:
+    """Return what each group of an optimizer holds: the parameters called so, or one group with all flat ones."""
+    if names is None:
+        return [[_Held(members, -(-members[-1].end // count), True) for members in layout.values()]]
     by_name = {
         name: _Held([member], -(-members[-1].end // count), False)
         for members in layout.values()
         for member in members
         for name in member.names
     }
-    assert model is not None
-    named = dict(model.named_parameters())
-    trained = [name for name, param in named.items() if param.requires_grad]
-    return [by_name[name] for name in (trained if len(trained) == params else named)]
+    return [[by_name[name] for name in group if name in by_name] for group in names]
 
 
 def _are_whole(tensors: Iterable[OldTensor], params: int, count: int, model: nn.Module | None) -> bool:
