@@ -105,9 +105,14 @@ def test_missing_rank_is_an_error_that_lists_it(name: str, old: Callable[[str], 
     first, *_, last = sorted(path.glob("model*"))
     last.unlink()
     number = re.findall(r"\d+", last.name)[-1]
-    refused(path, rf"has no 'model_\*\.pt' for \[{number}\]" if name != RANKS else "elements of 'model.first.weight'")
+    refused(
+        path,
+        rf"has 'model_\*\.pt' for .*; missing are \[{number}\]"
+        if name != RANKS
+        else "elements of 'model.first.weight'",
+    )
     first.unlink()
-    refused(path, "has no|does not have each element once")
+    refused(path, "no tensors but|missing are|does not have each element once")
 
 
 def test_ranks_of_another_count_are_an_error_that_lists_them(written: Written, old: Callable[[str], Path]) -> None:
@@ -165,7 +170,7 @@ def test_code_in_a_pickle_is_refused(name: str, old: Callable[[str], Path]) -> N
     path = old(name)
     file = next(each for each in sorted(path.iterdir()) if "model" in each.name or each.name == "run.pt")
     torch.save({"model": {"weight": torch.ones(2), "code": Harmful(path.parent / "made")}}, file)
-    refused(path, rf"{file.name} holds (posix|nt)\.mkdir, and only tensors, containers and numbers are read")
+    refused(path, rf"(?s){file.name} holds other objects than tensors.*(posix|nt)\.mkdir")
 
 
 def test_code_in_metadata_is_refused(old: Callable[[str], Path]) -> None:
@@ -237,7 +242,7 @@ def test_safetensors_in_parts_are_joined(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=rf"{names[1]} is damaged, truncated or no safetensors file"):
             convert(old, tmp_path / "truncated")
         (old / names[0]).unlink()
-        with pytest.raises(ValueError, match="has no"):
+        with pytest.raises(ValueError, match=r"missing are \[1\]|has no x\.safetensors"):
             convert(old, tmp_path / "missing")
         shutil.rmtree(old)
 

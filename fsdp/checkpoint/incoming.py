@@ -10,7 +10,6 @@ written. Each old file becomes the file of one rank, so no more than that is in 
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
@@ -146,21 +145,20 @@ def find_old(
     wrapping = Wrapping(model, auto_wrap_policy)
     if any(map(is_flat, state)):
         state = of_local_model(state, wrapping)
-    tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, OldTensor)}
-    others = {MODEL + name: value for name, value in state.items() if not isinstance(value, OldTensor)}
+    named = {MODEL + name: value for name, value in state.items()}
     if optims and not of_model_only:
         groups: list[dict[str, Any]] = []
         for one in optims:
             states, own = _optimizer(one, leaves, count, wrapping, optimizer, state)
             groups += own
-            for name, parts in states.items():
-                for part, value in parts.items():
-                    (tensors if isinstance(value, OldTensor) else others)[state_key(name, part)] = value
-        others[GROUPS] = groups
+            named |= {state_key(name, part): value for name, parts in states.items() for part, value in parts.items()}
+        named[GROUPS] = groups
         times = Counter(name for group in groups for name in group["params"])
         if twice := [name for name in times if times[name] > 1]:
             raise ValueError(f"{path} has the state of {', '.join(map(repr, twice))} in several groups or optimizers")
-        _check_shapes(path, tensors)
+    tensors = {key: value for key, value in named.items() if isinstance(value, OldTensor)}
+    others = {key: value for key, value in named.items() if not isinstance(value, OldTensor)}
+    _check_shapes(path, tensors)
     rest = {k: v for k, v in leaves.items() if k not in of_optim and not (k[:-1] == prefix and k[-1] in of_model)}
     left_out = [text_of(keys) for keys, value in rest.items() if isinstance(value, OldTensor)]
     extra = _nested({keys[1:]: value for keys, value in rest.items() if not isinstance(value, OldTensor) and keys[1:]})
@@ -364,7 +362,6 @@ def _write_safetensors(file: Path, old: Old) -> Path:
 
 
 def _write(root: Path, old: Old) -> Path:
-    is_new = not root.exists()
     packed = {key: values.pack(value, repr(key)) for key, value in old.values.items()}
     extra = {EXTRA: values.pack(old.extra, "extra")} if old.extra else {}
     temporary = files.begin(root)
@@ -386,9 +383,6 @@ def _write(root: Path, old: Old) -> Path:
         return files.publish(temporary)
     except BaseException:
         files.discard(temporary)
-        if is_new:
-            with contextlib.suppress(OSError):
-                root.rmdir()
         raise
 
 

@@ -43,15 +43,6 @@ class Member(NamedTuple):
         return (first, last) if first < last else (0, 0)
 
 
-class Interval(NamedTuple):
-    """Elements of a flat parameter from ``start`` on, in file ``number``. ``read`` returns them as a vector."""
-
-    number: int
-    start: int
-    numel: int
-    read: Callable[[], torch.Tensor]
-
-
 Layout = dict[str, list[Member]]  # by path of the wrapped module, outermost first
 Numbers = dict[int, list[str]]  # the names of the parameters that an optimizer's parameter stands for
 
@@ -116,20 +107,19 @@ def _members(unit: nn.Module, path: str, nested: set[nn.Module], alignment: int)
     return members
 
 
-def _cut(member: Member, dtype: torch.dtype, intervals: Iterable[Interval]) -> OldTensor:
-    """Return ``member`` as a tensor; ``intervals`` are those of the flat parameter."""
+def _cut(member: Member, dtype: torch.dtype, parts: Iterable[Chunk]) -> OldTensor:
+    """Return ``member`` as a tensor; ``parts`` are those of the flat parameter."""
     chunks: list[Chunk] = []
-    for number, begin, numel, read in intervals:
-        first, last = member.within(begin, begin + numel)
+    for number, part, read in parts:
+        begin = part.offsets[0]
+        first, last = member.within(begin, begin + part.numel)
+        if first == last:
+            continue
         position = first - begin
-        for box in rectangles(member.shape, *_inside(member, first, last), member.stride):
+        for box in rectangles(member.shape, first - member.start, last - member.start, member.stride):
             chunks.append(Chunk(number, box, partial(_view, read, box, position, member.stride)))
             position += box.numel
     return OldTensor(dtype, member.shape, chunks)
-
-
-def _inside(member: Member, first: int, last: int) -> tuple[int, int]:
-    return (first - member.start, last - member.start) if first < last else (0, 0)
 
 
 def _view(read: Callable[[], torch.Tensor], box: Box, position: int, stride: Any) -> torch.Tensor:
@@ -161,9 +151,8 @@ def of_local_model(state: Mapping[str, Any], wrapping: Wrapping) -> dict[str, An
     found: dict[str, Any] = {}
     for path, members in layout.items():
         flat = flats[path]
-        intervals = [Interval(c.number, c.box.offsets[0], c.box.numel, c.read) for c in flat.chunks]
         for member in members:
-            found.update(dict.fromkeys(member.names, _cut(member, flat.dtype, intervals)))
+            found.update(dict.fromkeys(member.names, _cut(member, flat.dtype, flat.chunks)))
     # with use_orig_params=True there are this rank's parts under the parameters' names besides
     return {name: value for name, value in state.items() if not is_flat(name)} | found
 
@@ -198,9 +187,9 @@ def of_local_optimizer(
     def fits(layout: Layout, alignment: int) -> bool:
         held = held_by(layout, alignment)
         return bool(held) and all(
-            chunk.box.numel == interval.numel
+            chunk.box.numel == part.box.numel
             for (number, _), tensor in cut.items()
-            for chunk, interval in zip(tensor.chunks, held[number].intervals(tensor))
+            for chunk, part in zip(tensor.chunks, held[number].parts(tensor))
         )
 
     held = held_by(*wrapping.layout("the optimizer has the parts of FSDP1's parameters on each rank", fits))
@@ -210,7 +199,7 @@ def of_local_optimizer(
             own = found[member.names[0]] = dict(parts)
             for name, tensor in parts.items():
                 if (number, name) in cut:
-                    own[name] = _cut(member, tensor.dtype, held[number].intervals(tensor))
+                    own[name] = _cut(member, tensor.dtype, held[number].parts(tensor))
     return {number: [member.names[0] for member in held[number].members] for number in order}, found
 
 
@@ -222,14 +211,14 @@ class _Held(NamedTuple):
     shard: int
     is_flat: bool
 
-    def intervals(self, tensor: OldTensor) -> list[Interval]:
-        """Return the intervals that the ranks hold of a state, in the order of its chunks."""
+    def parts(self, tensor: OldTensor) -> list[Chunk]:
+        """Return the chunks of a state with their places in the flat parameter."""
         found = []
         for number, _, read in tensor.chunks:
             start, end = number * self.shard, (number + 1) * self.shard
             if not self.is_flat:
                 start, end = self.members[0].within(start, end)
-            found.append(Interval(number, start, end - start, read))
+            found.append(Chunk(number, Box((start,), (end - start,)), read))
         return found
 
 

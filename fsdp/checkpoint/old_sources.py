@@ -13,7 +13,7 @@ RANKS = "files of torch.save() by each rank"
 SAVED = "a file of torch.save()"
 SAFETENSORS = "safetensors of a model"
 
-_OF_TORCH_SAVE = (".bin", ".ckpt", ".pt", ".pth")  # suffixes
+OF_TORCH_SAVE = (".bin", ".ckpt", ".pt", ".pth")  # suffixes
 _RANK = re.compile(r"(?P<before>.*?)(world_size_(?P<count>\d+)_)?rank[_-]?(?P<number>\d+)(?P<after>.*)")
 _PART = re.compile(r"(?P<before>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 _OWN = re.compile(r"rank_\d+\.safetensors")  # in a checkpoint of this package
@@ -48,7 +48,7 @@ def find_sources(path: Path) -> list[Source]:
             kind = DCP
         elif name.endswith(".safetensors") and not _OWN.fullmatch(name):
             kind, match, name = SAFETENSORS, _PART.fullmatch(name), "*.safetensors" if path.is_dir() else name
-        elif not name.endswith(_OF_TORCH_SAVE) or _NO_STATE.search(name):
+        elif not name.endswith(OF_TORCH_SAVE) or _NO_STATE.search(name):
             continue
         elif (match := _PART.fullmatch(name) or _RANK.fullmatch(name)) is not None:
             kind = SAVED if match.re is _PART else RANKS
@@ -78,12 +78,12 @@ def check_all_there(source: Source) -> None:
     first = 0 if source.kind == RANKS else 1
     if counts or (source.kind == RANKS and len(numbers) > 1):
         expected = [*range(first, first + (counts[0] if counts else max(numbers) + 1))]
-        if missing := [number for number in expected if number not in numbers]:
-            raise ValueError(
-                f"{folder} has no {source.name!r} for {missing} of {len(expected)} numbers; it has {names}"
-            )
         if numbers != expected:
-            raise ValueError(f"{folder} has files with the numbers {numbers} instead of {expected}: {names}")
+            missing = [number for number in expected if number not in numbers]
+            raise ValueError(
+                f"{folder} has {source.name!r} for {numbers} instead of once for each of {len(expected)} numbers; "
+                f"missing are {missing}; it has {names}"
+            )
     for path in folder.glob("*.safetensors.index.json") if source.name == "*.safetensors" else ():
         listed = json.loads(path.read_bytes())["weight_map"].values()
         if missing_files := sorted({*listed} - {*names}):

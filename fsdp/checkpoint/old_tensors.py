@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 import pickle
-import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -166,11 +165,9 @@ def _loaded(file: Path | io.BytesIO, of: Path | None = None) -> Any:
         with torch.serialization.safe_globals(_GLOBALS):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path) or None)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
         raise ValueError(
-            f"{path} holds {found[1] if found else 'objects'}, and only tensors, containers and numbers are read: a "
-            "pickle of other classes can run any code. Save the state dicts by themselves with the program that made "
-            f"them. {error}"
+            f"{path} holds other objects than tensors, containers and numbers, and a pickle of those can run any code. "
+            f"Save the state dicts by themselves with the program that made them. {error}"
         ) from error
     except (OSError, RuntimeError, EOFError) as error:
         raise RuntimeError(f"{path} cannot be read, or is damaged or truncated: {error}") from error
@@ -225,31 +222,13 @@ def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 # -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
 
-_OF_METADATA = {
-    *(
-        f"torch.distributed.checkpoint.metadata.{name}"
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "pathlib.PosixPath",
-}
-
 
 class _Metadata(pickle.Unpickler):
     """The reader of ``.metadata``, which runs no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in _OF_METADATA:
+        if module.startswith("torch.distributed.checkpoint.") or full == "pathlib.PosixPath":
             return _Record
         if full in ("torch.Size", "torch.serialization._get_layout") or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -9,10 +9,9 @@ from pathlib import Path
 import fsdp.checkpoint
 from fsdp.checkpoint import files
 from fsdp.checkpoint.incoming import Old, find_old
+from fsdp.checkpoint.old_sources import OF_TORCH_SAVE
 from fsdp.tools.plan import on_meta, policy_of, resolved
 from fsdp.tools.text import in_bytes
-
-_FILES = (".bin", ".ckpt", ".pt", ".pth")  # suffixes of files that torch.save writes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         print(_described(find_old(source, model, policy)))
         return 0
-    if target is None or target.suffix in _FILES:
+    if target is None or target.suffix in OF_TORCH_SAVE:
         raise ValueError(f"expected NAME.safetensors, or a directory without such a suffix, but got {target}")
     made = fsdp.checkpoint.convert(source, target, model=model, auto_wrap_policy=policy, trusted=options.trusted)
     kind = "safetensors"
