@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Several
@@ -342,6 +343,8 @@ class _Rank:
         self.waits: dict[int, Wait] = {}
         self.ends: dict[str, Count] = {}
         self.reasons: dict[str, str] = {}
+        self._life = uuid.uuid4().hex  # a store may keep the ends of an earlier default group
+        self.board.post("life", self._life)
 
     def _own(self) -> _Post:
         alive = [found for reference in self.sequences.valuerefs() if (found := reference()) is not None]
@@ -400,9 +403,8 @@ class _Rank:
     def end(self, counts: Mapping[str, Count], words: str) -> None:
         """End sequences: ranks that wait for these counts or more raise ``words``."""
         for key, count in counts.items():
-            known = [entries[key] for entries, _ in self.board.logged(f"ends/{key}")]
-            if not any(entry[0] == count[0] and entry[1] <= count[1] for entry in known):
-                self.board.log(f"ends/{key}", [counts, words])
+            if self._end_before(key, count) is None:
+                self.board.log(f"ends/{key}", [counts, words, self.number, self._life])
         self._note_end(counts, words)
 
     def _note_end(self, counts: Mapping[str, Several[int]], words: str) -> None:
@@ -424,9 +426,10 @@ class _Rank:
 
     def _end_before(self, key: str, count: Count) -> tuple[Mapping[str, Several[int]], str] | None:
         """Return the counts that end with a sequence before ``count``, and the reason; None if it has not ended."""
-        for counts, words in self.board.logged(f"ends/{key}"):
+        for counts, words, rank, life in self.board.logged(f"ends/{key}"):
             generation, number, _ = counts[key]
-            if generation == count.generation and number <= count.number:
+            is_before = generation == count.generation and number <= count.number
+            if is_before and self.board.read(f"life/{rank}") == life:
                 return counts, words
         return None
 
