@@ -289,9 +289,10 @@ class Wait:
         if not self._reported and self.seconds >= threads.NOTICE.total_seconds():
             self._reported = True
             first = rank.board.is_first(f"reported/{self.sequence.key}/{self.count}")
-            words = self.report(f"has waited {self.seconds:.0f} s")
             level = logging.WARNING if first else logging.INFO
-            logger.log(level, "%s. %s", words, hint(self.sequence.doing, self.sequence.advice))
+            if logger.isEnabledFor(level):  # the report reads the posts of all ranks
+                words = self.report(f"has waited {self.seconds:.0f} s")
+                logger.log(level, "%s. %s", words, hint(self.sequence.doing, self.sequence.advice))
 
     def over(self) -> None:
         """Withdraw the post of this wait, which is over or was given up."""
