@@ -276,6 +276,26 @@ def test_a_rank_that_failed_before_its_first_collective_goes_on_with_its_peers(b
 
 @on_ranks(2)
 @impatient
+def test_a_pass_between_an_error_and_the_meeting_leaves_no_difference() -> None:
+    """After a divergence next to the training rank 1 begins a pass alone, and is interrupted in it."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    tree = Tree(lane)
+    tree.step([0, 1, 2])
+    dist.barrier()
+    lane.end_sequences("rank 0 has called save()")
+    if rank == 1:
+        with mock.patch.object(waits.Wait, "look", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            tree.run([0, 1, 2], 7)
+    else:
+        lane.fail(Pass("call before"))
+    tree.recover()
+    assert not lane.diverged
+    for _ in range(2):
+        tree.step([0, 1, 2])
+
+
+@on_ranks(2)
+@impatient
 def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:
     lane, current_pass = lane_of_new_group(), Pass("forward")
     tree = Tree(lane)

@@ -289,13 +289,13 @@ class Lane(Issuer):
     def _announce(self, number: int) -> None:
         """Announce the next event, or the begin of a pass, and wait until all ranks have announced the same."""
         sign = hash_of(f"{self._history.passes}/{self._history.position}/{number}")
-        with self._meeting(self._meetings, self._meetings.next, self._where, sign) as (key, look):
+        with self._meeting(self._meetings, self._meetings.number + 1, self._where, sign) as (key, look):
             self._board.meet(key, look, sign=str(sign))
 
     def compare_values(self, values: Sequence[Any], doing: str) -> list[Any] | None:
         """Compare ``values``, anything that JSON holds, through the store; None if alike, else those of each rank."""
         words = f"is {doing}"
-        with self._meeting(self._meetings, self._meetings.next, words, hash_of(words)) as (key, look):
+        with self._meeting(self._meetings, self._meetings.number + 1, words, hash_of(words)) as (key, look):
             if self._board.meet_alike(key, list(values), look):
                 return None
             return list(self._board.exchange(f"{key}/each", list(values), look).values())
@@ -435,8 +435,10 @@ class Lane(Issuer):
             words: for this rank, after "rank 0".
             sign: see :class:`~fsdp.comm.waiting.waits.Count`.
         """
-        wait = self._wait(sequence, sequence.begin(number, sign), words)
-        lanes = [self, *self._latest.neighbours] if sequence is self._meetings else ()
+        in_pass = sequence is self._meetings  # where it has ended, this rank raises that, until all ranks have met
+        generation = self.collectives.generation if in_pass else None
+        wait = self._wait(sequence, sequence.begin(number, sign, generation), words)
+        lanes = [self, *self._latest.neighbours] if in_pass else ()
 
         def look() -> None:
             for lane in lanes:  # other ranks of the pass may wait for this one to read their memory
@@ -472,7 +474,7 @@ class Lane(Issuer):
         """Return the memory that the ranks share; the first time all ranks have to call."""
         if not self.sharing.is_undecided:
             return self.sharing.connect()
-        with self._meeting(self._meetings, self._meetings.next, "is about to share memory") as (_, look):
+        with self._meeting(self._meetings, self._meetings.number + 1, "is about to share memory") as (_, look):
             return self.sharing.connect(look)
 
     # -- words ---------------------------------------------------------------------------------------------------------
