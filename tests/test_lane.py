@@ -296,6 +296,22 @@ def test_a_pass_between_an_error_and_the_meeting_leaves_no_difference() -> None:
 
 @on_ranks(2)
 @impatient
+def test_a_collective_of_an_earlier_generation_waits_for_no_rank() -> None:
+    """Work of an accelerator may outlast the meeting after a failure, from where on the collectives count anew."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    tree = Tree(lane)
+    tree.step([0, 1, 2])
+    if rank == 0:
+        wait = lane.waiting(1000, "gather unit 'a'")
+        for _ in range(10):
+            wait.look()
+            time.sleep(0.1)
+        wait.over()
+    assert tree.run([0, 1, 2], 7) == [3.0] * 3
+
+
+@on_ranks(2)
+@impatient
 def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:
     lane, current_pass = lane_of_new_group(), Pass("forward")
     tree = Tree(lane)

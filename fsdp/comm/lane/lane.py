@@ -464,7 +464,9 @@ class Lane(Issuer):
 
     def waiting(self, number: int, label: str, waited: float = 0.0) -> Wait:
         """Return the wait for the collective ``number``; see :class:`~fsdp.comm.waiting.work.Watch`."""
-        count = self.collectives.count._replace(number=number)
+        latest = self.collectives.count
+        # a work on an accelerator may be older than the generation, which counts anew
+        count = latest._replace(number=min(number, latest.number))
         what = self._latest.what
         asks = label.startswith("agree ")
         words = self._where if asks or not what.words else f"is about to {label}, in the {what.words}"
