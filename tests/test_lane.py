@@ -310,6 +310,22 @@ def test_a_collective_of_an_earlier_generation_waits_for_no_rank() -> None:
     assert tree.run([0, 1, 2], 7) == [3.0] * 3
 
 
+@on_ranks(1)
+def test_the_program_goes_on_while_a_thread_posts_a_wait() -> None:
+    """The watcher of an accelerator posts the latest events, which the program changes; an error would end it."""
+    lane = lane_of_new_group()
+
+    class Noted(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            lane.note("gather unit 'b'")
+            return super().__iter__()
+
+    lane._history.recent.append(Noted((0, 0, 0, "gather unit 'a'")))
+    wait = lane.waiting(0, "gather unit 'a'")
+    wait.look()
+    wait.over()
+
+
 @on_ranks(2)
 @impatient
 def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:

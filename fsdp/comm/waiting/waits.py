@@ -353,7 +353,7 @@ class _Rank:
         waits = {}
         for wait in list(self.waits.values()):
             sequence = wait.sequence
-            doing, events = sequence.doing or wait.words, [list(event) for event in wait.events]
+            doing, events = sequence.doing or wait.words, [list(event) for event in list(wait.events)]
             waits[sequence.key] = _Waiting(wait.count, sequence.ranks, wait.words, doing, sequence.remedy, events)
         return _Post(counts, waits, self.ends, self.latest)
 
