@@ -182,11 +182,6 @@ def is_registered(group: Any) -> bool:
         return False
 
 
-def is_member_of(name: str) -> bool:
-    """Return whether this rank is in the process group with the ``group_name`` ``name``."""
-    return name in dist.distributed_c10d._world.pg_names.values()
-
-
 def backend_of(group: Any, device: torch.device) -> str:
     """Return the backend of ``group`` on ``device`` ("gloo", "nccl", ...); "unknown" if torch.distributed has none."""
     try:

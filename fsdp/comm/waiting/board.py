@@ -85,7 +85,7 @@ class Board:
         return messages
 
     def exchange(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any]:
-        """Return the ``value`` of every rank under ``key``, in rank order; an empty list without a store.
+        """Return the ``value`` of every rank under ``key``, in rank order; nothing without a store.
 
         ``look``: as for :meth:`meet`.
         """
