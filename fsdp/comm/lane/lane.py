@@ -171,11 +171,10 @@ class Lane(Issuer):
                     by_place = self._board.exchange(f"{key}/states", said, look)
                     _compare({self.names[place]: theirs for place, theirs in by_place.items()})
                     self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
-        except OutOfStep:  # on all ranks
-            raise
-        except BaseException:  # ranks that have met wait for this one in the next collective or meeting
-            for sequence in (self._uses, self.collectives, self._meetings):
-                sequence.end(f"rank {self._rank} failed in {doing}")
+        except BaseException:
+            if not self._uses.has_ended:  # ranks that have met wait for this one in the next collective or meeting
+                for sequence in (self._uses, self.collectives, self._meetings):
+                    sequence.end(f"rank {self._rank} failed in {doing}")
             raise
         self._used += 1
         self.settle()
