@@ -533,7 +533,7 @@ class _SideGroup:
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
     def reason_of_missed_call(self) -> str:
-        """Return the error of this rank for a call that others have made, and this rank has not; "" if there is none."""
+        """Return the error of this rank for a call that others made and this rank did not; "" if there is none."""
         return self._calls.reason if self._calls.has_missed else ""
 
     def join(self, call: int, doing: str) -> None:
