@@ -36,7 +36,7 @@ from tests.harness.agreeing import (
     summon,
     train,
 )
-from tests.harness.pool import on_ranks, run_fresh, run_ranks
+from tests.harness.pool import on_ranks, run_ranks
 
 
 class Run:
@@ -189,31 +189,6 @@ def test_a_rank_later_than_the_timeout_raises_on_all_ranks_which_can_continue(wa
         if way != "auto":
             assert "the connections of this process group are closed" in first, first
             assert "The next forward or call of the model, on all ranks, makes new ones" in first, first
-
-
-@impatient
-def train_in_two_groups(path: str) -> list[str]:
-    """Diverge in one default group, and be slow in the next one, on the same store; return this rank's errors."""
-    rank, size, errors = dist.get_rank(), dist.get_world_size(), list[str]()
-    store = dist.FileStore(path, size)
-    for steps in (4, 12):
-        dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        model = build(Chain(UNEQUAL), dist.group.WORLD)
-        for _ in range(steps):
-            train(model)
-        time.sleep(0.5 * rank)
-        try:
-            model.state_dict() if steps == 4 and rank == 0 else train(model)
-        except RuntimeError as error:
-            errors.append(str(error))
-        dist.barrier()
-    return errors
-
-
-def test_ends_of_an_earlier_default_group_in_the_same_store_are_void(tmp_path: Any) -> None:
-    for errors in run_fresh(2, train_in_two_groups, str(tmp_path / "store")):
-        assert len(errors) == 1 and "state_dict()" in errors[0], errors
 
 
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------

@@ -550,6 +550,7 @@ class _SideGroup:
         self._calls.does(f"has called {doing}")
         while not self._meet():
             if (said := self.why()) is not None and said[0] == call:
+                self._calls.note_end()
                 raise RuntimeError(said[1])
             self._number, self._count, self._groups = self._number + 1, 0, {}
         if self._groups:

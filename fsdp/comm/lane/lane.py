@@ -143,7 +143,9 @@ class Lane(Issuer):
             digest = hash_of("\n".join(line.partition(": ")[2] for line in layout))
             if self.ask("agree on the layout", digest).result() is None:
                 raise OutOfStep(first_difference(self._of_all_ranks("\n".join(layout))))
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, OutOfStep):  # which all ranks raise
+                self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
             self.fail(Pass(doing, call=doing))
             raise
         self._history.make_room(len(layout))
@@ -173,8 +175,7 @@ class Lane(Issuer):
                     self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
         except BaseException:
             if not self._uses.has_ended:  # ranks that have met wait for this one in the next collective or meeting
-                for sequence in (self._uses, self.collectives, self._meetings):
-                    sequence.end(f"rank {self._rank} failed in {doing}")
+                self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
             raise
         self._used += 1
         self.settle()
@@ -357,8 +358,7 @@ class Lane(Issuer):
 
     def end_sequences(self, words: str) -> None:
         """Have the ranks that wait for more than this rank has begun raise ``words``."""
-        for sequence in (self.collectives, self._meetings):
-            sequence.end(words)
+        self.collectives.end(words, self._meetings)
 
     def recover(self) -> None:
         """Meet all ranks after a failure, and go on as if only the layouts had been agreed on.

@@ -108,6 +108,12 @@ class Sequence:
         """Whether this rank has raised the end of a generation in which others have begun more."""
         return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number > self.number
 
+    def note_end(self) -> None:
+        """Note that this rank has raised the end of the present generation, if it has ended: the ends of other
+        sequences, for the same reason, are noted with it."""
+        if self.rank is not None:
+            self.rank.reason_of_end(self.key, Count(self.generation, self.number + 1))
+
     @property
     def reason(self) -> str:
         """Why the latest generation has ended that this rank knows of."""
@@ -150,12 +156,15 @@ class Sequence:
         """Continue with ``generation``, in which nothing has begun."""
         self.generation, self.number, self.sign = generation, 0, 0
 
-    def end(self, words: str) -> None:
-        """End the present generation after the count of this rank: ranks that wait for more raise ``words``, or the
-        reason that this rank has raised."""
+    def end(self, words: str, *others: Sequence) -> None:
+        """End the present generation, and those of ``others``, after the counts of this rank.
+
+        Ranks that wait for more raise ``words``, or the reason that this rank has raised.
+        """
         if self.rank is not None:
-            reason = self.rank.reasons[self.key] if self.has_ended else words
-            self.rank.end({self.key: Count(self.generation, self.number + 1)}, reason)
+            several = [self, *others]
+            reason = next((each.reason for each in several if each.has_ended), words)
+            self.rank.end({each.key: Count(each.generation, each.number + 1) for each in several}, reason)
 
     def positions(self, own: str) -> str:
         """Describe the position of each rank, if it was posted; ``own`` is that of this rank."""
@@ -272,7 +281,7 @@ class Wait:
         rank.waits[id(self)] = self
         rank.post()
         own = f"rank {rank.number} {self.words}"
-        if (reason := rank.reason_of_end(self)) is not None:
+        if (reason := rank.reason_of_end(self.sequence.key, self.count)) is not None:
             found = reason if own in reason else f"{own}. {reason}"
         elif (reason := rank.difference(self, self._next_ranks())) is not None:
             found = reason
@@ -417,9 +426,9 @@ class _Rank:
         """Return the entry of ``ends``; one before all counts if there is none."""
         return self.ends.get(key, NEVER)
 
-    def reason_of_end(self, wait: Wait) -> str | None:
-        """Return why the sequence has ended before the count of ``wait``, or None."""
-        found = self._end_before(wait.sequence.key, wait.count)
+    def reason_of_end(self, key: str, count: Count) -> str | None:
+        """Return why a sequence has ended before ``count``, which this rank raises; None if it has not ended."""
+        found = self._end_before(key, count)
         if found is None:
             return None
         self._note_end(*found)
