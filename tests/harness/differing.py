@@ -293,7 +293,8 @@ class _Run:
     def _do_alike(self, kind: str) -> None:
         """Use another model, or save in the background."""
         if kind == "save":
-            self.saves.append(async_save(self.folder, self.model))
+            group = None if isinstance(self.group, tuple) else self.group
+            self.saves.append(async_save(self.folder, self.model, process_group=group))
             return
         if kind not in self.others:
             size = dist.get_world_size()
