@@ -474,8 +474,8 @@ def code_lines(path: Path) -> int:
 # the reason.
 BUDGETS = {
     "fsdp/*.py": 1480,
-    "fsdp/checkpoint": 5480,
-    "fsdp/comm": 3580,
+    "fsdp/checkpoint": 5490,
+    "fsdp/comm": 3590,
     "fsdp/compat": 310,
     "fsdp/export": 710,
     "fsdp/flat": 2360,
@@ -485,7 +485,7 @@ BUDGETS = {
     "fsdp/runtime": 3940,
     "fsdp/tools": 1800,
     "scripts": 3330,
-    "tests": 37700,
+    "tests": 37710,
 }
 
 
