@@ -1,4 +1,4 @@
-"""What each rank waits for, and the one rule by which ranks that do different things are found.
+"""The waits of each rank, and the one rule by which ranks that have diverged are found.
 
 The ranks of a group begin several kinds of things, each kind in one order: collectives, meetings at the store, calls
 next to the training such as ``fsdp.checkpoint.save()``. A :class:`Sequence` counts one kind on one rank.
@@ -330,10 +330,6 @@ class Wait:
         ranks = "; and for ".join(f"{ranks_as_text(several)}, {words}" for words, several in missing.items())
         return f"rank {rank.number} {waited} in {doing}{label} for {ranks or 'the other ranks'}"
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have not reached the count, by the counts that are posted."""
-        return [] if self.sequence.rank is None else sorted(self.sequence.rank.missing(self))
-
 
 class _Rank:
     """This rank: its sequences, its long waits, and the board on which ranks post them.
@@ -444,7 +440,7 @@ class _Rank:
         return None
 
     def missing(self, wait: Wait) -> dict[int, str]:
-        """Describe each rank that has not reached the count of ``wait``, if its post says so."""
+        """Describe each rank whose post does not show that it has reached the count of ``wait``."""
         key, found = wait.sequence.key, dict[int, str]()
         others = [rank for rank in wait.sequence.ranks if rank != self.number]
         posts = self.posts(others)
