@@ -227,6 +227,30 @@ def test_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
     assert len(own) >= 3 and all(own)
 
 
+@on_ranks(2)
+def test_model_deleted_after_a_backward_that_failed_on_another_thread_does_not_stop_the_next_model() -> None:
+    """One rank notices the failure at once, the other one at the first pass of the other model."""
+    kept, model = (wrapped(seeded(trapped_model, "none"), MODES[0], Unit) for _ in range(2))
+    x = torch.ones(3, WIDTH)
+    loss_of(kept, x).backward()
+
+    def fail(loss: Tensor) -> None:
+        with pytest.raises(Fault):
+            loss.backward()
+
+    losses = [loss_of(model, x)]
+    Trap.set("backward 1")
+    if dist.get_rank() == 0:
+        fail(losses.pop())
+    else:
+        thread = threading.Thread(target=lambda: fail(losses.pop()))
+        thread.start()
+        thread.join()
+    del model
+    clear(kept)
+    loss_of(kept, x).backward()
+
+
 def catching() -> nn.Module:
     """Build a model that handles the exception of a block."""
 

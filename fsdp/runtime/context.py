@@ -124,6 +124,7 @@ class RootContext:
         """
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset_failed_backward()
+            self.passes.fail_abandoned_backward()
         try:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
@@ -162,6 +163,7 @@ class RootContext:
             )
 
     def _begin_forward(self, unit: Unit) -> None:
+        self.passes.fail_abandoned_backward()
         if self.failed or self.passes.in_backward or self.passes.given_up or self.passes.diverged:  # after an error
             self._clear()
         self._adopt_stream()

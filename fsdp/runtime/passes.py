@@ -336,6 +336,15 @@ class Passes:
             for lane in self._lanes:
                 lane.fail(Pass("call before"))
 
+    def fail_abandoned_backward(self) -> None:
+        """Fail the backward that is under way in the lanes. Called where no backward is running.
+
+        It may be one of another tree, which was deleted while autograd's thread still held the failed graph.
+        """
+        for lane in self._lanes:
+            if lane.under_way is not None and lane.under_way.is_backward:
+                lane.fail(lane.under_way)
+
     @property
     def diverged(self) -> bool:
         """Whether peers reported, in a call next to the training, a pass that this rank has not begun."""
