@@ -44,7 +44,7 @@ from fsdp.checkpoint.wrapper_methods import StateDictMethods, refuse_torchs_func
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
 from fsdp.comm.versions import STATE_DICTS_ASK, skip_code
-from fsdp.comm.waiting.board import processes
+from fsdp.comm.waiting.waits import this_rank
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import (
@@ -267,7 +267,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             self.process_group = options.process_group
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
-        processes()  # from now on peers detect the end of this process
+        this_rank()  # from now on peers notice the end of this process
         unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         self._ignored_modules = set(ignored.modules)

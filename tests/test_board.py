@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +17,9 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm import threads
 from fsdp.comm.lane.lane import Lane
 from fsdp.comm.waiting import board as boards
+from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.board import Board
+from fsdp.comm.waiting.waits import Count
 from tests.harness.fake_group import fake_group
 from tests.harness.pool import Died, run_fresh
 
@@ -29,48 +33,21 @@ def group_of(rank: int, size: int) -> Any:
     return mock.Mock(spec=["rank", "size"], **{"rank.return_value": rank, "size.return_value": size})
 
 
-PER_MACHINE = 8
+@pytest.fixture
+def two_groups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The group of two ranks, as either of them sees it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(boards, "group_store", lambda group: store)
+    return [group_of(rank, 2) for rank in range(2)]
 
 
 @pytest.fixture
-def ranks_on_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make boards of many ranks in this process, of which 8 share a machine; `at` selects the acting rank."""
-    at, store, ended = [0], recorded_store(), set[int]()
-    monkeypatch.setattr(boards, "group_store", lambda group: store)
-    monkeypatch.setattr(boards, "machine", lambda: f"machine {at[0] // PER_MACHINE}")
-    monkeypatch.setattr(boards, "_start_of", lambda pid: -1 if pid in ended else 7)
-    monkeypatch.setattr(os, "getpid", lambda: 1000 + at[0])
-
-    def make(size: int) -> tuple[list[Any], list[Board]]:
-        groups = [group_of(rank, size) for rank in range(size)]  # boards do not keep them
-        made = [Board(group, str(size)) for group in groups]
-        for at[0], board in enumerate(made):
-            board.live()
-            board.post("report", at[0])
-        return groups, made
-
-    return make, at, store, ended
+def two_boards(two_groups: list[Any]) -> list[Board]:
+    return [Board(group, "test") for group in two_groups]
 
 
-def test_cost_of_a_poll_does_not_depend_on_the_number_of_ranks(ranks_on_machines: Any) -> None:
-    make, at, store, _ = ranks_on_machines
-    costs = []
-    for size in (16, 64, 1024):
-        groups, made = make(size)
-        at[0], polls = 5, []
-        for _ in range(3):
-            store.reset_mock()
-            assert made[5].dead() == []
-            polls.append(len(store.method_calls))
-        costs.append(polls)
-        assert len(groups) == size
-    assert costs[0] == costs[1] == costs[2], costs
-    assert 64 > costs[0][0] > costs[0][1] == costs[0][2], costs  # the processes of this machine are read once
-
-
-def test_rank_that_retries_a_barrier_counts_once(ranks_on_machines: Any) -> None:
-    groups, (first, second) = ranks_on_machines[0](2)
-    assert len(groups) == 2
+def test_rank_that_retries_a_barrier_counts_once(two_boards: list[Board]) -> None:
+    first, second = two_boards
 
     def give_up() -> None:
         raise KeyboardInterrupt
@@ -79,7 +56,7 @@ def test_rank_that_retries_a_barrier_counts_once(ranks_on_machines: Any) -> None
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 first.meet("here", give_up)
-            assert not first.has_met("here")
+            assert first.read("here/met") is None
         second.meet("here", give_up)
         first.meet("here", give_up)
 
@@ -96,21 +73,35 @@ def test_waiting_rank_makes_a_bounded_number_of_store_calls(size: int, monkeypat
         assert 8 < len(store.method_calls) < 40, store.method_calls
 
 
-def test_dead_process_is_reported_to_other_machines(ranks_on_machines: Any) -> None:
-    """A rank of the same machine detects and publishes it; a restarted rank counts as alive."""
-    make, at, _, ended = ranks_on_machines
-    groups, made = make(32)
-    ended.add(1010)
-    assert made[20].dead() == []  # on another machine, before a poll on the same machine
-    at[0] = 12
-    assert made[12].dead() == [10]
-    at[0] = 20
-    assert made[20].dead() == [10] and len(groups) == 32
-    at[0] = 10
-    with mock.patch.object(os, "getpid", lambda: 2000):
-        made[10].live()
-    at[0] = 12
-    assert made[12].dead() == []
+def test_the_best_of_several_values_stays(two_boards: list[Board]) -> None:
+    """A thousand ranks that fail at once leave one entry, the earliest end."""
+    values = [*range(50, 100), *range(49, -1, -1)]
+    ranks = [
+        threading.Thread(target=board.replace, args=("end", value, lambda there, value=value: value < there))
+        for board, value in zip(itertools.cycle(two_boards), values)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert two_boards[0].read("end") == 0
+    two_boards[0].replace("end", 5, lambda there: False)
+    assert two_boards[1].read("end") == 0
+
+
+def test_posts_of_an_earlier_default_group_in_the_same_store_are_void(two_groups: list[Any]) -> None:
+    def is_told() -> bool:
+        return second.reason_of_end("collectives", Count(1, 7)) == "rank 0 failed"
+
+    first, second = map(waits._Rank, two_groups)
+    assert not is_told()
+    first.end({"collectives": Count(1, 7)}, "rank 0 failed")
+    first.post()
+    assert is_told() and second.posts([0])[0].ends
+    first, second = map(waits._Rank, two_groups)
+    assert not is_told() and not second.posts([0])[0].ends
+    first.end({"collectives": Count(1, 7)}, "rank 0 failed")
+    assert is_told()
 
 
 def first_use_after_a_rank_exits() -> str:

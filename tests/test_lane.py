@@ -162,10 +162,24 @@ def test_process_that_ended_is_named_in_a_long_wait() -> None:
     """A wait on an accelerator learns of a dead peer only so: no connection of the host is closed."""
     lane = lane_of_new_group()
     for words in ("rank 0 comes before the first pass", "rank 0 is about to gather unit"):
-        ended = mock.patch.object(waits, "ended_of", return_value=[1])
+        ended = mock.patch.object(waits._Rank, "ended_of", return_value=[1])
         with ended, pytest.raises(RuntimeError, match=f"the process of rank 1 has ended, and {words}"):
             lane.waiting(1, "gather unit 'a'").look()
         Tree(lane).run([0, 1])
+
+
+@on_ranks(3)
+@impatient
+def test_a_process_that_ended_is_reported_to_ranks_on_other_machines() -> None:
+    """Rank 0 alone shares the machine of rank 2, which has ended."""
+    lane, rank, ended = lane_of_new_group(), dist.get_rank(), {0: [2]}
+    tree = Tree(lane)
+    tree.run([0, 1])
+    if rank < 2:
+        with mock.patch.object(waits._Rank, "ended_of", lambda *_: ended.get(rank, [])), raises_soon() as caught:
+            tree.run([0, 1], 3)
+        assert "the process of rank 2 has ended" in str(caught.value), caught.value
+    dist.barrier()
 
 
 @pytest.mark.parametrize("where", ["in the meeting", "before the vote"])

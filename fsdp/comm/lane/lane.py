@@ -377,7 +377,7 @@ class Lane(Issuer):
             def look_for_ended_training() -> None:
                 look()
                 is_late = self._found_alone and time.monotonic() - started > patience
-                if is_late and (ranks := self.collectives.ended_on()) and not self._board.has_met(key):
+                if is_late and (ranks := self.collectives.ended_on()):
                     raise self._failed_later(ranks)
 
             by_place = self._board.exchange(key, self._state(), look_for_ended_training)

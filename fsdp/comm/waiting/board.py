@@ -16,10 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp.comm import threads
-from fsdp.comm.groups import default_group, group_store
+from fsdp.comm.groups import group_store
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store of few ranks
 _CROWD = 64  # larger groups look less often: one process serves the store to all ranks
@@ -36,7 +34,6 @@ class Board:
         self._group, self._name = weakref.ref(group), name  # boards are cached by group, and must not keep it alive
         self._rank, self._size = group.rank(), group.size()
         self._longest = _LONGEST * max(1.0, self._size / _CROWD)
-        self._journals: dict[str, dict[int, Any]] = {}  # entries that were read; they do not change
         self._signed = ""  # the latest meeting: a rank that leaves and returns signs once
         self._said = "", ""  # the latest comparison, and the key that counts this rank
         self._spent: list[str] = []  # keys of the latest meeting
@@ -133,10 +130,6 @@ class Board:
                 looked = time.monotonic()
         self._spent = [signed, met]
 
-    def has_met(self, key: str) -> bool:
-        """Return whether all ranks have arrived at ``key``."""
-        return self.read(f"{key}/met") is not None
-
     def release(self, key: str) -> None:
         """End the meeting at ``key`` although ranks are missing."""
         self.write(f"{key}/met", True)
@@ -150,59 +143,14 @@ class Board:
             return bool(store.add(self._path(key), 1) == 1)
         return True
 
-    # -- signs of life -------------------------------------------------------------------------------------------------
-
-    def live(self) -> None:
-        """Register this process, so that peers on this machine can see its end."""
-        pid = os.getpid()
-        if here := machine():
-            self.log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
-
-    def dead(self) -> list[int]:
-        """Return the registered ranks whose processes have ended, and a rank of their machine has noticed it.
-
-        Costs the same number of operations on the store in a group of any size.
-        """
-        lives = {rank: life for rank, *life in self.logged(f"lives/{machine()}")}  # the latest of each
-        ended = {rank: life for rank, *life in self.logged("deaths")}
-        for rank, life in lives.items():
-            if _start_of(life[0]) == life[1]:
-                ended.pop(rank, None)
-            elif ended.get(rank) != life:
-                ended[rank] = life
-                self.log("deaths", [rank, *life])
-        return sorted(ended)
-
-    def log(self, key: str, value: Any) -> None:
-        """Append ``value`` to the log of all ranks under ``key``."""
-        store = self._store
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                self.write(f"{key}/{store.add(self._path(key), 1)}", value)
-
-    def logged(self, key: str) -> list[Any]:
-        """Return the log of all ranks under ``key``; each entry is read from the store once."""
-        store, read = self._store, self._journals.setdefault(key, {})
+    def replace(self, key: str, value: Any, is_better: Callable[[Any], bool]) -> None:
+        """Write ``value`` if there is none, or ``is_better`` than the present one; other ranks may do so now."""
+        store, path, text, found = self._store, self._path(key), json.dumps(value), ""
         with contextlib.suppress(RuntimeError):
-            for number in range(1, 1 + (0 if store is None else store.add(self._path(key), 0))):
-                if number not in read and (value := self.read(f"{key}/{number}")) is not None:
-                    read[number] = value
-        return list(read.values())
-
-
-def processes() -> Board | None:
-    """Return the board on which processes of the default group register, None without one; registers this process."""
-    if not dist.is_available() or not dist.is_initialized():
-        return None
-    group = default_group()
-    board = _processes.get(group)
-    if board is None:
-        board = _processes[group] = Board(group, "processes")
-        board.live()
-    return board
-
-
-_processes: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
+            while store is not None:
+                expected, found = found, store.compare_set(path, found, text).decode()
+                if found in (text, expected) or not is_better(json.loads(found)):
+                    return
 
 
 def machine() -> str:
@@ -214,8 +162,8 @@ def machine() -> str:
         return ""
 
 
-def _start_of(pid: int) -> int:
-    """Return the start time of a process in the unit of the system; -1 if it does not run."""
+def start_of(pid: int) -> int:
+    """Return the start time of a process on this machine, in the unit of the system; -1 if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

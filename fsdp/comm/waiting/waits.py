@@ -20,7 +20,9 @@ are not compared.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -33,7 +35,7 @@ import torch.distributed as dist
 
 from fsdp.comm import threads
 from fsdp.comm.groups import default_group, is_registered, rank_names
-from fsdp.comm.waiting.board import Board, processes
+from fsdp.comm.waiting.board import Board, machine, start_of
 from fsdp.comm.waiting.work import OutOfStep
 
 logger = logging.getLogger("fsdp")
@@ -89,7 +91,7 @@ class Sequence:
         self.generation = self.number = self.sign = 0
         self.doing = self.remedy = self.advice = ""
         self.thread: int | None = None
-        self.rank = _rank() if is_registered(group) else None
+        self.rank = this_rank() if is_registered(group) else None
         if self.rank is not None:
             self.rank.sequences[self.key] = self
 
@@ -119,9 +121,15 @@ class Sequence:
         """Why the latest generation has ended that this rank knows of."""
         return "" if self.rank is None else self.rank.reasons.get(self.key, "")
 
+    def next_ranks(self, turn: int = 0) -> list[int]:
+        """Return :data:`NEXT` other ranks, the next ones at each ``turn``: a look costs the same in any group."""
+        size, own = len(self.ranks), 0 if self.rank is None else self.ranks.index(self.rank.number)
+        places = [(turn * NEXT + number) % max(1, size - 1) for number in range(min(NEXT, size - 1))]
+        return [self.ranks[(own + 1 + place) % size] for place in places]
+
     def ended_on(self) -> list[int]:
-        """Return the other ranks that have raised, or caused, the end of the present generation."""
-        posts = {} if self.rank is None else self.rank.posts(self.ranks)
+        """Return those of the next ranks that have raised, or caused, the end of the present generation."""
+        posts = {} if self.rank is None else self.rank.posts(self.next_ranks())
         return [rank for rank, post in posts.items() if post.ends.get(self.key, NEVER).generation >= self.generation]
 
     def does(self, doing: str, *, remedy: str = "", advice: str = "", on_this_thread: bool = True) -> None:
@@ -170,7 +178,8 @@ class Sequence:
         """Describe the position of each rank, if it was posted; ``own`` is that of this rank."""
         if self.rank is None:
             return "no rank has reported its position"
-        dead, posts = ended_of(self.ranks), self.rank.posts(self.ranks)
+        posts = self.rank.posts(self.ranks)
+        dead = self.rank.ended_of(posts)
         words: dict[int, str] = {}
         for rank in self.ranks:
             post = posts.get(rank)
@@ -189,7 +198,7 @@ class _Waiting(NamedTuple):
     """A wait of some rank, as it is posted."""
 
     awaited: Count
-    ranks: list[int]
+    ranges: list[list[int]]  # of the ranks of the sequence; see :func:`_ranges_of`
     words: str  # for the position, after "rank 0"
     doing: str  # for the pass or call, after "rank 0"
     remedy: str
@@ -199,10 +208,16 @@ class _Waiting(NamedTuple):
         """Return whether this wait needs ``rank``, which has ``begun`` so much."""
         return rank in self.ranks and not begun.reaches(self.awaited)
 
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for each in self.ranges for rank in range(*each)]
+
 
 class _Post(NamedTuple):
-    """The counts and the waits of one rank, as it posts them."""
+    """One rank and its process, with its counts and its waits, as it posts them."""
 
+    life: str  # tells the default groups apart that were made on one store
+    process: list[Any]  # the machine, and the number and the start of the process there
     counts: Mapping[str, tuple[Count, int | None]]  # by sequence: the count, and the thread that advances it
     waits: Mapping[str, _Waiting]  # by sequence
     ends: Mapping[str, Count]  # see :class:`_Rank`
@@ -211,8 +226,10 @@ class _Post(NamedTuple):
     @staticmethod
     def of(said: Any) -> _Post:
         """Restore a post from JSON."""
-        counts, waits, ends, latest = said
+        life, process, counts, waits, ends, latest = said
         return _Post(
+            life,
+            process,
             {key: (Count(*count), thread) for key, (count, thread) in counts.items()},
             {key: _Waiting(Count(*count), *rest) for key, (count, *rest) in waits.items()},
             {key: Count(*count) for key, count in ends.items()},
@@ -280,14 +297,16 @@ class Wait:
         self._posted = True
         rank.waits[id(self)] = self
         rank.post()
+        posts, self._turn = rank.posts(self.sequence.next_ranks(self._turn)), self._turn + 1
         own = f"rank {rank.number} {self.words}"
         if (reason := rank.reason_of_end(self.sequence.key, self.count)) is not None:
             found = reason if own in reason else f"{own}. {reason}"
-        elif (reason := rank.difference(self, self._next_ranks())) is not None:
+        elif (reason := rank.difference(self, posts)) is not None:
             found = reason
-        elif dead := ended_of(self.sequence.ranks):
+        elif dead := rank.ended_of(posts):
             reason = f"the process of {ranks_as_text(dead)} has ended"
             found = f"{reason}, and {own}, and waits for it. {_AFTER_DEATH}. {REMEDY}"
+            rank.end({self.sequence.key: self.count}, found)  # for ranks on other machines
         else:
             self._report_if_long(rank)
             return
@@ -310,15 +329,6 @@ class Wait:
             self._posted = False
             rank.waits.pop(id(self), None)
             rank.post()
-
-    def _next_ranks(self) -> list[int]:
-        """Return the next few ranks of the group: a look costs the same in a group of any size."""
-        rank, ranks = self.sequence.rank, self.sequence.ranks
-        others = len(ranks) - 1
-        own = ranks.index(rank.number) if rank is not None and rank.number in ranks else 0
-        turns = range(self._turn, self._turn + min(NEXT, others))
-        self._turn = turns.stop % max(1, others)
-        return [ranks[(own + 1 + turn % others) % len(ranks)] for turn in turns]
 
     def report(self, waited: str) -> str:
         """Describe how long this rank has ``waited``, for which ranks, and what these ranks did last."""
@@ -349,8 +359,9 @@ class _Rank:
         self.waits: dict[int, Wait] = {}
         self.ends: dict[str, Count] = {}
         self.reasons: dict[str, str] = {}
-        self._life = uuid.uuid4().hex  # a store may keep the ends of an earlier default group
-        self.board.post("life", self._life)
+        self._life = uuid.uuid4().hex
+        self._process = [machine(), os.getpid(), start_of(os.getpid())]
+        self.post()
 
     def _own(self) -> _Post:
         alive = [found for reference in self.sequences.valuerefs() if (found := reference()) is not None]
@@ -359,8 +370,9 @@ class _Rank:
         for wait in list(self.waits.values()):
             sequence = wait.sequence
             doing, events = sequence.doing or wait.words, [list(event) for event in list(wait.events)]
-            waits[sequence.key] = _Waiting(wait.count, sequence.ranks, wait.words, doing, sequence.remedy, events)
-        return _Post(counts, waits, self.ends, self.latest)
+            ranges, remedy = _ranges_of(sequence.ranks), sequence.remedy
+            waits[sequence.key] = _Waiting(wait.count, ranges, wait.words, doing, remedy, events)
+        return _Post(self._life, self._process, counts, waits, self.ends, self.latest)
 
     def does(self, doing: str) -> None:
         """Note the latest thing; the same string, in another sequence, is the same thing."""
@@ -369,18 +381,23 @@ class _Rank:
 
     def post(self) -> None:
         """Post the counts and the waits of this rank."""
-        self.board.post("waits", self._own())
+        self.board.post("rank", self._own())
 
     def posts(self, ranks: Iterable[int]) -> dict[int, _Post]:
         """Return the latest posts of other ranks."""
         others = [rank for rank in ranks if rank != self.number]
-        return {rank: _Post.of(said) for rank, said in self.board.posted_by("waits", others).items()}
+        return {rank: _Post.of(said) for rank, said in self.board.posted_by("rank", others).items()}
 
-    def difference(self, wait: Wait, ranks: Several[int]) -> str | None:
-        """Find a cycle of waits that begins with ``wait`` and one of ``ranks``; end the sequences of the cycle."""
+    def ended_of(self, posts: Mapping[int, _Post]) -> list[int]:
+        """Return the ranks of ``posts`` whose processes, on this machine, have ended."""
+        here = {rank: post.process for rank, post in posts.items() if post.process[0] == self._process[0] != ""}
+        return [rank for rank, (_, process, start) in here.items() if start_of(process) != start]
+
+    def difference(self, wait: Wait, posts: Mapping[int, _Post]) -> str | None:
+        """Find a cycle of waits that begins with ``wait`` and one of ``posts``; end the sequences of the cycle."""
         own, key = self._own(), wait.sequence.key
         first = _Step(self.number, key, own.waits[key])
-        cycle = self._cycle([first], ranks, {self.number: own, **self.posts(ranks)})
+        cycle = self._cycle([first], posts, {self.number: own, **posts})
         if cycle is None or any(self._end_before(step.key, step.waiting.awaited) for step in cycle):
             return None  # or a rank of the cycle is about to raise why its sequence has ended
         found = _difference(cycle)
@@ -409,9 +426,19 @@ class _Rank:
     def end(self, counts: Mapping[str, Count], words: str) -> None:
         """End sequences: ranks that wait for these counts or more raise ``words``."""
         for key, count in counts.items():
-            if self._end_before(key, count) is None:
-                self.board.log(f"ends/{key}", [counts, words, self.number, self._life])
+            is_earlier = functools.partial(self._is_earlier, key, count)
+            self.board.replace(f"ends/{key}/{count.generation}", [counts, words, self.number, self._life], is_earlier)
         self._note_end(counts, words)
+
+    def _is_earlier(self, key: str, count: Count, there: Any) -> bool:
+        """Return whether a sequence that ends at ``count`` ends before the end that is ``there``."""
+        counts, _, rank, life = there
+        return count.number < counts[key][1] or not self._is_present(rank, life)
+
+    def _is_present(self, rank: int, life: str) -> bool:
+        """Return whether ``rank`` has written in this default group: a store may keep the ends of an earlier one."""
+        post = self.board.read(f"rank/{rank}")
+        return post is not None and post[0] == life
 
     def _note_end(self, counts: Mapping[str, Several[int]], words: str) -> None:
         for key, count in counts.items():
@@ -432,12 +459,11 @@ class _Rank:
 
     def _end_before(self, key: str, count: Count) -> tuple[Mapping[str, Several[int]], str] | None:
         """Return the counts that end with a sequence before ``count``, and the reason; None if it has not ended."""
-        for counts, words, rank, life in self.board.logged(f"ends/{key}"):
-            generation, number, _ = counts[key]
-            is_before = generation == count.generation and number <= count.number
-            if is_before and self.board.read(f"life/{rank}") == life:
-                return counts, words
-        return None
+        found = self.board.read(f"ends/{key}/{count.generation}")
+        if found is None:
+            return None
+        counts, words, rank, life = found
+        return (counts, words) if counts[key][1] <= count.number and self._is_present(rank, life) else None
 
     def missing(self, wait: Wait) -> dict[int, str]:
         """Describe each rank whose post does not show that it has reached the count of ``wait``."""
@@ -458,7 +484,9 @@ class _Rank:
 _ranks: weakref.WeakKeyDictionary[Any, _Rank] = weakref.WeakKeyDictionary()
 
 
-def _rank() -> _Rank | None:
+def this_rank() -> _Rank | None:
+    """Return this rank of the default group, None without one. From now on other ranks notice the end of its
+    process."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = default_group()
@@ -467,11 +495,11 @@ def _rank() -> _Rank | None:
     return _ranks[group]
 
 
-def ended_of(ranks: Several[int]) -> list[int]:
-    """Return those of the global ``ranks`` whose processes have ended."""
-    board = processes()
-    dead = board.dead() if board is not None else []
-    return [rank for rank in ranks if rank in dead]
+def _ranges_of(ranks: Several[int]) -> list[list[int]]:
+    """Return arguments of ``range`` for ``ranks``: few for a group of any size, unless the distances are uneven."""
+    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    even = [ranks[0], ranks[-1] + (1 if distance > 0 else -1), distance]
+    return [even] if list(range(*even)) == list(ranks) else [[rank, rank + 1, 1] for rank in ranks]
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
