@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 import fsdp.checkpoint.save_checkpoint as save_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.comm.groups as groups_module
-import fsdp.comm.lane.issuing as issuing_module
 import fsdp.comm.transport.native as native_module
 import fsdp.comm.waiting.work as work_module
 import fsdp.flat.ownership as ownership_module
@@ -87,7 +86,7 @@ def test_control_messages_stay_off_the_device() -> None:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
-        for module in (groups_module, native_module, issuing_module):
+        for module in (groups_module, native_module):
             stack.enter_context(mock.patch.object(module, "backend_of", backend))
         collectives_module.agree(values, group, AWAY, "agree")
         assert collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "").tolist() == [[0, 7], [1, 7]]
@@ -95,7 +94,7 @@ def test_control_messages_stay_off_the_device() -> None:
         equal, differing = (lane.ask("ask", number, largest=rank) for number in (1, rank))
         assert [equal.result(), differing.result()] == [1, None]
         assert equal.poll()
-        lane.replace_carrier(lambda: None)
+        lane.carrier = lane.carrier.connect_next(lambda: None)
         assert lane.ask("ask", 2, largest=rank).result() == 1
     assert values.tolist() == [1, 0]
     assert devices == {"cpu"} and group not in used and lane.carrier.group not in used
@@ -122,13 +121,18 @@ def diverge_on_the_device() -> tuple[str, bool, bool]:
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
     said = mock.Mock()
+
+    def abort(words: str) -> None:
+        lane.carrier.closed = words
+        ended.set()
+
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
         lane.collectives.number += 1  # as where the gather is issued
         number = lane.collectives.number
         watcher.follow(event(over=True), Work((), lane, "earlier collective", number=number - 1, on_host=False))
         watcher.follow(event(over=False), Work((), lane, f"gather {units[0].name}", number=number, on_host=False))
-        with mock.patch.object(lane.carrier, "abort", ended.set), mock.patch.object(work_module.logger, "error", said):
+        with mock.patch.object(lane.carrier, "abort", abort), mock.patch.object(work_module.logger, "error", said):
             ended.wait(30)
         combine(torch.ones(1), group, HostStreams(), "the next collective")
     except OutOfStep as error:
@@ -169,7 +173,7 @@ def test_watcher_is_paused_during_graph_capture() -> None:
     assert queried.wait(30)
     capturing = mock.Mock(asynchronous_work=False, is_capturing=lambda: True)
     with mock.patch.object(work_module, "watcher", watcher):
-        Work((), mock.Mock(epoch=0), "gather").on(capturing)
+        Work((), mock.Mock(carrier=None), "gather").on(capturing)
     assert not watcher._in_flight, "neither the earlier event nor that of the captured collective is queried"
 
 
@@ -214,7 +218,7 @@ def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     lane = Lane(new_group(), torch.device("meta"))
     calls = mock.patch.object(dist, "all_reduce", return_value=unfinished)
     late = mock.patch.object(Wait, "look", side_effect=OutOfStep("rank 1 has ended"))
-    named = mock.patch.object(issuing_module, "backend_of", return_value="gloo")
+    named = mock.patch.object(native_module, "backend_of", return_value="gloo")
     with named, calls as started, late, pytest.raises(OutOfStep, match="rank 1 has ended"):
         lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)
     assert started.call_args.kwargs["async_op"] is True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fsdp.comm.lane.history import Pass
 from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
+from fsdp.comm.transport import native
 from fsdp.comm.transport.native import Transfer
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.work import OutOfStep
@@ -243,50 +244,6 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], pos
 
 @on_ranks(2)
 @impatient
-def test_a_rank_that_failed_one_pass_before_its_peers_fails_theirs_as_well() -> None:
-    """Rank 1 fails at the end of an evaluation, which the peer notices in the next; then both go on with one batch."""
-    lane, rank, passed = lane_of_new_group(), dist.get_rank(), list[int]()
-    tree = Tree(lane)
-    for batch in range(5):
-        with contextlib.suppress(BadBatchError, OutOfStep):
-            tree.recover()
-            if rank == 1 and batch == 2:
-                with mock.patch.object(lane, "end", side_effect=BadBatchError):
-                    tree.run([0, 1, 2])
-            tree.run([0, 1, 2])
-            passed.append(batch)
-    assert passed == ([0, 1, 4] if rank == 1 else [0, 1, 2, 4])
-
-
-@pytest.mark.parametrize("before", ["end", "leave", "fail"])
-@on_ranks(2)
-@impatient
-def test_a_rank_that_failed_before_its_first_collective_goes_on_with_its_peers(before: str) -> None:
-    """The failure counts for the evaluation that the peer has begun, however the one before it ended."""
-    lane, rank, passed = lane_of_new_group(), dist.get_rank(), list[int]()
-    tree = Tree(lane)
-    for _ in range(2):
-        tree.run([0, 1, 2])
-    ends: dict[str, Any] = {
-        "end": contextlib.nullcontext(),
-        "leave": mock.patch.object(lane, "end", lambda *_, **__: lane.leave()),
-        "fail": mock.patch.object(lane, "end", side_effect=BadBatchError),
-    }
-    with ends[before], contextlib.suppress(BadBatchError):
-        tree.run([0, 1, 2])
-    for batch in range(3):
-        with contextlib.suppress(BadBatchError, OutOfStep):
-            tree.recover()
-            if rank == 1 and batch == 0:
-                lane.fail(Pass("forward", tree))
-                raise BadBatchError
-            tree.run([0, 1, 2])
-            passed.append(batch)
-    assert passed == [1, 2]
-
-
-@on_ranks(2)
-@impatient
 def test_a_pass_between_an_error_and_the_meeting_leaves_no_difference() -> None:
     """After a divergence next to the training rank 1 begins a pass alone, and is interrupted in it."""
     lane, rank = lane_of_new_group(), dist.get_rank()
@@ -300,7 +257,7 @@ def test_a_pass_between_an_error_and_the_meeting_leaves_no_difference() -> None:
     else:
         lane.fail(Pass("call before"))
     tree.recover()
-    assert not lane.diverged
+    assert not lane.has_failed
     for _ in range(2):
         tree.step([0, 1, 2])
 
@@ -350,7 +307,7 @@ def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:
     lane.fail(current_pass)
     tree.recover()
     tree.step([0, 1, 2])
-    assert lane.carrier.number == 1 and not lane._held
+    assert lane.carrier.number == 1 and not lane.carrier._held
     if dist.get_rank() == 0:
         work.wait()
 
@@ -373,13 +330,14 @@ def test_votes_of_a_deleted_tree_are_forgotten() -> None:
 @on_ranks(1)
 @impatient
 def test_ranks_that_connect_anew_look_at_their_peers() -> None:
-    lane, look = lane_of_new_group(), mock.Mock(side_effect=[None, OutOfStep("rank 1 has ended")])
-    connects = mock.patch.object(lane.carrier, "replace", return_value=Future())
+    carrier, look = lane_of_new_group().carrier, mock.Mock(side_effect=[None, OutOfStep("rank 1 has ended")])
+    connects = mock.patch.object(native, "in_thread", return_value=Future())
     with connects, pytest.raises(OutOfStep, match="rank 1 has ended"):
-        lane.replace_carrier(look)
-    with connects as replace, pytest.raises(RuntimeError, match=r"cannot connect anew .*: no route to rank 1"):
-        replace.return_value.set_exception(RuntimeError("no route to rank 1"))
-        lane.replace_carrier(look)
+        carrier.connect_next(look)
+    carrier._next = None
+    with connects as connect, pytest.raises(RuntimeError, match=r"cannot connect anew .*: no route to rank 1"):
+        connect.return_value.set_exception(RuntimeError("no route to rank 1"))
+        carrier.connect_next(look)
 
 
 @on_ranks(2)
@@ -396,7 +354,7 @@ def test_messages_in_flight_at_an_equal_failure_of_all_ranks_arrive() -> None:
     lane.fail(current_pass)
     tree.recover()
     assert all(message.is_completed() for message in messages) and received.min() == 1
-    assert not lane._held, "the memory of the messages is kept"
+    assert not lane.carrier._held, "the memory of the messages is kept"
     tree.step([0, 1, 2])
     assert lane.carrier.number == 0
 

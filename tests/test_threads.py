@@ -120,7 +120,7 @@ def completing_watch(work: WithoutTimeout, error: Exception | None = None) -> mo
         return RuntimeError(f"{label}: {error}. {on_host} {in_memory}")
 
     wait = mock.Mock(look=slow, seconds=0.0)
-    watch = mock.Mock(timeout=30.0, epoch=0, error=error, failed=failed, waiting=lambda *_: wait)
+    watch = mock.Mock(timeout=30.0, carrier=None, error=error, failed=failed, waiting=lambda *_: wait)
     watch.abort.side_effect = AssertionError("the host waits")
     return watch
 

@@ -152,7 +152,7 @@ def test_timeout_that_gloo_notices_first_is_that_of_the_group() -> None:
     """Gloo and the wait count the same seconds, and either may be done first; the error says the same."""
     words = "[unbound_buffer.cc:129] Timed out waiting 4000ms for send operation to complete"
     ended = mock.Mock(spec=dist.Work, **{"wait.side_effect": RuntimeError(words), "is_completed.return_value": True})
-    watch = mock.Mock(timeout=4.0, epoch=0, failed=lambda error, *_, **__: error)
+    watch = mock.Mock(timeout=4.0, carrier=None, failed=lambda error, *_, **__: error)
     with pytest.raises(TimedOut, match="did not come within 4 s, the timeout of the process group"):
         Work((ended,), watch, "gather unit 'a'", ends_alone=True).wait()
 

@@ -164,7 +164,7 @@ class RootContext:
 
     def _begin_forward(self, unit: Unit) -> None:
         self.passes.fail_abandoned_backward()
-        if self.failed or self.passes.in_backward or self.passes.given_up or self.passes.diverged:  # after an error
+        if self.failed or self.passes.in_backward or self.passes.given_up:  # after an error
             self._clear()
         self._adopt_stream()
         self.unsharder.forget_slices()

@@ -264,8 +264,6 @@ class Passes:
         saves = "for one rank to save, use FullStateDictConfig(rank0_only=True)"
         what = Pass(words, call=call, often=often, advice=saves if call.startswith("state_dict(") else "")
         self.check_available(what)
-        if self.diverged:
-            self.give_up()
         self.meet()
         self._set_under_way(what)
         try:
@@ -332,9 +330,6 @@ class Passes:
         if any(lane.under_way is what for lane in self._lanes for what in failed):
             for lane in self._lanes:
                 lane.fail(failed[-1])
-        elif self.diverged:
-            for lane in self._lanes:
-                lane.fail(Pass("call before"))
 
     def fail_abandoned_backward(self) -> None:
         """Fail the backward that is under way in the lanes. Called where no backward is running.
@@ -346,19 +341,18 @@ class Passes:
                 lane.fail(lane.under_way)
 
     @property
-    def diverged(self) -> bool:
-        """Whether peers reported, in a call next to the training, a pass that this rank has not begun."""
-        return any(lane.diverged for lane in self._lanes)
-
-    @property
     def given_up(self) -> bool:
-        """Whether the ranks have to meet."""
-        return any(lane.failure is not None for lane in self._lanes)
+        """Whether the ranks have to meet: a pass has failed, or peers reported, in a call next to the training, a pass
+        that this rank has not begun."""
+        return any(lane.has_failed for lane in self._lanes)
 
     def meet(self) -> None:
-        """After a failure, meet all ranks; see :meth:`Lane.recover`."""
-        if not self.given_up:
-            return
-        for lane in self._lanes:
-            lane.recover()
-        self.meetings += 1
+        """After a failure, meet all ranks of all lanes; see :meth:`Lane.recover`."""
+        if any(lane.has_failed and lane.failure is None for lane in self._lanes):  # in a call next to the training
+            for member in self._by_group.values():
+                member.failed()
+                member.lane.fail(Pass("call before"))
+        if self.given_up:
+            for lane in self._lanes:
+                lane.recover()
+            self.meetings += 1

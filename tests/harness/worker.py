@@ -109,7 +109,7 @@ def _is_replaced() -> bool:
     """
     package = sys.modules.get("fsdp.comm.lane.lane")
     lane = None if package is None else package._lanes.get(dist.group.WORLD)
-    return lane is not None and (lane.broken is not None or lane.carrier.number > 0)
+    return lane is not None and bool(lane.carrier.closed or lane.carrier.number > 0)
 
 
 def _tidy_up(jobs: int) -> None:

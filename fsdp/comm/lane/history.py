@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 _MASK = (1 << 62) - 1
-_PER_UNIT = 64  # events remembered per unit
+_CAPACITY = 1 << 15  # events that are remembered; forgotten ones are agreed on again
 
 
 def hash_of(text: str) -> int:
@@ -94,7 +94,6 @@ class History:
     Attributes:
         latest: the latest pass that has begun.
         passes: the number of passes that have begun.
-        rounds: the number of these without backwards, each of which belongs to the forward before it.
         position: the number of events in the latest pass.
         so_far: a hash of the events of the latest pass.
         begun: a hash of the latest pass and of the one before.
@@ -106,17 +105,12 @@ class History:
     def __init__(self) -> None:
         # hash of the events so far -> the event that followed, and the hash with it; the oldest first
         self._followers: dict[int, tuple[int, int]] = {}
-        self._capacity = _PER_UNIT
         self._habit = Habit()
         self.latest: Pass | None = None
-        self.passes = self.rounds = self.position = 0
+        self.passes = self.position = 0
         self.so_far = self.begun = 0
         self.label = ""
         self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)
-
-    def make_room(self, units: int) -> None:
-        """Remember the events of another tree."""
-        self._capacity += _PER_UNIT * units
 
     def begin(self, number: int, what: Pass) -> int | None:
         """Begin the pass ``what``; return the number of the pass that was expected."""
@@ -126,7 +120,7 @@ class History:
         self.begun, self.so_far, self.position = (self.so_far * 1000003 + so_far) & _MASK, so_far, 0
         self.label = ""
         # in one line: an interrupt must leave a pass that has begun and is counted, or neither
-        self.latest, self.passes, self.rounds = what, self.passes + 1, self.rounds + (not what.is_backward)
+        self.latest, self.passes = what, self.passes + 1
         self.recent.append((self.passes, -1, number, what.words))
         return expected
 
@@ -156,15 +150,7 @@ class History:
         follower = number, (self.so_far * 1000003 + number + 1) & _MASK
         if self._followers.get(self.so_far) != follower:
             self._followers[self.so_far] = follower
-            if len(self._followers) > self._capacity:  # forgotten events are agreed on again
+            if len(self._followers) > _CAPACITY:
                 del self._followers[next(iter(self._followers))]
         self.so_far = follower[1]
         self.position += 1
-
-    def forget(self, passes: int, rounds: int) -> None:
-        """Begin anew after a meeting of all ranks, which have the same counts from here on."""
-        self._followers.clear()
-        self.recent.clear()
-        self._habit = Habit()
-        self.passes, self.rounds, self.label = passes, rounds, ""
-        self.position = self.so_far = self.begun = 0

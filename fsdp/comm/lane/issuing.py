@@ -10,30 +10,25 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
-from concurrent import futures
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import threads
-from fsdp.comm.groups import backend_of, control_device, group_timeout
+from fsdp.comm.groups import control_device, group_timeout
 from fsdp.comm.transport import native
 from fsdp.comm.transport.channel import Channel
 from fsdp.comm.transport.native import Carrier, Transfer
 from fsdp.comm.transport.shared_memory import Sharing
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.versions import ALL_GATHER
 from fsdp.comm.waiting.waits import Sequence
-from fsdp.comm.waiting.work import HostWork, OutOfStep, TimedOut, Watch, Work
+from fsdp.comm.waiting.work import HostWork, OutOfStep, Watch, Work
 
 KINDS = GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
 MAX_BUCKETS = 64  # of a unit
 PER_UNIT = len(KINDS) * 2 * MAX_BUCKETS  # numbers of events; the number after those of all units ends the pass
-NEW_GROUP = "make a new process group (torch.distributed.new_group()), and wrap the model on that"
-_CLOSED = "connection closed", "connection reset", "timed out", "pair closure"  # in errors of gloo
 
 
 class _Label(threading.local):  # a thread may be a rank
@@ -88,9 +83,11 @@ class Question:
         place: the number of the vote among the collectives of the lane.
     """
 
-    def __init__(self, work: Work, read: Callable[[], int | None], place: int) -> None:
-        """``read`` returns the result once ``work`` is over."""
-        self._work, self._read, self.place = work, read, place
+    def __init__(
+        self, work: Work, read: Callable[[], int | None], place: int, listener: Callable[[int], None] | None
+    ) -> None:
+        """``read`` returns the result once ``work`` is over; ``listener`` is called with it if there is one."""
+        self._work, self._read, self.place, self._listener = work, read, place, listener
 
     def poll(self) -> bool:
         """Return whether the result is there."""
@@ -99,32 +96,10 @@ class Question:
     def result(self) -> int | None:
         """Wait on the host; return the ``largest`` value of all ranks, or None if their numbers differ."""
         self._work.wait()
-        return self._read()
-
-    def telling(self, listener: Callable[[int], None]) -> Question:
-        """Return this vote so that ``result`` also calls ``listener`` with the ``largest`` value, if there is one."""
-
-        def read() -> int | None:
-            largest = self._read()
-            if largest is not None:
-                listener(largest)
-            return largest
-
-        return Question(self._work, read, self.place)
-
-
-class _Route(NamedTuple):
-    """How one kind of collective is called: over a side group or the carrier, and by which method of the group.
-
-    Attributes:
-        blocks: whether the host waits although the tensors are on an accelerator, as with gloo.
-    """
-
-    beside: Any
-    ends_alone: bool
-    blocks: bool
-    method: str
-    options: Any
+        largest = self._read()
+        if largest is not None and self._listener is not None:
+            self._listener(largest)
+        return largest
 
 
 class Issuer(Watch):
@@ -133,14 +108,11 @@ class Issuer(Watch):
     Attributes:
         device: the device on which the models compute.
         timeout: seconds that a collective may take.
-        carrier: the group that carries the collectives.
+        carrier: the group that carries the collectives; another one after a failure.
         collectives: counts the collectives that this rank has issued, on any transport.
         sharing: the memory that the ranks share, if they do.
-        issued: the number of collectives that this rank has issued on the carrier.
-        epoch: the number of times that the collectives in flight were abandoned.
-        due: what the ranks have agreed on last is still to be issued.
-        in_doubt: a collective raised while it was started, so that the peers may have a part of it.
-        broken: the error of every later collective, until the carrier is replaced.
+        issued: the number of collectives that this rank has issued on carriers.
+        in_doubt: the carrier on which a collective raised while it was started: the peers may have a part of it.
         visible: whether collectives go through ``torch.distributed`` although the ranks share memory.
     """
 
@@ -152,15 +124,10 @@ class Issuer(Watch):
         self.collectives = Sequence(group, "collectives")
         self.sharing = Sharing.of(group)
         self.issued = 0
-        self.epoch = 0
-        self.due = self.in_doubt = False
-        self.broken: OutOfStep | None = None
+        self.in_doubt: Carrier | None = None
         self.visible = False
-        self._routes: dict[tuple[str, bool, bool, bool, Any], _Route] = {}  # see ``_new_route``
         self._bypasses = False  # whether this pass calls the group's methods instead of torch.distributed's functions
         self._in_pass = self._way_is_chosen = False  # see ``_is_visible``
-        self._messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)  # the latest exchanges
-        self._held: list[HostWork] = []  # exchanges in flight when a pass failed
 
     @property
     def group(self) -> Any:
@@ -191,10 +158,11 @@ class Issuer(Watch):
             OutOfStep: the ranks are out of sync since an earlier collective.
             RuntimeError: the connections are closed.
         """
+        carrier = self.carrier
         if not in_memory:
-            if self.broken is not None:
-                raise OutOfStep(str(self.broken))
-            self.in_doubt = True
+            if carrier.closed:
+                raise OutOfStep(carrier.closed)
+            self.in_doubt = carrier
         _label.text = event.label
         try:
             handle = start()
@@ -202,7 +170,7 @@ class Issuer(Watch):
                 handle.wait()
                 handle = None
         except RuntimeError as error:
-            if not in_memory and (closed := self._note_closed(error)):
+            if not in_memory and (closed := carrier.note_error(error, self.timeout)):
                 raise RuntimeError(f"{event.label}: {error}{closed}") from error
             raise
         finally:
@@ -213,9 +181,8 @@ class Issuer(Watch):
         work = Work(handles, self, event.label, number=number, on_host=on_host, ends_alone=ends_alone)
         if not in_memory:
             if not ends_alone:
-                self._messages.extend(map(weakref.ref, work.host_works))
-            self.issued, self.in_doubt = self.issued + 1, False
-        self.due = False
+                carrier.messages.extend(map(weakref.ref, work.host_works))
+            self.issued, self.in_doubt = self.issued + 1, None
         return work
 
     def collective(
@@ -226,11 +193,11 @@ class Issuer(Watch):
         ``asynchronous``: whether to wait for a handle; else the current stream waits. ``control``: see
         :meth:`Carrier.serving`.
         """
-        on_host = tensors[0].is_cpu
+        on_host, carrier = tensors[0].is_cpu, self.carrier
         key = name, on_host, control, asynchronous, options.get("op")
-        route = self._routes.get(key) or self._new_route(key, tensors[0].device)
+        route = carrier.routes.get(key) or carrier.new_route(key, tensors[0].device)
         waits_here, asynchronous = route.blocks and not asynchronous, route.blocks or asynchronous
-        group = route.beside or self.carrier.replacement or self._group()
+        group = route.beside or carrier.replacement or self._group()
         if route.method and self._bypasses:
             method = getattr(group, route.method)
 
@@ -243,19 +210,6 @@ class Issuer(Watch):
         if waits_here:  # in steps, with a look at the peers between them
             work.wait()
         return work
-
-    def _new_route(self, key: tuple[str, bool, bool, bool, Any], device: torch.device) -> _Route:
-        """Find how a kind of collective is called; the result serves until the carrier is replaced."""
-        name, _, control, asynchronous, op = key
-        group = self.carrier.serving(device, control=control)
-        backend = backend_of(group, device)
-        ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
-        beside = None if group is self.carrier.group else group  # the user's group is not kept alive here
-        blocks = backend == "gloo" and device.type != "cpu"
-        method = native.method_of(name, group, asynchronous=asynchronous or blocks, op=op)
-        route = _Route(beside, ends_alone, blocks, *method)
-        self._routes[key] = route
-        return route
 
     def gather(self, pairs: Several[tuple[torch.Tensor, torch.Tensor]], event: Event, *, asynchronous: bool) -> Work:
         """Issue the gather of the second tensor of each pair into the first: one collective if the backend can."""
@@ -275,7 +229,9 @@ class Issuer(Watch):
         """Issue the operations ``starts`` in the memory that the ranks share."""
         return self.issue(event, lambda: [start() for start in starts], on_host=True, ends_alone=True, in_memory=True)
 
-    def ask(self, label: str, number: int, *, largest: int = 0) -> Question:
+    def ask(
+        self, label: str, number: int, *, largest: int = 0, listener: Callable[[int], None] | None = None
+    ) -> Question:
         """Start a vote: do all ranks have the same ``number``, and what is the ``largest`` value of any rank?
 
         Every vote has the same length: votes of ranks that are out of sync may meet, and gloo aborts the process where
@@ -290,7 +246,7 @@ class Issuer(Watch):
             def from_memory() -> int | None:
                 return max(value for _, value in found) if {other for other, _ in found} == {number} else None
 
-            return Question(work, from_memory, self.collectives.number)
+            return Question(work, from_memory, self.collectives.number, listener)
         votes = torch.tensor([number, -number, largest], device="cpu").to(on)
 
         def from_votes() -> int | None:
@@ -299,7 +255,7 @@ class Issuer(Watch):
 
         op = dist.ReduceOp.MAX
         work = self.collective("all_reduce", event, votes, asynchronous=True, control=True, op=op)
-        return Question(work, from_votes, self.collectives.number)
+        return Question(work, from_votes, self.collectives.number, listener)
 
     def memory(self) -> Channel | None:
         """Return the memory that the ranks share, if the next collective goes through it."""
@@ -334,54 +290,6 @@ class Issuer(Watch):
         """Choose the transport at each collective."""
         self._in_pass = self._bypasses = False
 
-    # -- connections ---------------------------------------------------------------------------------------------------
-
-    def hold_messages(self) -> None:
-        """Keep the messages in flight: gloo closes a connection when a message arrives whose memory is gone."""
-        self._held += [work for work in (reference() for reference in self._messages) if work is not None]
-        self._messages.clear()
-
-    def finish_messages(self) -> None:
-        """Wait for the messages that were held: all ranks have issued the same."""
-        for work in self._held:
-            Work([work], self, "finish messages", ends_alone=True).wait()
-        self._held.clear()
-
-    def replace_carrier(self, look: Callable[[], None]) -> None:
-        """Connect a new group over the same ranks, which all call; ``look`` is called while they connect.
-
-        Raises:
-            RuntimeError: the ranks cannot connect.
-        """
-        made = self.carrier.replace(f"after failure {self.carrier.number + 1}")
-        while not futures.wait([made], threads.PATIENCE.total_seconds()).done:
-            look()
-        try:
-            self.carrier.use(made)
-        except (NotImplementedError, OSError, RuntimeError) as error:
-            why = f"the ranks were out of step, and cannot connect anew over the same ranks: {error}"
-            raise RuntimeError(f"{why}. Therefore {NEW_GROUP}") from error
-        self._routes.clear()
-        self.epoch += 1
-        self.broken, self.in_doubt = None, False
-        self._held.clear()
-
-    def _note_closed(self, error: Exception) -> str:
-        """Note that gloo has closed the connections, as it does for good when a collective timed out.
-
-        Returns words for the error message, or "" if ``error`` has a different cause.
-        """
-        says_so = isinstance(error, TimedOut) or any(words in str(error).lower() for words in _CLOSED)
-        if not says_so or self.carrier.backend(torch.device("cpu")) != "gloo":
-            return ""
-        why = (
-            "the connections of this process group are closed, for a rank has failed, or came later than the group's "
-            f"timeout ({self.timeout:.0f} s)"
-        )
-        self.broken = OutOfStep(f"{why}: {NEW_GROUP}; or start again, and resume from the last checkpoint")
-        return f". From now on {why}. The next forward or call of the model, on all ranks, makes new ones"
-
     def abort(self, words: str) -> None:
         """End the collectives in flight; the next one raises OutOfStep with these ``words``, until the ranks met."""
-        self.broken = OutOfStep(words)
-        self.carrier.abort()
+        self.carrier.abort(words)

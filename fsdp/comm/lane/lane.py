@@ -17,9 +17,11 @@ Every wait of a rank counts in one of two sequences: the collectives of the lane
 (:mod:`fsdp.comm.waiting.waits`). Ranks that wait for each other raise the difference, and so do ranks that wait for one
 that has failed.
 
-*After a failure* the progress of the other ranks is unknown. All ranks meet at the store before the next pass or call,
-and forget the history. If all ranks failed at the same event, the group stays in use. Otherwise some ranks have issued
-collectives that others have not, and a new group over the same ranks carries the lane from there on.
+*After a failure* the progress of the other ranks is unknown. All ranks meet at the store before the next pass or call.
+
+After each meeting, before a first use as after a failure, the lane has a new history, and its sequences a new
+generation. If all ranks have issued the same, the carrier stays in use. Otherwise a new one, over the same ranks, takes
+its place.
 
 A lane is independent of units: it gets passes, events, labels and callables.
 """
@@ -27,24 +29,31 @@ A lane is independent of units: it gets passes, events, labels and callables.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fsdp import environment
-from fsdp.comm import threads
 from fsdp.comm.groups import rank_names
 from fsdp.comm.lane.history import History, Pass, hash_of
-from fsdp.comm.lane.issuing import NEW_GROUP, Event, Issuer, Question
+from fsdp.comm.lane.issuing import Event, Issuer, Question
 from fsdp.comm.transport.channel import Channel
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.board import Board
-from fsdp.comm.waiting.waits import FIRST_USES, Count, Wait, first_different_event, hint, order_differs, ranks_as_text
+from fsdp.comm.waiting.waits import (
+    FIRST_USES,
+    Count,
+    Wait,
+    by_text,
+    first_different_event,
+    hint,
+    order_differs,
+    ranks_as_text,
+)
 from fsdp.comm.waiting.work import OutOfStep, TimedOut
 
 _T = TypeVar("_T")
@@ -53,7 +62,7 @@ END_WORDS = "end the pass"
 ORDER_REMEDY = (
     "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
 )
-_RECOVERY = 10  # times PATIENCE: a rank waits so long for ranks that have seen a failure to meet after it
+AFTER_FAILURE = "the first pass or call after a failure"
 _REPLIES = timedelta(seconds=1)  # how long to wait for the words of other ranks that have found the same difference
 
 
@@ -73,14 +82,14 @@ _NO_PASS = Entered(Pass(""), -1, ORDER_REMEDY, ())
 class State(NamedTuple):
     """The progress of a rank at a meeting. Ranks with equal states have issued the same collectives."""
 
+    generation: int
     passes: int
-    rounds: int
     position: int
     so_far: int
     number: int  # of collectives
-    issued: int  # of these, by the carrier
-    since: int  # of these, since the ranks last began anew
-    broken: bool  # whether the connections of the carrier are closed
+    issued: int  # of these, by carriers
+    sound: bool  # whether the carrier may stay in use
+    failed: bool
 
 
 class Lane(Issuer):
@@ -88,7 +97,7 @@ class Lane(Issuer):
 
     Attributes:
         under_way: the pass that has begun here and not ended.
-        failure: the words of the pass that failed, after which all ranks have to meet; None if they need not.
+        failure: the words of the pass that failed since the ranks last met; None if none has.
         names: the global ranks of the group.
     """
 
@@ -99,15 +108,10 @@ class Lane(Issuer):
         self.names = rank_names(group)
         self._meetings = waits.Sequence(group, "meetings")  # at the store, in passes
         self._uses = waits.Sequence(group, FIRST_USES)
-        self._recoveries = waits.Sequence(group, "recoveries")
-        self._used = 0  # the number of meetings before first uses
         self._history = History()
         self._latest = _NO_PASS
         self._questions: deque[Question] = deque()  # in flight
-        self._joins = False  # a tree has joined, and no pass has begun since
         self._together = True  # no rank has begun a pass since all ranks were asked
-        self._found_alone = False  # this rank failed in a way of its own, not because the ranks differ
-        self._at_renewal = 0  # ``issued`` when the ranks last began anew
         self._board = Board(group, "lane")
         self._settled: tuple[int, int] | None = None  # the count when all ranks were last known to have issued the same
 
@@ -145,12 +149,10 @@ class Lane(Issuer):
                 raise OutOfStep(first_difference(self._of_all_ranks("\n".join(layout))))
         except BaseException as error:
             if not isinstance(error, OutOfStep):  # which all ranks raise
-                self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
+                self._end_meeting(doing)
             self.fail(Pass(doing, call=doing))
             raise
-        self._history.make_room(len(layout))
-        self._joins = True
-        return f"{self._uses.generation}.{self._uses.number}"
+        return str(self.collectives.generation)
 
     def begin(self, doing: str) -> None:
         """Meet all ranks before a first use of the group; ``doing`` follows "is about to begin" in errors.
@@ -158,27 +160,54 @@ class Lane(Issuer):
         Afterwards all ranks have issued the same collectives, on a new carrier if need be.
 
         Raises:
-            OutOfStep: on every rank, if they are about to begin different things.
-            RuntimeError: a rank is late or has ended, or the environment variables differ; or they cannot connect.
+            OutOfStep: on every rank, if they are about to begin different things, or the environment variables differ.
+            RuntimeError: a rank is late or has ended; or they cannot connect.
         """
-        state, variables = self._state(), environment.alike()
-        may_continue = self.failure is None and not self._has_ended and not state.broken and not self.sharing.is_broken
-        said = [doing, may_continue, state, variables]
-        words = f"is about to begin {doing}"
-        self._uses.does(words)
+        generation = self.collectives.generation
         try:
-            with self._meeting(self._uses, self._uses.next, words) as (key, look):
-                alike = self._board.meet_alike(key, said, look)
-                if not (alike and may_continue):
-                    by_place = self._board.exchange(f"{key}/states", said, look)
-                    _compare({self.names[place]: theirs for place, theirs in by_place.items()})
-                    self._renew([State(*theirs) for _, _, theirs, _ in by_place.values()], look)
+            self._meet(doing)
         except BaseException:
-            if not self._uses.has_ended:  # ranks that have met wait for this one in the next collective or meeting
-                self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
+            if not self._uses.has_ended and self.collectives.generation == generation:
+                self._renew(generation + 1)  # the others may have met, and wait for this rank there
+            self._end_meeting(doing)
             raise
-        self._used += 1
+
+    def _end_meeting(self, doing: str) -> None:
+        if not self._uses.has_ended:
+            self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
+
+    def _meet(self, doing: str) -> None:
+        """Meet all ranks, and begin anew; ``doing`` has to be equal on all of them."""
+        state, words = self._state(), f"is about to begin {doing}"
+        self._uses.does(words)
+        with self._meeting(self._uses, words) as (key, look):
+            by_place = self._board.compare(key, [doing, environment.alike(), state], look) or {}
+            said = {self.names[place]: theirs for place, theirs in by_place.items()}
+            if (difference := _difference(said)) is not None:  # on all ranks
+                self._end_meeting(doing)
+                raise difference
+            several = {State(*theirs) for _, _, theirs in said.values()} or {state}
+            alike = len(several) == 1
+            if not alike or state.failed:  # else memory may still be read
+                self.sharing.renew()
+            if (alike and state.sound) or not any(each.issued or not each.sound for each in several):
+                self.carrier.finish_messages(self)
+            else:
+                self.carrier = self.carrier.connect_next(look)
+            self._begin_anew(several)
+
+    def _begin_anew(self, states: Iterable[State]) -> None:
+        """Begin the next generation: all ranks have met, in these ``states``."""
+        self._history, self._latest = History(), _NO_PASS
+        self._questions.clear()
+        self.failure, self._together = None, True
+        self.issued = max(state.issued for state in states)
+        self._renew(1 + max(state.generation for state in states))
         self.settle()
+
+    def _renew(self, generation: int) -> None:
+        for sequence in (self.collectives, self._meetings):
+            sequence.renew(generation)
 
     def prepare(self, doing: str) -> None:
         """Call :meth:`begin` if this rank has issued anything since :meth:`settle`, or the carrier was destroyed."""
@@ -203,10 +232,8 @@ class Lane(Issuer):
             remedy: for errors.
             asks: whether the events of the pass have to be the same on all ranks.
         """
-        self.under_way, self.due = what, True  # before it counts: an error from here on is one of this pass
+        self.under_way = what  # before it counts: an error from here on is one of this pass
         expected = self._history.begin(number, what)
-        if self._joins:  # all ranks have just met
-            self._joins, expected = False, None
         self._latest = Entered(what, number, remedy, neighbours)
         self.begin_pass()
         remedy = "" if what.call else remedy
@@ -233,7 +260,6 @@ class Lane(Issuer):
         Raises:
             OutOfStep: another rank is about to issue a different event.
         """
-        self.due = True
         history = self._history
         if not self._questions and history.follow(event.label, event.number):
             return
@@ -247,7 +273,6 @@ class Lane(Issuer):
             self._announce(event.number)
         else:
             self._check(self.ask(f"agree to {event.label}", event.number))
-            self.due = True
         history.note(event.number)
 
     def end(self, number: int | None, *, wait: bool, value: int, listener: Callable[[int], None]) -> None:
@@ -264,8 +289,8 @@ class Lane(Issuer):
         if number is not None:
             self.agree(Event(END_WORDS, number))
         if wait:
-            question = self.ask(f"agree on the {self._latest.what.words}", self._history.so_far, largest=value)
-            self._questions.append(question.telling(listener))
+            label = f"agree on the {self._latest.what.words}"
+            self._questions.append(self.ask(label, self._history.so_far, largest=value, listener=listener))
             self._look_at_answers()
             self._together = True
         self.leave()
@@ -289,16 +314,15 @@ class Lane(Issuer):
     def _announce(self, number: int) -> None:
         """Announce the next event, or the begin of a pass, and wait until all ranks have announced the same."""
         sign = hash_of(f"{self._history.passes}/{self._history.position}/{number}")
-        with self._meeting(self._meetings, self._meetings.number + 1, self._where, sign) as (key, look):
+        with self._meeting(self._meetings, self._where, sign) as (key, look):
             self._board.meet(key, look, sign=str(sign))
 
     def compare_values(self, values: Sequence[Any], doing: str) -> list[Any] | None:
         """Compare ``values``, anything that JSON holds, through the store; None if alike, else those of each rank."""
         words = f"is {doing}"
-        with self._meeting(self._meetings, self._meetings.number + 1, words, hash_of(words)) as (key, look):
-            if self._board.meet_alike(key, list(values), look):
-                return None
-            return list(self._board.exchange(f"{key}/each", list(values), look).values())
+        with self._meeting(self._meetings, words, hash_of(words)) as (key, look):
+            by_place = self._board.compare(key, list(values), look)
+        return None if by_place is None else list(by_place.values())
 
     # -- votes of ranks that run different units -----------------------------------------------------------------------
 
@@ -309,7 +333,6 @@ class Lane(Issuer):
         self.note(label)
         digest = hash_of(f"{history.passes} {self._latest.number} {understood}")
         chosen = self.ask(f"agree to {label}", digest, largest=proposal).result()
-        self.due = True
         history.position += chosen is not None
         return chosen
 
@@ -332,29 +355,25 @@ class Lane(Issuer):
         """Report that ``what``, which may not have reached this lane, failed on this rank, and ``why`` if others should
         know. All ranks have to meet before the next pass or call."""
         self._questions.clear()
-        self.hold_messages()
-        if not self._used:
+        self.carrier.hold_messages()
+        if not self.collectives.generation:  # the ranks have not met yet
             return
         if self.failure is None:
-            history, at = self._history, ""
-            if self.under_way is None or self.under_way is not history.latest:
-                history.rounds += not what.is_backward
-            elif history.label:
-                at = f" (at {history.label})"
+            history = self._history
+            has_begun = self.under_way is not None and self.under_way is history.latest
+            at = f" (at {history.label})" if has_begun and history.label else ""
             self.failure = f"{what.words}, because {why}" if why else what.words
-            self._found_alone = not self._has_ended
             self.end_sequences(f"rank {self._rank} failed in the {self.failure}{at}")
         self.leave()
 
     @property
-    def _has_ended(self) -> bool:
-        """Whether this rank has raised, or caused, the end of the present sequences."""
-        return self.collectives.has_ended or self._meetings.has_ended
+    def has_failed(self) -> bool:
+        """Whether all ranks have to meet: a pass has failed, or the sequences have ended."""
+        return self.failure is not None or self.collectives.has_ended or self._meetings.has_ended
 
-    @property
-    def diverged(self) -> bool:
-        """Whether this rank has raised, in a call next to the training, that the ranks of the lane have diverged."""
-        return self.failure is None and self._has_ended
+    def diverged(self, error: OutOfStep) -> None:
+        for lane in (self, *self._latest.neighbours):
+            lane.end_sequences(str(error))
 
     def end_sequences(self, words: str) -> None:
         """Have the ranks that wait for more than this rank has begun raise ``words``."""
@@ -364,79 +383,31 @@ class Lane(Issuer):
         """Meet all ranks after a failure, and go on as if only the layouts had been agreed on.
 
         Raises:
-            RuntimeError: some ranks failed in a later pass than this rank, which so fails here as well; the next call
-                is in step with theirs. Or they do not come, or cannot connect.
+            RuntimeError: the ranks do not come, or cannot connect.
         """
-        if self.failure is None:
-            return
-        sequence, doing = self._recoveries, f"comes to the meeting of all ranks after a failed {self.failure}"
-        sequence.does(doing)
-        with self._meeting(sequence, self.collectives.generation + 1, doing) as (key, look):
-            started, patience = time.monotonic(), _RECOVERY * threads.PATIENCE.total_seconds()
-
-            def look_for_ended_training() -> None:
-                look()
-                is_late = self._found_alone and time.monotonic() - started > patience
-                if is_late and (ranks := self.collectives.ended_on()):
-                    raise self._failed_later(ranks)
-
-            by_place = self._board.exchange(key, self._state(), look_for_ended_training)
-            states = {self.names[place]: State(*said) for place, said in by_place.items()} or {
-                self._rank: self._state()
-            }
-            later = [rank for rank, state in states.items() if state.rounds > self._history.rounds]
-            if self._found_alone and later:
-                raise self._failed_later(later)
-            self._renew([*states.values()], look)
-
-    def _failed_later(self, ranks: Sequence[int]) -> OutOfStep:
-        """Return the error for a rank that failed one pass before ``ranks`` noticed."""
-        self._found_alone = False
-        return OutOfStep(
-            f"rank {self._rank} failed in the {self.failure}, and {ranks_as_text(ranks)} raised an error for that in a "
-            "later pass or call, which fails here as well"
-        )
+        if self.has_failed:
+            self._meet(AFTER_FAILURE)
 
     def _state(self) -> State:
-        history, since = self._history, self.issued - self._at_renewal
-        broken = self.broken is not None or self.in_doubt or self.carrier.is_destroyed
-        counts = history.passes, history.rounds, history.position, history.so_far, self.collectives.number
-        return State(*counts, self.issued, since, broken)
-
-    def _renew(self, states: Sequence[State], look: Callable[[], None]) -> None:
-        """Begin anew: all ranks have met, and these are their ``states``."""
-        self.sharing.renew()
-        alike = len(set(states)) == 1 and not states[0].broken
-        if alike:
-            self.finish_messages()
-        elif any(state.since or state.broken for state in states):
-            self.replace_carrier(look)
-        self._history.forget(passes=max(state.passes for state in states), rounds=max(state.rounds for state in states))
-        self._latest = _NO_PASS  # the passes before the meeting may differ between ranks
-        self.issued = self._at_renewal = max(state.issued for state in states)
-        self._questions.clear()
-        self._together = True
-        self.failure = None
-        generation = self.collectives.generation + 1
-        for sequence in (self.collectives, self._meetings):
-            sequence.renew(generation)
+        history, collectives = self._history, self.collectives
+        counts = history.passes, history.position, history.so_far, collectives.number
+        carrier = self.carrier
+        sound = not (carrier.closed or carrier.is_destroyed or self.in_doubt is carrier)
+        return State(collectives.generation, *counts, self.issued, sound, self.has_failed)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _meeting(
-        self, sequence: waits.Sequence, number: int, words: str, sign: int = 0
-    ) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _meeting(self, sequence: waits.Sequence, words: str, sign: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
         """Begin a meeting at the store; yield the key of it, and the function to call during a long wait there.
 
         Args:
-            number: of the meeting in ``sequence``; again the same after an interrupt.
             words: for this rank, after "rank 0".
             sign: see :class:`~fsdp.comm.waiting.waits.Count`.
         """
         in_pass = sequence is self._meetings  # where it has ended, this rank raises that, until all ranks have met
         generation = self.collectives.generation if in_pass else None
-        wait = self._wait(sequence, sequence.begin(number, sign, generation), words)
+        number = sequence.number + 1 if in_pass else sequence.next
         lanes = [self, *self._latest.neighbours] if in_pass else ()
 
         def look() -> None:
@@ -447,9 +418,15 @@ class Lane(Issuer):
                 raise RuntimeError(self._late(wait))
 
         try:
-            yield f"{sequence.name}/{sequence.generation}/{number}", look
-        finally:
-            wait.over()
+            wait = self._wait(sequence, sequence.begin(number, sign, generation), words)
+            try:
+                yield f"{sequence.name}/{sequence.generation}/{number}", look
+            finally:
+                wait.over()
+        except BaseException:
+            if not in_pass:
+                sequence.leave(number)  # the next meeting of this rank is the same one
+            raise
 
     def _wait(self, sequence: waits.Sequence, count: Count, words: str, label: str = "", waited: float = 0.0) -> Wait:
         neighbours = self._latest.neighbours
@@ -475,7 +452,7 @@ class Lane(Issuer):
         """Return the memory that the ranks share; the first time all ranks have to call."""
         if not self.sharing.is_undecided:
             return self.sharing.connect()
-        with self._meeting(self._meetings, self._meetings.number + 1, "is about to share memory") as (_, look):
+        with self._meeting(self._meetings, "is about to share memory") as (_, look):
             return self.sharing.connect(look)
 
     # -- words ---------------------------------------------------------------------------------------------------------
@@ -499,49 +476,41 @@ class Lane(Issuer):
 
     def _out_of_step(self, words: Mapping[int, str]) -> OutOfStep:
         """Return the error where all ranks have found a difference; ranks of the other lanes of the tree get it too."""
-        text = order_differs(words, self._latest.remedy)
-        for lane in (self, *self._latest.neighbours):
-            lane.end_sequences(text)
-        return OutOfStep(text)
+        error = OutOfStep(order_differs(words, self._latest.remedy))
+        self.diverged(error)
+        return error
 
     def _late(self, wait: Wait) -> str:
         """Return the message of a wait that exceeded the timeout."""
         what = self._latest.what
         waited = wait.report(f"waited {wait.seconds:.0f} s")
-        return f"{waited}. {hint(what.doing, what.advice)}. {self._explain()}"
+        return f"{waited}. {hint(what.doing, what.advice)}"
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         """Return the error to raise where a collective failed or timed out; see ``Watch`` in ``work.py``."""
-        closed = "" if in_memory else self._note_closed(error)
+        closed = "" if in_memory else self.carrier.note_error(error, self.timeout)
+        wait = self.waiting(number, label, error.seconds if isinstance(error, TimedOut) else 0.0)
         if isinstance(error, TimedOut):
-            return RuntimeError(f"{self._late(self.waiting(number, label, error.seconds))}{closed}")
-        words = f" {self._explain()}" if on_host else ""
+            return RuntimeError(f"{self._late(wait)}{closed}")
+        words = f" {wait.report('waits')}" if on_host else ""
         return RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}{closed}")
 
-    def _explain(self) -> str:
-        """Describe the position of each rank, if it was posted."""
-        if not self._used:
-            return f"If a rank has failed, {NEW_GROUP}"
-        return f"The ranks have reported: {self.collectives.positions(self._where)}"
 
+def _difference(said: Mapping[int, Sequence[Any]]) -> OutOfStep | None:
+    """Return the error for ranks that are about to begin different things, or whose environment variables differ.
 
-def _compare(said: Mapping[int, Sequence[Any]]) -> None:
-    """Compare what the ranks ``said`` about a first use of the group.
-
-    Raises:
-        OutOfStep: they are about to begin different things.
-        RuntimeError: the environment variables differ.
+    ``said``: by rank these words, the variables, and other values.
     """
     if len({doing for doing, *_ in said.values()}) > 1:
         each = "; ".join(f"rank {rank} is about to begin {doing}" for rank, (doing, *_) in said.items())
-        raise OutOfStep(f"The ranks do not make the same calls: {each}. All of them have to do the same")
-    for name in next(iter(said.values()))[3]:
-        by_value: dict[Any, list[int]] = {}
-        for rank, (*_, variables) in said.items():
-            by_value.setdefault(variables.get(name), []).append(rank)
+        return OutOfStep(f"The ranks do not make the same calls: {each}. All of them have to do the same")
+    variables = {rank: theirs for rank, (_, theirs, *_) in said.items()}
+    for name in next(iter(variables.values()), {}):
+        by_value = by_text({rank: repr(theirs.get(name)) for rank, theirs in variables.items()})
         if len(by_value) > 1:
-            different = " and ".join(f"{value!r} on {ranks_as_text(at)}" for value, at in by_value.items())
-            raise RuntimeError(f"the environment variable {name} is {different}: set it alike on all ranks")
+            different = " and ".join(f"{value} on {ranks_as_text(at)}" for value, at in by_value.items())
+            return OutOfStep(f"the environment variable {name} is {different}: set it alike on all ranks")
+    return None
 
 
 def first_difference(texts: Mapping[int, str]) -> str:

@@ -77,7 +77,7 @@ class Condition(HostWork):
             raise TimedOut(channel.timeout) if patience is None else RuntimeError("the collective is still under way")
 
     def is_completed(self) -> bool:
-        return self._channel.broken is not None or self._holds()
+        return self._channel.ended is not None or self._holds()
 
 
 # A post of this rank: number, event, bytes, label, and the condition that waits for it.
@@ -108,7 +108,7 @@ class Posts:
     def next(self, label: str) -> int:
         """Return the number of the next post, once its slot is free."""
         number, channel = self.number + 1, self._channel
-        if channel.broken is None and (channel.collectives.under_way or channel.questions.under_way):
+        if channel.collectives.under_way or channel.questions.under_way:
             channel.advance()  # frees memory that peers wait for
         oldest = number - _SLOTS
         if oldest > self._read:
@@ -217,10 +217,6 @@ class Posts:
         """End reading: the peers no longer wait for this rank."""
         self._own.words[self._place + _DONE] = _NEVER
 
-    def miss(self, rank: int) -> None:
-        """Wait for ``rank`` no more: its process has ended."""
-        self._firsts.pop(rank, None)
-
     @property
     def is_behind(self) -> bool:
         """Whether some rank has made a post that this rank has yet to make."""
@@ -234,7 +230,7 @@ class Channel:
     Attributes:
         timeout: seconds that a collective may take.
         names: the global ranks.
-        broken: the error of every use until ``renew``.
+        ended: the error of every wait that needs a process which has ended.
         segment: of this process.
         usable: whether this process made the channel; False in a fork.
         collectives, questions: the posts.
@@ -244,7 +240,7 @@ class Channel:
         """``headers``: the offset of the header in each rank's segment, in bytes."""
         self.timeout = group_timeout(group).total_seconds()
         self.names = group_ranks(group)
-        self.broken: RuntimeError | None = None
+        self.ended: RuntimeError | None = None
         self.usable = True
         self.rank, self.segment, self._peers = group.rank(), own, peers
         self._mappings = [peer.mapping for peer in peers]
@@ -379,15 +375,13 @@ class Channel:
                 self._overdue = number
 
     def advance(self) -> None:
-        """Finish the collectives that all ranks have posted, in order."""
-        if self.broken is not None:
-            raise self.broken
+        """Finish the collectives that all ranks have posted, in order.
+
+        Raises:
+            OutOfStep: a peer has posted a different collective.
+        """
         if self.collectives.under_way:
-            try:
-                self.collectives.advance()
-            except OutOfStep as error:
-                self.broken = error
-                raise
+            self.collectives.advance()
         if self.questions.under_way:
             self.questions.advance()
 
@@ -415,22 +409,17 @@ class Channel:
             if holds():
                 return True
             if ended:
-                for rank in ended:
-                    self.collectives.miss(rank)
-                    self.questions.miss(rank)
                 names = ", ".join(f"rank {self.names[rank]}" for rank in ended)
                 why = f"it failed, or left out this call, which takes all ranks. {UNEVEN}"
-                self.broken = RuntimeError(f"the process of {names} has ended: {why}")
-                raise self.broken
+                self.ended = RuntimeError(f"the process of {names} has ended: {why}")
+                raise self.ended
             if now - started > seconds:
                 return False
 
     def renew(self) -> None:
         """Start anew after a meeting of all ranks: finish the posts of all, forget the posts of only some."""
-        self.broken = None
         with contextlib.suppress(RuntimeError):
             self.advance()
-        self.broken = None
         self._elsewhere = (self._elsewhere // _EPOCH + 1) * _EPOCH  # a rank may have failed before it counted a pass
         self.collectives.propose(self._elsewhere)
         self.collectives.renew()

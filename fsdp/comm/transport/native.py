@@ -8,6 +8,7 @@ checks of arguments in ``torch.distributed`` take 15 % of the host time of a uni
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -16,13 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fsdp.comm import threads
 from fsdp.comm.groups import backend_of, control_device, group_ranks, is_registered, make_control_group, make_group
 from fsdp.comm.threads import in_thread
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.waiting.work import HostWork, TimedOut, Watch, Work
+
+NEW_GROUP = "make a new process group (torch.distributed.new_group()), and wrap the model on that"
 
 _REPLACEABLE = ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce"
 _ORIGINALS = [getattr(distributed_c10d, name) for name in _REPLACEABLE]
 _TAG_BASE = 1 << 20  # separates our message tags from the tags of a user's own sends
+_CLOSED = "connection closed", "connection reset", "timed out", "pair closure"  # in errors of gloo
 _CPU = torch.device("cpu")
 
 
@@ -51,24 +57,45 @@ def method_of(name: str, group: Any, *, asynchronous: bool, op: Any = None) -> t
     return method, options
 
 
-class Carrier:
-    """The process group that carries the collectives of one lane.
-
-    This is the user's group. Once only some ranks have issued a collective, or the backend has closed the connections,
-    a new group over the same ranks replaces it.
+class Route(NamedTuple):
+    """How one kind of collective is called: over a side group or the carrier, and by which method of the group.
 
     Attributes:
-        number: the number of replacements.
-        replacement: the latest group that replaces the user's group.
+        blocks: whether the host waits although the tensors are on an accelerator, as with gloo.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.number = 0
+    beside: Any
+    ends_alone: bool
+    blocks: bool
+    method: str
+    options: Any
+
+
+class Carrier:
+    """A process group that carries the collectives of one lane: the user's, or a later one over the same ranks.
+
+    Once only some ranks have issued a collective, or the backend has closed the connections, the next carrier takes the
+    place of this one. Works in flight here are abandoned then.
+
+    Attributes:
+        number: the number of carriers before this one.
+        replacement: the group, if it is not the user's.
+        closed: the message of the error of every later collective; empty if there is none.
+        messages: the latest exchanges.
+        routes: see :meth:`new_route`; by name, whether on the host, control, asynchronous, and operation.
+    """
+
+    def __init__(self, group: Any, number: int = 0, replacement: Any = None) -> None:
+        """Take the user's ``group``."""
+        self.number, self.replacement = number, replacement
+        self.closed = ""
+        self.routes: dict[tuple[str, bool, bool, bool, Any], Route] = {}
         self._users = weakref.ref(group)
-        self.replacement: Any = None
-        self._making: futures.Future[Any] | None = None
+        self._next: futures.Future[Any] | None = None
         self._control: Any = None
         self._backends: dict[str, str] = {}  # by type of device
+        self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)
+        self._held: list[HostWork] = []  # exchanges in flight when a pass failed
 
     @property
     def group(self) -> Any:
@@ -80,7 +107,19 @@ class Carrier:
         """Whether the program has destroyed the replacement, as by destroying all groups."""
         return self.replacement is not None and not is_registered(self.replacement)
 
-    def serving(self, device: torch.device, *, control: bool) -> Any:
+    def new_route(self, key: tuple[str, bool, bool, bool, Any], device: torch.device) -> Route:
+        """Find how a kind of collective is called here; see ``routes``."""
+        name, _, control, asynchronous, op = key
+        group = self._serving(device, control=control)
+        backend = backend_of(group, device)
+        ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
+        beside = None if group is self.group else group  # the user's group is not kept alive here
+        blocks = backend == "gloo" and device.type != "cpu"
+        method = method_of(name, group, asynchronous=asynchronous or blocks, op=op)
+        route = self.routes[key] = Route(beside, ends_alone, blocks, *method)
+        return route
+
+    def _serving(self, device: torch.device, *, control: bool) -> Any:
         """Return the group for tensors on ``device``.
 
         A ``control`` message on CPU goes over a side group where the user's group serves accelerators only. The first
@@ -102,33 +141,59 @@ class Carrier:
             found = self._backends[device.type] = backend_of(self.group, device)
         return found
 
-    def replace(self, name: str) -> futures.Future[Any]:
-        """Start to connect a new group over the same ranks; :meth:`use` puts it in place once the future is done.
+    # -- the end -------------------------------------------------------------------------------------------------------
 
-        All ranks have to call, with the same ``name``. A call after an interrupted wait returns the same future.
+    def hold_messages(self) -> None:
+        """Keep the messages in flight: gloo closes a connection when a message arrives whose memory is gone."""
+        self._held += [work for work in (reference() for reference in self.messages) if work is not None]
+        self.messages.clear()
+
+    def finish_messages(self, watch: Watch) -> None:
+        """Wait for the messages that were held: all ranks have issued the same."""
+        for work in self._held:
+            Work([work], watch, "finish messages", ends_alone=True).wait()
+        self._held.clear()
+
+    def note_error(self, error: Exception, timeout: float) -> str:
+        """Note that gloo has closed the connections, as it does for good when a collective timed out.
+
+        Returns words for the error message, or "" if ``error`` has a different cause.
         """
-        if self._making is None:
-            group = self._users()
-            self._making = in_thread(lambda: make_group(group_ranks(group), group, name))
-        return self._making
+        says_so = isinstance(error, TimedOut) or any(words in str(error).lower() for words in _CLOSED)
+        if not says_so or self.backend(_CPU) != "gloo":
+            return ""
+        why = (
+            "the connections of this process group are closed, for a rank has failed, or came later than the group's "
+            f"timeout ({timeout:.0f} s)"
+        )
+        self.closed = f"{why}: {NEW_GROUP}; or start again, and resume from the last checkpoint"
+        return f". From now on {why}. The next forward or call of the model, on all ranks, makes new ones"
 
-    def use(self, made: futures.Future[Any]) -> None:
-        """Carry collectives by the group ``made``.
-
-        Raises:
-            RuntimeError: the ranks could not connect.
-        """
-        self._making = None
-        self.replacement = made.result()
-        self.number += 1
-        self._control = None
-        self._backends.clear()
-
-    def abort(self) -> None:
-        """End the collectives in flight on this rank; the group is of no use any more."""
+    def abort(self, words: str) -> None:
+        """End the collectives in flight on this rank; later ones raise OutOfStep with these ``words``."""
+        self.closed = words
         abort = getattr(self.group, "abort", None)
         if abort is not None:
             abort()
+
+    def connect_next(self, look: Callable[[], None]) -> Carrier:
+        """Connect a new group over the same ranks, which all call; return the next carrier.
+
+        ``look`` is called while the ranks connect. A call after an interrupt continues.
+
+        Raises:
+            RuntimeError: the ranks cannot connect.
+        """
+        group, number = self._users(), self.number + 1
+        self._next = self._next or in_thread(lambda: make_group(group_ranks(group), group, f"after failure {number}"))
+        while not futures.wait([self._next], threads.PATIENCE.total_seconds()).done:
+            look()
+        try:
+            return Carrier(group, number, self._next.result())
+        except (NotImplementedError, OSError, RuntimeError) as error:
+            self._next = None
+            why = f"the ranks were out of step, and cannot connect anew over the same ranks: {error}"
+            raise RuntimeError(f"{why}. Therefore {NEW_GROUP}") from error
 
 
 class Gather(NamedTuple):

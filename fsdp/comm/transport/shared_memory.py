@@ -9,26 +9,20 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
-from fsdp.comm.groups import group_ranks, group_timeout
+from fsdp.comm.groups import group_ranks
 from fsdp.comm.threads import in_thread
 from fsdp.comm.transport.channel import Channel
 from fsdp.comm.transport.segment import SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.waiting.board import Board, machine
-from fsdp.comm.waiting.work import TimedOut
 
 _segments: list[Segment] = []  # of this process, once there is one
 _lock = threading.Lock()  # held while it is made
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
-
-
-def _look_nowhere() -> None:
-    """Compare the ranks nowhere during a long wait."""
 
 
 class Sharing:
@@ -57,17 +51,17 @@ class Sharing:
         """The channel, if the ranks share memory and this process takes part."""
         return self._channel if self._channel is not None and self._channel.usable else None
 
-    def connect(self, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
+    def connect(self, look: Callable[[], None] = lambda: None) -> Channel | None:
         """Return the channel; None unless all ranks share memory.
 
-        The first time all ranks have to call: they decide through the store. ``slow`` compares the ranks in a long
+        The first time all ranks have to call: they decide through the store. ``look`` compares the ranks in a long
         wait.
 
         Raises:
             RuntimeError: a peer is late, or is in a different call.
         """
         if self._decision is None:
-            self._decision = in_thread(lambda: self._connect(slow))  # not interrupted: the peers continue
+            self._decision = in_thread(lambda: self._connect(look))  # not interrupted: the peers continue
         try:
             self._channel = self._decision.result()
         except RuntimeError:
@@ -84,11 +78,10 @@ class Sharing:
         """Return the channel, after the end of a :meth:`connect` that was interrupted: the peers may have decided."""
         return self.channel if self._decision is None else self.connect()
 
-    def _connect(self, slow: Callable[[], object]) -> Channel | None:
+    def _connect(self, look: Callable[[], None]) -> Channel | None:
         group: Any = self._group()
-        look = self._looking(slow)
         if self._on_one_host is None:  # costs the same per rank in a group of any size
-            self._on_one_host = self._board.meet_alike("host", machine(), look)
+            self._on_one_host = self._board.compare("host", machine(), look) is None
         if not self._on_one_host:
             self.why_not = "its ranks are on different hosts, or in different containers"
             return None
@@ -108,37 +101,14 @@ class Sharing:
         weakref.finalize(group, channel.reads_no_more())
         return channel
 
-    def _looking(self, slow: Callable[[], object]) -> Callable[[], None]:
-        """Return a function that inspects the peers during a long wait, and raises after the timeout of the group."""
-        started, timeout = time.monotonic(), group_timeout(self._group()).total_seconds()
-
-        def look() -> None:
-            slow()
-            if time.monotonic() - started > timeout:
-                raise TimedOut(timeout)
-
-        return look
-
     def forget(self) -> None:
         """Forget the channel in a fork, which takes no part."""
         if self._channel is not None:
             self._channel.usable = False
 
-    def posted(self) -> list[int]:
-        """Return counts of posts; equal on all ranks where no post is left over."""
-        if self._channel is None:
-            return []
-        collectives, questions = self._channel.collectives, self._channel.questions
-        return [collectives.number, questions.number, collectives.proposals[self._channel.rank]]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the channel is broken until ``renew``."""
-        return self._channel is not None and self._channel.broken is not None
-
     def advance(self) -> None:
         """Finish the collectives that all ranks have posted."""
-        if self.channel is not None and not self.is_broken:
+        if self.channel is not None:
             self.channel.advance()
 
     def renew(self) -> None:

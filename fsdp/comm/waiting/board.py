@@ -65,13 +65,9 @@ class Board:
         """Write this rank's message under ``key``."""
         self.write(f"{key}/{self._rank}", value)
 
-    def posted(self, key: str) -> dict[int, Any]:
-        """Return the messages under ``key`` by rank, of the ranks that have written one."""
-        return self.posted_by(key, range(self._size))
-
-    def posted_by(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the messages under ``key`` by rank, of those of ``ranks`` that have written one."""
-        messages = {rank: self.read(f"{key}/{rank}") for rank in ranks}
+    def posted(self, key: str, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """Return the messages under ``key`` by rank, of those of ``ranks`` (None: of all) that have written one."""
+        messages = {rank: self.read(f"{key}/{rank}") for rank in (range(self._size) if ranks is None else ranks)}
         return {rank: value for rank, value in messages.items() if value is not None}
 
     def wait_for_posts(self, key: str, patience: timedelta, enough: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
@@ -90,21 +86,23 @@ class Board:
         self.meet(key, look)
         return self.posted(key)
 
-    def meet_alike(self, key: str, value: Any, look: Callable[[], None]) -> bool:
-        """Wait as in :meth:`meet`; return whether all ranks have arrived with the same ``value``.
+    def compare(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any] | None:
+        """Wait as in :meth:`meet`; return None if all ranks have the same ``value``, else the value of each rank.
 
-        ``value`` is anything that JSON holds. If a rank leaves the meeting and returns, the first value counts.
+        ``value`` is anything that JSON holds. A rank that leaves the meeting and returns counts with its first value.
+        Equal values cost a rank the same in a group of any size.
         """
         store = self._store
         if store is None:
-            return True
+            return None
+        self.post(key, value)
         if self._said[0] != key:
             digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
             self._said = key, self._path(f"{key}/{digest}")
             store.add(self._said[1], 1)
         self.meet(key, look)
         self._spent.append(self._said[1])
-        return bool(store.add(self._said[1], 0) == self._size)
+        return None if store.add(self._said[1], 0) == self._size else self.posted(key)
 
     def meet(self, key: str, look: Callable[[], None], sign: str = "count") -> None:
         """Wait until all ranks have arrived at ``key`` with the same ``sign``.
@@ -137,10 +135,8 @@ class Board:
     def is_first(self, key: str) -> bool:
         """Return whether this rank is the first to call this for ``key``."""
         store = self._store
-        if store is None:
-            return True
         with contextlib.suppress(RuntimeError):
-            return bool(store.add(self._path(key), 1) == 1)
+            return store is None or bool(store.add(self._path(key), 1) == 1)
         return True
 
     def replace(self, key: str, value: Any, is_better: Callable[[Any], bool]) -> None:

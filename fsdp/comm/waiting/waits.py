@@ -127,11 +127,6 @@ class Sequence:
         places = [(turn * NEXT + number) % max(1, size - 1) for number in range(min(NEXT, size - 1))]
         return [self.ranks[(own + 1 + place) % size] for place in places]
 
-    def ended_on(self) -> list[int]:
-        """Return those of the next ranks that have raised, or caused, the end of the present generation."""
-        posts = {} if self.rank is None else self.rank.posts(self.next_ranks())
-        return [rank for rank, post in posts.items() if post.ends.get(self.key, NEVER).generation >= self.generation]
-
     def does(self, doing: str, *, remedy: str = "", advice: str = "", on_this_thread: bool = True) -> None:
         """Describe what this rank does in this sequence from now on.
 
@@ -160,6 +155,10 @@ class Sequence:
         self.number, self.sign = number, sign
         return self.count
 
+    def leave(self, number: int) -> None:
+        """Take back the thing ``number``, which this rank has left."""
+        self.number = number - 1
+
     def renew(self, generation: int) -> None:
         """Continue with ``generation``, in which nothing has begun."""
         self.generation, self.number, self.sign = generation, 0, 0
@@ -173,25 +172,6 @@ class Sequence:
             several = [self, *others]
             reason = next((each.reason for each in several if each.has_ended), words)
             self.rank.end({each.key: Count(each.generation, each.number + 1) for each in several}, reason)
-
-    def positions(self, own: str) -> str:
-        """Describe the position of each rank, if it was posted; ``own`` is that of this rank."""
-        if self.rank is None:
-            return "no rank has reported its position"
-        posts = self.rank.posts(self.ranks)
-        dead = self.rank.ended_of(posts)
-        words: dict[int, str] = {}
-        for rank in self.ranks:
-            post = posts.get(rank)
-            if rank == self.rank.number:
-                words[rank] = own
-            elif rank in dead:
-                words[rank] = "has ended"
-            elif post is None:
-                words[rank] = "has not reported its position"
-            else:
-                words[rank] = post.waits[self.key].words if self.key in post.waits else post.latest
-        return "; ".join(_said_of(ranks, doing) for doing, ranks in by_text(words).items())
 
 
 class _Waiting(NamedTuple):
@@ -220,20 +200,16 @@ class _Post(NamedTuple):
     process: list[Any]  # the machine, and the number and the start of the process there
     counts: Mapping[str, tuple[Count, int | None]]  # by sequence: the count, and the thread that advances it
     waits: Mapping[str, _Waiting]  # by sequence
-    ends: Mapping[str, Count]  # see :class:`_Rank`
-    latest: str  # words for the latest thing that the rank has begun
 
     @staticmethod
     def of(said: Any) -> _Post:
         """Restore a post from JSON."""
-        life, process, counts, waits, ends, latest = said
+        life, process, counts, waits = said
         return _Post(
             life,
             process,
             {key: (Count(*count), thread) for key, (count, thread) in counts.items()},
             {key: _Waiting(Count(*count), *rest) for key, (count, *rest) in waits.items()},
-            {key: Count(*count) for key, count in ends.items()},
-            latest,
         )
 
     def begun(self, key: str) -> Count:
@@ -372,7 +348,7 @@ class _Rank:
             doing, events = sequence.doing or wait.words, [list(event) for event in list(wait.events)]
             ranges, remedy = _ranges_of(sequence.ranks), sequence.remedy
             waits[sequence.key] = _Waiting(wait.count, ranges, wait.words, doing, remedy, events)
-        return _Post(self._life, self._process, counts, waits, self.ends, self.latest)
+        return _Post(self._life, self._process, counts, waits)
 
     def does(self, doing: str) -> None:
         """Note the latest thing; the same string, in another sequence, is the same thing."""
@@ -386,7 +362,7 @@ class _Rank:
     def posts(self, ranks: Iterable[int]) -> dict[int, _Post]:
         """Return the latest posts of other ranks."""
         others = [rank for rank in ranks if rank != self.number]
-        return {rank: _Post.of(said) for rank, said in self.board.posted_by("rank", others).items()}
+        return {rank: _Post.of(said) for rank, said in self.board.posted("rank", others).items()}
 
     def ended_of(self, posts: Mapping[int, _Post]) -> list[int]:
         """Return the ranks of ``posts`` whose processes, on this machine, have ended."""
@@ -470,10 +446,13 @@ class _Rank:
         key, found = wait.sequence.key, dict[int, str]()
         others = [rank for rank in wait.sequence.ranks if rank != self.number]
         posts = self.posts(others)
+        ended = self.ended_of(posts)
         last = f"which last took part in {_noun(self.before)}" if self.before else "of which nothing was heard"
         for rank in others:
             post = posts.get(rank)
-            if post is None or not post.waits:
+            if rank in ended:
+                found[rank] = "whose process has ended"
+            elif post is None or not post.waits:
                 found[rank] = last
             elif not post.begun(key).reaches(wait.count):
                 found[rank] = f"which {next(iter(post.waits.values())).words}"

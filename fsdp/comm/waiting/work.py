@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from fsdp.comm import threads
 from fsdp.comm.profiling import NOTHING, profiled, profiler_runs
 from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.threads import Daemon, in_thread
+
+if TYPE_CHECKING:
+    from fsdp.comm.waiting.waits import Wait
 
 logger = logging.getLogger("fsdp")
 
@@ -52,9 +55,9 @@ class Watch(Protocol):
     """Compares this rank with the other ranks while it waits; a lane implements this."""
 
     timeout: float  # seconds that a collective may take
-    epoch: int  # changes when the collectives in flight are abandoned
+    carrier: object  # another one once the collectives in flight are abandoned
 
-    def waiting(self, number: int, label: str, waited: float) -> Waiting:
+    def waiting(self, number: int, label: str, waited: float) -> Wait:
         """Return the wait for the collective ``number``, in which this rank has ``waited`` so many seconds."""
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
@@ -65,22 +68,11 @@ class Watch(Protocol):
             in_memory: whether it went through shared memory.
         """
 
+    def diverged(self, error: OutOfStep) -> None:
+        """Tell the ranks that wait elsewhere that this one has found ``error``."""
+
     def abort(self, words: str) -> None:
         """End the collectives in flight, and have the next one raise OutOfStep with these ``words``."""
-
-
-class Waiting(Protocol):
-    """A long wait; see :class:`fsdp.comm.waiting.waits.Wait`."""
-
-    @property
-    def seconds(self) -> float:
-        """The duration of the wait so far."""
-
-    def look(self) -> None:
-        """Compare the ranks, each :data:`fsdp.comm.threads.PATIENCE`. Raises RuntimeError if they are out of sync."""
-
-    def over(self) -> None:
-        """End the wait."""
 
 
 class HostWork:
@@ -146,7 +138,7 @@ class Work:
     """
 
     __slots__ = (
-        "_epoch",
+        "_carrier",
         "_event",
         "_finish",
         "_handles",
@@ -179,7 +171,7 @@ class Work:
         """
         self.label, self.watch, self._number, self._on_host = label, watch, number, on_host
         self._handles = handles if ends_alone or not handles or not on_host else (BlockingWork(handles),)
-        self._epoch = 0 if watch is None else watch.epoch
+        self._carrier = None if watch is None else watch.carrier
         self._finish: Callable[[], object] | None = None
         self._quotient: tuple[torch.Tensor, float] | None = None
         self._event: StreamEvent = None
@@ -265,7 +257,7 @@ class Work:
             torch._foreach_div_(tensors, divisor)
 
     def _wait(self) -> None:
-        if self.watch is not None and self.watch.epoch != self._epoch:  # abandoned
+        if self.watch is not None and self.watch.carrier is not self._carrier:  # abandoned
             self._handles, self._finish = (), None
         while self._handles:
             handle, watch = self._handles[0], self.watch
@@ -279,7 +271,9 @@ class Work:
                         raise
                     except RuntimeError:
                         self._wait_longer(handle, watch)
-            except OutOfStep:
+            except OutOfStep as error:
+                if watch is not None:
+                    watch.diverged(error)
                 raise
             except RuntimeError as error:
                 self._handles = ()
@@ -314,7 +308,7 @@ class Work:
         finally:
             wait.over()
 
-    def waiting(self, waited: float) -> Waiting | None:
+    def waiting(self, waited: float) -> Wait | None:
         """Return the long wait for this collective; None without a watch."""
         return None if self.watch is None else self.watch.waiting(self._number, self.label, waited)
 
@@ -396,7 +390,7 @@ class Watcher:
                 wait.over()
 
     @staticmethod
-    def _look(wait: Waiting, work: Work, watch: Watch) -> bool:
+    def _look(wait: Wait, work: Work, watch: Watch) -> bool:
         """Compare the ranks; return False if they differ, and the group was ended."""
         try:
             wait.look()
