@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from fsdp.comm.lane.history import Pass
 from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
 from fsdp.comm.transport import native
-from fsdp.comm.transport.native import Transfer
+from fsdp.comm.transport.native import Gather, Transfer
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.work import OutOfStep
 from tests.harness.agreeing import impatient, new_group, raises_soon
@@ -240,6 +241,28 @@ def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], pos
         tree.step([2, 0, 1])
     assert tree.run([0, 1, 2]) == [6.0] * 3
     assert lane.carrier.number == replacements and (lane.carrier.group is users_group) is (replacements == 0)
+
+
+@on_ranks(2)
+@impatient
+def test_different_collectives_in_memory_end_the_lane() -> None:
+    """Also outside of a pass: the ranks meet before the next one, which finds no post of theirs."""
+    lane, rank = lane_of_new_group(), dist.get_rank()
+    channel = lane.sharing.connect()
+    tree = Tree(lane)
+    if channel is None:
+        return  # not Linux
+    tree.step([0, 1, 2])
+    gather = Gather(torch.empty(4), torch.ones(2))
+    start = functools.partial(channel.gather, [gather], f"gather {UNITS[rank]}", rank)
+    with raises_soon(OutOfStep) as caught:
+        lane.in_memory(Event(f"gather {UNITS[rank]}", rank), [start]).wait()
+    assert "rank 0 is at" in str(caught.value) and "rank 1 is at" in str(caught.value), caught.value
+    assert lane.has_failed
+    tree.recover()
+    for _ in range(2):
+        tree.step([0, 1, 2])
+    assert tree.run([0, 1, 2]) == [3.0] * 3
 
 
 @on_ranks(2)

@@ -43,7 +43,7 @@ logger = logging.getLogger("fsdp")
 NEXT = 8  # ranks whose posts one look compares
 LONGEST = 6  # waits in a cycle: two ranks of one group, four of hybrid sharding
 UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
-FIRST_USES, BESIDE = "first uses", "beside"  # sequences of every group, maybe empty
+FIRST_USES, BESIDE = "first uses", "beside"  # sequences; with the first uses count meetings after failures
 _AFTER_DEATH = "If it failed, start again, and resume from the last checkpoint; else it has left out a call"
 _FEWER_BATCHES = "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
 REMEDY = f"Call it on every rank, in the same order: is it inside `if rank == 0`? {UNEVEN}"
