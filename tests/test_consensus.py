@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,9 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.comm import consensus, threads
-from fsdp.comm.consensus import CPU, TrainingRanks, failures_in
+from fsdp.comm.consensus import CPU, TrainingRanks
 from fsdp.comm.groups import group_store
-from fsdp.comm.lane.lane import Lane
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
@@ -24,6 +24,14 @@ WORLD = 3
 def unanimous(groups: Sequence[Any], action: Callable[[], int], label: str) -> int:
     """Run `action` on every rank of `groups`, and raise on all if it fails on one."""
     return TrainingRanks(groups, CPU).together(label, action)
+
+
+def concatenated(several: list[list[int]]) -> list[int]:
+    return [value for values in several for value in values]
+
+
+class Refused(Exception):
+    pass
 
 
 def failing_on(ranks: set[int], kind: type[BaseException]) -> Callable[[], int]:
@@ -50,18 +58,15 @@ def test_all_ranks_raise_or_all_succeed() -> None:
             with pytest.raises(expected, match=f"not on {rank if rank in ranks else min(ranks)}"):
                 unanimous(groups, failing_on(ranks, kind), "try")
             assert unanimous(groups, failing_on(set(), ValueError), "try again") == 7
-    for usual, odd, words in ((["a"], ["b"], "differs from"), (["a", "c"], ["c", "a"], "in another order")):
-        found = failures_in([world], None, "compare", CPU, {world: odd if rank == 1 else usual})
-        assert words in next(iter(found.values())).text
-    assert not failures_in([world], None, "compare", CPU, {world: ["a"]})
-    different = failures_in(own, None, "compare", CPU, {own[1]: ["a"] if rank == 1 else []})
-    assert "differs" in next(iter(different.values())).text  # on rank 2, too
-    with pytest.raises(RuntimeError, match=r"in '.*', collective .*, while others are in"):
+    for usual, odd, words in ((["a"], ["b"], "a, b"), (["a", "c"], ["c", "a"], "the order")):
+        texts = odd if rank == 1 else usual
+        with pytest.raises(RuntimeError, match=f"^rank 1: it differs from rank 0 in {words}$"):
+            TrainingRanks([world], CPU).together("compare", lambda texts=texts: texts, lambda texts: {world: texts})
+    assert TrainingRanks([world], CPU).together("compare", list, lambda _: {world: ["a"]}) == []
+    with pytest.raises(RuntimeError, match="rank 1: it differs from rank 0 in a"):  # on rank 2, too
+        TrainingRanks(own, CPU).together("compare", list, lambda _: {own[1]: ["a"] if rank == 1 else []})
+    with pytest.raises(RuntimeError, match="rank 0 is about to save; ranks 1-2 are about to load"):
         unanimous([world], failing_on(set(), ValueError), "save" if rank == 0 else "load")
-    Lane.of(world).issued += rank == 1  # one collective ahead
-    with pytest.raises(RuntimeError, match=r"rank.*: in 'load', collective"):
-        unanimous([world], failing_on(set(), ValueError), "load")
-    Lane.of(world).issued -= rank == 1
     assert unanimous([world], failing_on(set(), ValueError), "load") == 7
     dist.destroy_process_group(own[1])
 
@@ -73,32 +78,40 @@ def test_first_runs_on_rank_0_and_returns_or_raises_on_all() -> None:
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     for groups in ([world], [rows[rank // 2], columns[rank % 2]]):
         ranks = TrainingRanks(groups, CPU)
-        ran_on: list[int] = []
-
-        def action(ran_on: list[int] = ran_on) -> int:
-            ran_on.append(rank)
-            return 7
-
-        assert ranks.first("ask", action) == 7
-        assert ran_on == ([0] if rank == 0 else [])
+        assert ranks.first("ask", lambda: rank) == 0
         with pytest.raises(ValueError, match="not on 0"):
             ranks.first("ask", failing_on({0}, ValueError))
         with pytest.raises(ZeroDivisionError if rank == 0 else RuntimeError):  # its own error, with the traceback
             ranks.first("ask", lambda: 1 // 0)
-        assert ranks.first("ask again", action) == 7
+        assert ranks.first("ask again", lambda: rank) == 0
+        joined = ranks.round("join", lambda: [rank], lambda all: (rank, all), concatenated)
+        assert joined == (0, [0, 1, 2, 3])  # on rank 0, in the order of ranks
+        with pytest.raises(ValueError, match="not on 2"):
+            ranks.round("add", failing_on({2}, ValueError), lambda total: total, sum)
+        with pytest.raises(TypeError, match="cannot be sent to the other ranks"):
+            ranks.first("ask", lambda: lambda: 7)
 
 
-def test_one_rank_agrees_without_a_group() -> None:
-    assert unanimous([None], lambda: 7, "try") == 7
-    with pytest.raises(ZeroDivisionError):
-        unanimous([], lambda: 1 // 0, "try")
+@pytest.mark.parametrize("ranks", [TrainingRanks([None], CPU), consensus.Ranks()], ids=["training", "beside"])
+def test_one_rank_agrees_without_a_group(ranks: consensus.Agreement) -> None:
+    """A dropped error keeps nothing alive until the next garbage collection: a failed load holds tensors."""
+    assert ranks.together("try", lambda: 7) == ranks.first("ask", lambda: 7) == 7
+    assert ranks.round("add", lambda: 7, lambda total: total + 1, sum) == 8
+
+    def refuse() -> None:
+        raise Refused
+
+    gc.disable()
+    try:
+        ranks.together("try", refuse)
+    except Refused as error:
+        raised = weakref.ref(error)
+    alive = raised()
+    gc.enable()
+    assert alive is None
 
 
 # -- side group --------------------------------------------------------------------------------------------------------
-
-
-def sum_of_lists(several: list[list[int]]) -> list[int]:
-    return [value for values in several for value in values]
 
 
 def not_on_0(several: list[Any]) -> Any:
@@ -108,9 +121,8 @@ def not_on_0(several: list[Any]) -> Any:
 
 @on_ranks(4)
 def test_side_group_communicates_over_a_tree() -> None:
-    """Each rank connects to the parent and the children, and receives from these alone."""
-    rank, size, peers = dist.get_rank(), dist.get_world_size(), list[int]()
-    connect, receive = dist.ProcessGroupGloo, consensus._SideGroup.receive
+    """Each rank connects to the parent and the children alone."""
+    rank, size, connect = dist.get_rank(), dist.get_world_size(), dist.ProcessGroupGloo
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -119,13 +131,11 @@ def test_side_group_communicates_over_a_tree() -> None:
         connected: list[int] = []
         patch.setattr(dist, "ProcessGroupGloo", lambda *args: (connected.append(args[2]), connect(*args))[1])
         patch.setattr(consensus, "FAN_OUT", 1, raising=False)  # a chain
-        patch.setattr(consensus._SideGroup, "receive", lambda side, rank: (peers.append(rank), receive(side, rank))[1])
-        ranks = consensus.Ranks(dist.new_group())
+        group = dist.new_group()
+        ranks, store = consensus.Ranks(group), dist.PrefixStore("told", group_store(group))
         with ranks.call("try"):
-            assert ranks.round("list", lambda: 10 * rank, lambda all: [2 * value for value in all]) == 20 * rank
-            assert peers == [peer for peer in (rank + 1, rank - 1) if 0 <= peer < size]  # up, and down again
             assert connected == [2] * ((rank > 0) + (rank < size - 1))
-            assert ranks.round("join", lambda: [rank], lambda all: [all] * size, sum_of_lists) == [*range(size)]
+            assert ranks.round("join", lambda: [rank], lambda all: all, concatenated) == [*range(size)]
             for failing in ({3}, {1, 2}, {0}):
                 with pytest.raises(ValueError, match=f"not on {min(failing)}"):
                     ranks.together("fail", failing_on(failing, ValueError))
@@ -134,7 +144,7 @@ def test_side_group_communicates_over_a_tree() -> None:
             with pytest.raises(RuntimeError, match=r"rank 2: it is in try \(b\), and rank 0 in try \(a\)"):
                 ranks.together("a" if rank < 2 else "b", lambda: None)
             with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # rank 0 joins the values
-                ranks.round("join", lambda: None, lambda all: [all] * size, not_on_0)
+                ranks.round("join", lambda: None, lambda all: all, not_on_0)
         left = r"rank 3 left leave \(b\)|not on 3"
         expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=left)
         with expected, ranks.call("leave"):  # ranks 1 and 2 pass the error on to rank 0
@@ -146,9 +156,9 @@ def test_side_group_communicates_over_a_tree() -> None:
         if rank == 3:  # it is interrupted while it waits, before its peers arrive
             with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
                 raise AssertionError("no peer has arrived")
+            store.set("left", "")
         else:
-            while ranks._side.why() is None:
-                time.sleep(0.01)
+            store.wait(["left"])
             with pytest.raises(RuntimeError, match="rank 3 left wait: KeyboardInterrupt"), ranks.call("wait"):
                 raise AssertionError("rank 3 has left")
         patch.undo()

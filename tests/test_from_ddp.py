@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
-from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.consensus import CPU, TrainingRanks
 from fsdp.comm.waiting.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
@@ -419,7 +419,7 @@ def _load(model: Any) -> None:
 
 
 def _load_checkpoint(model: Any) -> None:
-    folder = broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else None, dist.group.WORLD, "folder")
+    folder = TrainingRanks([dist.group.WORLD], CPU).first("make a folder", tempfile.mkdtemp)
     save(f"{folder}/checkpoint", build(use_orig_params=model._use_orig_params))
     load(f"{folder}/checkpoint", model)
     dist.barrier()

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.consensus import CPU, TrainingRanks
 from fsdp.tools.migrate import Script
 from tests.harness.pool import run_ranks
 
@@ -134,7 +134,7 @@ def _done_by_hand(name: str) -> str:
 
 def _run(text: str) -> tuple[list[float], str, dict[str, Any]]:
     """Run a script twice, the second time from what the first has saved. Return losses, output and saved models."""
-    folder = broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else None, dist.group.WORLD, "folder")
+    folder = TrainingRanks([dist.group.WORLD], CPU).first("make a folder", tempfile.mkdtemp)
     losses: list[float] = []
     before = os.getcwd()
     os.chdir(folder)

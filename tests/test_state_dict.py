@@ -278,7 +278,7 @@ def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> No
     # an error of one rank is reported on all ranks
     text = refused(model, without("last.bias") if rank == 1 else good)
     assert 'Missing key(s) in state_dict: "last.bias"' in text
-    assert ("on another rank" in text) is (rank == 0)
+    assert ("because of rank 1" in text) is (rank == 0)
     # not strict: matching entries are loaded
     before = full_state(model)
     partial = {"left.weight": good["left.weight"], "no.such": good["table"]}
@@ -297,7 +297,7 @@ def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> No
     state = {"1." + key: value for key, value in good.items()} | nn.Sequential(nn.Linear(2, 2)).state_dict(prefix="")
     misfit = {"1.blocks.0.inner.bias": torch.ones(3)} if rank == 1 else {}
     words = "size mismatch for 1.blocks.0.inner.bias"
-    with pytest.raises(RuntimeError, match=words if rank == 1 else f"on another rank: .*{words}"):
+    with pytest.raises(RuntimeError, match=words if rank == 1 else f"because of rank 1: .*{words}"):
         holder.load_state_dict(state | misfit | {"1.table": good["table"] + 1})
     assert_bit_equal(full_state(model), Rich(2).state_dict())
     with pytest.raises(RuntimeError, match=r'Missing key.* "1\.blocks\.1\.0\.inner\.bias"'):
@@ -508,7 +508,7 @@ def test_state_hooks_of_modules_run_and_see_full_parameters(mode: bool) -> None:
     assert torch.equal(model.state_dict()["0.weight"], 10 * (plain["0.weight"] + 1))
     # an exception on one rank alone is reported on all
     inner.refuses = dist.get_rank() == 1
-    words = None if inner.refuses else "Nothing was loaded, because on another rank: ZeroDivisionError"
+    words = None if inner.refuses else "Nothing was loaded, because of ranks? .*: ZeroDivisionError"
     with pytest.raises(ZeroDivisionError if inner.refuses else RuntimeError, match=words):
         model.load_state_dict(state)
 

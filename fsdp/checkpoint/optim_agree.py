@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.optim_dtypes import dequantized, is_quantized
 from fsdp.checkpoint.optim_names import Holder, ModelParams
-from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error, ranks_of
+from fsdp.comm.consensus import TrainingRanks, all_gather_object, ranks_of
 from fsdp.comm.groups import group_ranks
 
 _CPU = torch.device("cpu")
 _LABEL = "agree on the optimizer's states"
+_EXPECTED = "expected all ranks' optimizers to hold the same parameters, so that each rank has the states of its part"
 
 
 class Elementwise(NamedTuple):
@@ -87,16 +87,14 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
         return found
 
 
-def _merged(
-    holder: Holder, by_rank: Mapping[int, States | None], missing: list[str], different: list[str]
-) -> States | None:
+def _merged(holder: Holder, by_rank: Mapping[int, States | None], problems: list[Exception]) -> States | None:
     """Merge the descriptions of the ranks that own elements of ``holder``; None without state.
 
     Optimizers may also hold state on ranks without elements, but never step it.
 
     Args:
         by_rank: descriptions by global rank, in the order of the shard group.
-        missing, different: disagreements are appended to these lists.
+        problems: errors of disagreements are appended to this list.
     """
     items = [*by_rank.items()]
     owners = [items[place] for place in holder.owners]
@@ -106,15 +104,16 @@ def _merged(
     for _, states in owners:
         merged = (states or {}) | merged
     for rank, states in owners:
-        if states is None:
-            missing.append(f"rank {rank} is missing all states of {holder}")
+        if missing := sorted(map(repr, merged.keys() - (states or {}).keys())):
+            lacking = f"rank {rank} is missing {f'state {missing[0]}' if states else 'all states'} of {holder}"
+            problems.append(RuntimeError(f"{_EXPECTED}, but {lacking}"))
             continue
-        for name, value in merged.items():
-            if name not in states:
-                missing.append(f"rank {rank} is missing state {name!r} of {holder}")
-            elif states[name] is not value and (type(states[name]) is not type(value) or states[name] != value):
-                here, there = (repr(without_elements(one, to_cpu=True)) for one in (states[name], value))
-                different.append(f"state {name!r} of {holder} is {here} on rank {rank} and {there} on others")
+        for name, value in (states or {}).items():
+            other = merged[name]
+            if other is not value and (type(other) is not type(value) or other != value):
+                here, there = (repr(without_elements(one, to_cpu=True)) for one in (value, other))
+                words = f"state {name!r} of {holder} is {here} on rank {rank} and {there} on others"
+                problems.append(AssertionError(f"expected states without elements to agree, but {words}"))
     return merged
 
 
@@ -124,78 +123,79 @@ def agree(
     """Return the states of every parameter that has any, equal on all ranks: one exchange of objects per shard group.
     The second value is True if a rank has states in a quantized class.
 
-    With several groups, the ranks then exchange failures, since some ranks may be in one group only, and compare the
-    descriptions of replicas.
-
     Args:
         unknown: an error about the parameters that this rank's optimizer holds, if any.
 
     Raises, on every rank:
         KeyError: ``unknown``.
         NotImplementedError: a state is neither a scalar nor element-wise, or cannot be pickled.
-        RuntimeError: some ranks lack states.
+        RuntimeError: some ranks lack states, or replicas differ.
         AssertionError: states differ between ranks.
     """
-    problems, missing, different, known = list[str](), list[str](), list[str](), dict[Any, States]()
-    agreed: dict[Holder, States | None] = {
-        holder: _described(holder, state_of[param], problems, known) if param in state_of else None
-        for param, holder in params.holders.items()
-    }
     quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
+    ranks = TrainingRanks(ranks_of(params.units).groups, params.device, params.units)
+    problems = list[Exception]()
+    agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, unknown))
     of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
     for holder in agreed:
-        of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
+        of_shards[holder.unit.groups.shard].append(holder)
         if holder.tp_owners:
             of_tp[holder.unit.groups.tp].append(holder)
-    if any(group is not None for group in (*of_shards, *of_tp)):
-        try:
-            pickle.dumps([*agreed.values()])
-        except Exception as error:  # a value's own __reduce__ may raise any exception
-            problems.append(f"a state cannot be pickled: {error}")
-            agreed = dict.fromkeys(agreed)
-    failure = _failure(unknown, problems)
-    failures = {} if failure is None else {dist.get_rank(): failure}
 
     def gathered(holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
-        """Yield each of ``holders`` with the descriptions by rank of ``group``; nothing if a rank has failed."""
+        """Yield each of ``holders`` with the descriptions by rank of ``group``."""
         nonlocal quantized
-        own = [agreed[holder] for holder in holders], failures, quantized
-        everyone, ranks = [own], [dist.get_rank()]
+        everyone, names = [([agreed[holder] for holder in holders], quantized)], [0]
         if group is not None:
-            everyone, ranks = all_gather_object(own, group, _LABEL, params.device), group_ranks(group)
-        for _, theirs, has_quantized in everyone:
-            failures.update(theirs)
-            quantized |= has_quantized
-        if not failures:
-            yield from ((holder, dict(zip(ranks, each))) for holder, *each in zip(holders, *(of[0] for of in everyone)))
+            everyone, names = all_gather_object(everyone[0], group, _LABEL, params.device), group_ranks(group)
+        quantized = any(has_quantized for _, has_quantized in everyone)
+        yield from ((holder, dict(zip(names, each))) for holder, *each in zip(holders, *(of for of, _ in everyone)))
 
     for group, holders in of_shards.items():
-        if group is not None:
-            holders[0].unit.announce()
         for holder, by_rank in gathered(holders, group):
-            agreed[holder] = _merged(holder, by_rank, missing, different)
+            agreed[holder] = _merged(holder, by_rank, problems)
     for group, holders in of_tp.items():  # to the ranks of tensor parallelism that have no part, and so no state
         for holder, by_rank in gathered(holders, group):
             agreed[holder] = [*by_rank.values()][holder.tp_owners[0]]
 
-    def check() -> dict[Any, list[str]]:
-        if failures:
-            raise joint_error(dict(sorted(failures.items())))
-        if missing:
-            raise RuntimeError(
-                "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
-                "its part, but " + "; ".join(missing)
-            )
-        if different:
-            raise AssertionError("expected states without elements to agree, but " + "; ".join(different))
-        return {group: list(_words(agreed, group)) for group in several}
+    def check() -> None:
+        if problems:
+            raise problems[0]
 
-    several = ranks_of(params.units).groups
-    if len(several) > 1:
-        TrainingRanks(several, params.device).together(_LABEL, check, lambda texts: texts)
-    else:
-        check()
+    ranks.together(_LABEL, check, lambda _: {group: list(_words(agreed, group)) for group in ranks.groups})
     return {holder: states for holder, states in agreed.items() if states is not None}, quantized
+
+
+def _all_described(
+    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
+) -> dict[Holder, States | None]:
+    """Describe the states of every parameter on this rank; None without state.
+
+    Raises: as :func:`agree`.
+    """
+    if unknown is not None:
+        raise KeyError(unknown)
+    problems, known = list[str](), dict[Any, States]()
+    described: dict[Holder, States | None] = {
+        holder: _described(holder, state_of[param], problems, known) if param in state_of else None
+        for param, holder in params.holders.items()
+    }
+    try:
+        pickle.dumps([*described.values()])
+    except Exception as error:  # a value's own __reduce__ may raise any exception
+        problems.append(f"a state cannot be pickled: {error}")
+    if problems:
+        expected = (
+            "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
+            "optimizer (factored and block-quantized ones cannot)"
+        )
+        remedy = (
+            "To resume on as many ranks, save each rank's optimizer.state_dict() in a file. Of the 8-bit optimizers, "
+            "those with states in a class with dequantize() can be saved, such as torchao's, and those of bitsandbytes "
+            "whose states have the parameter's size, such as AdamW8bit"
+        )
+        raise NotImplementedError(f"{expected}, but {'; '.join(problems)}. {remedy}")
+    return described
 
 
 def _words(agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
@@ -205,23 +205,6 @@ def _words(agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
         for name, value in (states or {}).items() if alike else ():
             described = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
             yield f"state {name!r} of {holder}: {described}"
-
-
-def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
-    if unknown is not None:
-        return Failure("KeyError", None, unknown)
-    if not problems:
-        return None
-    expected = (
-        "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
-        "optimizer (factored and block-quantized ones cannot)"
-    )
-    remedy = (
-        "To resume on as many ranks, save each rank's optimizer.state_dict() in a file. Of the 8-bit optimizers, those "
-        "with states in a class with dequantize() can be saved, such as torchao's, and those of bitsandbytes "
-        "whose states have the parameter's size, such as AdamW8bit"
-    )
-    return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}. {remedy}")
 
 
 def without_elements(value: Any, *, to_cpu: bool) -> Any:

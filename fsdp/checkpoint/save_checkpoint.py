@@ -385,14 +385,14 @@ class Save:
         files.disk.sync_directory(directory)
         return _Written({name: record}, self.table)
 
-    def _published(self, written: _Written, ranks: int) -> Sequence[Path]:
-        """Publish the checkpoint on rank 0; return the path for each rank."""
+    def _published(self, written: _Written, ranks: int) -> Path:
+        """Publish the checkpoint on rank 0."""
         assert self._directory is not None
         index.check_complete(written.table, self._keys)
         records = {**written.records}
         records[files.INDEX] = files.write_durably(self._directory / files.INDEX, index.packed(written.table))
         files.seal(self._directory, records, ranks)
-        return [files.publish(self._directory)] * ranks
+        return files.publish(self._directory)
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:

@@ -106,9 +106,9 @@ class Sequence:
         return self.rank is not None and self.rank.end_of(self.key).generation >= self.generation
 
     @property
-    def has_missed(self) -> bool:
-        """Whether this rank has raised the end of a generation in which others have begun more."""
-        return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number > self.number
+    def ended_here(self) -> bool:
+        """Whether this rank has raised, or caused, an end of the present generation at its own count or later."""
+        return self.has_ended and self.rank is not None and self.rank.end_of(self.key).number >= self.number
 
     def note_end(self) -> None:
         """Note that this rank has raised the end of the present generation, if it has ended: the ends of other
