@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp.__main__ import main
 from fsdp.checkpoint import convert, load, load_plain
 from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
-from fsdp.wrap import ModuleWrapPolicy
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train, whole
 from tests.harness.optim_states import quiet
 from tests.harness.oracle import assert_bit_equal
@@ -401,6 +401,21 @@ def test_groups_of_fsdp1s_local_optimizer_keep_their_order(tmp_path: Path) -> No
     assert_bit_equal({name: state["exp_avg"] for name, state in plain.optimizer["state"].items()}, expected)
 
 
+def test_parts_that_two_orders_of_parameters_fit_are_refused(tmp_path: Path) -> None:
+    """FSDP1's flat parameters are those of the root first, and original ones are in the order of the model."""
+    for rank in range(2):
+        states = {number: {"exp_avg": torch.full((8,), float(number))} for number in range(2)}
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        torch.save(optimizer, tmp_path / f"optim_rank{rank}.pt")
+    wrapped, own = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    model, policy = nn.Sequential(wrapped, own), CustomPolicy(lambda module: module is wrapped)
+    torch.save({"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="whose sizes two orders of parameters have"):
+        convert(tmp_path, tmp_path / "new", model=model, auto_wrap_policy=policy)
+    plain = load_plain(convert(tmp_path, tmp_path / "new", model=model))  # one flat parameter would have other sizes
+    assert plain.optimizer is not None and (plain.optimizer["state"]["1.weight"]["exp_avg"] == 1).all()
+
+
 def test_several_models_are_an_error_that_lists_them(tmp_path: Path) -> None:
     torch.save({"student": {"w": torch.ones(1)}, "teacher": {"w": torch.ones(1)}}, tmp_path / "run.pt")
     with pytest.raises(ValueError, match=r"tensors in .*'student'.*'teacher'.*one state dict of a model"):
@@ -419,7 +434,9 @@ def test_local_state_needs_the_model_with_the_same_sizes(written: Written, tmp_p
             other.first = nn.Linear(4, 3, dtype=torch.float64)
         with pytest.raises(ValueError, match="and the model given, wrapped as the keys say, has"):
             convert(written.folder / name, tmp_path / "new", model=other)
-    with pytest.raises(ValueError, match=r"parts of FSDP1's parameters .*, wrapped as auto_wrap_policy says, has"):
+    with pytest.raises(
+        ValueError, match=r"state of 3 parameters.*FSDP1 with \[112\] elements, wrapped as auto_wrap_policy= says"
+    ):
         convert(written.folder / "fsdp1 flat, verl", tmp_path / "new", model=old_model())
     assert not os.listdir(tmp_path)
 

@@ -10,8 +10,9 @@ written. Each old file becomes the file of one rank, so no more than that is in 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +25,16 @@ from torch.optim import Optimizer
 from fsdp.checkpoint import files, index, old_sources, rank_file, values
 from fsdp.checkpoint.files import FileRecord
 from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, STATE, param_and_state, state_key
-from fsdp.checkpoint.old_flat import Wrapping, is_flat, of_local_model, of_local_optimizer
+from fsdp.checkpoint.old_flat import Member, Way, divided, fits, is_flat, members_of, of_local_model
 from fsdp.checkpoint.old_tensors import Chunk, Keys, Leaves, OldTensor, text_of
 from fsdp.checkpoint.old_tensors import read as read_source
 from fsdp.checkpoint.outgoing import new_safetensors, to_dcp, to_safetensors
 from fsdp.checkpoint.rank_file import Piece
 from fsdp.comm.user_warnings import warn_user
+from fsdp.flat.layout import contiguous_stride
 from fsdp.flat.names import plain_keys, unit_of
 from fsdp.placement.boxes import Box, same_cover
+from fsdp.wrap import choose_units
 
 _OF_MODEL = ("app.model", "model", "model_state_dict", "module", "state_dict")  # keys of the model's state dict
 # states of torch's optimizers that have the parameter's shape
@@ -141,15 +144,15 @@ def find_old(
     }
     names = plain_keys(of_model)
     state = {names[key]: value for key, value in of_model.items()}
-    may_differ = _may_differ(state, model)
-    wrapping = Wrapping(model, auto_wrap_policy)
+    may_differ, units = _may_differ(state, model), None
     if any(map(is_flat, state)):
-        state = of_local_model(state, wrapping)
+        state, units = of_local_model(state, model)
     named = {MODEL + name: value for name, value in state.items()}
     if optims and not of_model_only:
+        naming = _Naming(state, model, units, auto_wrap_policy, optimizer, count)
         groups: list[dict[str, Any]] = []
         for one in optims:
-            states, own = _optimizer(one, leaves, count, wrapping, optimizer, state)
+            states, own = naming.named(_nested({k[len(one) :]: v for k, v in leaves.items() if k[: len(one)] == one}))
             groups += own
             named |= {state_key(name, part): value for name, parts in states.items() for part, value in parts.items()}
         named[GROUPS] = groups
@@ -191,77 +194,114 @@ def _nested(leaves: Leaves) -> dict[Any, Any]:
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
-States = dict[str, dict[Any, Any]]  # by name of parameter
+States = dict[Any, dict[Any, Any]]  # by number or name of parameter
 
 
-def _optimizer(
-    prefix: Keys,
-    leaves: Leaves,
-    count: int,
-    wrapping: Wrapping,
-    optimizer: Optimizer | None,
-    of_model: Mapping[str, Any],
-) -> tuple[States, list[dict[str, Any]]]:
-    """Return the states and the groups of an optimizer by names of parameters."""
-    tree = _nested({keys[len(prefix) :]: value for keys, value in leaves.items() if keys[: len(prefix)] == prefix})
-    states, groups = tree.get("state") or {}, list(tree["param_groups"].values())
-    for group in groups:
-        group.update({key: _whole(value) for key, value in group.items() if isinstance(value, OldTensor)})
-    order = [param for group in groups for param in group["params"]]
-    if not any(isinstance(param, int) for param in order):
-        names = _names(order, of_model)
-        if unknown := [name for name in states if name not in names]:
+class _Naming:
+    """The names of the parameters in optimizers of a model."""
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        model: nn.Module | None,
+        units: list[nn.Module] | None,
+        policy: Any,
+        optimizer: Optimizer | None,
+        ranks: int,
+    ) -> None:
+        """``state`` is that of the model; ``units`` are the modules that FSDP1 had wrapped, if the state names them."""
+        self._state, self._model, self._optimizer, self._ranks = state, model, optimizer, ranks
+        if model is not None and units is None:
+            units = list(choose_units(model, policy, set(), set(), {})[0])
+        self._flat = [] if model is None else list(members_of(model, units or ()).values())
+        tensors = {name: value for name, value in state.items() if isinstance(value, OldTensor)}
+        self._members = {name: Member((name,), of.shape, contiguous_stride(of.shape)) for name, of in tensors.items()}
+        for member in itertools.chain(*self._flat):
+            self._members |= dict.fromkeys(member.names, member._replace(start=0))
+
+    def named(self, optimizer: dict[str, Any]) -> tuple[States, list[dict[str, Any]]]:
+        """Return the states and the groups of an optimizer's state dict by names of parameters."""
+        states, groups = optimizer.get("state") or {}, list(optimizer["param_groups"].values())
+        order = [param for group in groups for param in group["params"]]
+        if unknown := [param for param in states if param not in order]:
             raise ValueError(f"the optimizer has states of {', '.join(map(repr, unknown))}, which no group has")
-        named = {names[name]: value for name, value in states.items()}
-        return named, [{**group, "params": [names[name] for name in group["params"]]} for group in groups]
-    several = partial(_param_names, groups, wrapping.model, optimizer, of_model)
-    by_number = of_local_optimizer(states, [group["params"] for group in groups], count, wrapping, several)
-    if by_number is None:
-        sizes, names_of = [len(group["params"]) for group in groups], several()
-        if [len(names) for names in names_of] != sizes:
-            own = "optimizer given" if optimizer is not None else "model"
+        for group in groups:
+            group.update({key: _whole(value) for key, value in group.items() if isinstance(value, OldTensor)})
+        if any(isinstance(param, int) for param in order):
+            held = self._by_number(states, groups)
+            names = {number: [member.names[0] for member in members] for number, members in held.items()}
+        else:
+            held, names = {}, {name: [plain] for name, plain in self._plain(order).items()}
+        found: States = {name: dict(parts) for param, parts in states.items() for name in names[param]}
+        for param, part, value in _undescribed(states) if self._fit(states, held) else ():
+            for member, tensor in divided(value, held[param]):
+                found[member.names[0]][part] = tensor
+        settings = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+        return found, [{**one, "params": [n for param in one["params"] for n in names[param]]} for one in settings]
+
+    def _by_number(self, states: States, groups: list[dict[str, Any]]) -> Way:
+        """Return the parameters in each one of the optimizer: one, or those of a flat parameter of FSDP1."""
+        sizes, names = [len(group["params"]) for group in groups], self._names(groups)
+        numbers = [number for group in groups for number in group["params"]]
+        members = [self._members.get(name, Member((name,), (), ())) for several in names for name in several]
+        ways = [dict(zip(numbers, [[member] for member in members]))] if [*map(len, names)] == sizes else []
+        flat = dict(zip(numbers, self._flat))
+        if sizes == [len(self._flat)] and self._fit(states, flat):
+            ways = [*(way for way in ways if self._fit(states, way)), flat]
+        if not ways:
+            own = "model" if self._optimizer is None else "optimizer given"
             raise ValueError(
                 f"the optimizer has the state of {sum(sizes)} parameters in groups of {sizes}, and the {own} has "
-                f"{sum(map(len, names_of))} in groups of {[len(names) for names in names_of]}"
+                f"{len(members)} in groups of {[*map(len, names)]}, or flat ones of FSDP1 with "
+                f"{[several[-1].end for several in self._flat]} elements, wrapped as auto_wrap_policy= says"
             )
-        held = dict(zip(order, [[name] for names in names_of for name in names]))
-        named = {held[number][0]: value for number, value in states.items()}
-    else:
-        held, named = by_number
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
-    return named, [{**g, "params": [name for number in g["params"] for name in held[number]]} for g in groups]
+        first, *others = [[member.names for several in way.values() for member in several] for way in ways]
+        if others and first != others[0]:
+            raise ValueError(
+                "the optimizer has parts of FSDP1's parameters, whose sizes two orders of parameters have: save a full "
+                "or sharded state dict with torch's FSDP1"
+            )
+        return ways[0]
+
+    def _fit(self, states: States, held: Way) -> bool:
+        return bool(held) and all(fits(value, held[param], self._ranks) for param, _, value in _undescribed(states))
+
+    def _names(self, groups: list[dict[str, Any]]) -> list[list[str]]:
+        """Return the names of the parameters that an optimizer had numbered, for each group."""
+        model, optimizer = self._model, self._optimizer
+        if all("param_names" in group for group in groups):
+            names = self._plain([name for group in groups for name in group["param_names"]])
+            return [[names[name] for name in group["param_names"]] for group in groups]
+        if model is None:
+            raise ValueError(
+                "the optimizer's state is by number of the parameter: pass model=, for the order of parameters"
+            )
+        params = dict(model.named_parameters())
+        if optimizer is not None:
+            by_param = {param: name for name, param in params.items()}
+            if not all(param in by_param for group in optimizer.param_groups for param in group["params"]):
+                raise ValueError("expected optimizer= to be an optimizer of model=, but it has other parameters")
+            return [[by_param[param] for param in group["params"]] for group in optimizer.param_groups]
+        if len(groups) > 1:
+            raise ValueError(
+                f"the optimizer's state is by number of the parameter in {len(groups)} groups: pass optimizer=, one of "
+                "the model with the same groups"
+            )
+        trained = [name for name, param in params.items() if param.requires_grad]
+        return [trained if len(trained) == len(groups[0]["params"]) else list(params)]
+
+    def _plain(self, keys: list[str]) -> dict[str, str]:
+        """Map an optimizer's names to those of the plain model. All may be in a module that is called ``module``."""
+        cut, kept = plain_keys(keys), plain_keys([*keys, ""])  # with a name that does not begin with "module."
+        return {key: kept[key] if kept[key] in self._state else cut[key] for key in keys}
 
 
-def _names(keys: list[str], of_model: Mapping[str, Any]) -> dict[str, str]:
-    """Map an optimizer's names to those of the plain model. All may be in a module that is called ``module``."""
-    cut, kept = plain_keys(keys), plain_keys([*keys, ""])  # with a name that does not begin with "module."
-    return {key: kept[key] if kept[key] in of_model else cut[key] for key in keys}
-
-
-def _param_names(
-    groups: list[dict[str, Any]], model: nn.Module | None, optimizer: Optimizer | None, of_model: Mapping[str, Any]
-) -> list[list[str]]:
-    """Return the names of the parameters that an optimizer had numbered, for each group."""
-    if all("param_names" in group for group in groups):
-        names = _names([name for group in groups for name in group["param_names"]], of_model)
-        return [[names[name] for name in group["param_names"]] for group in groups]
-    if model is None:
-        raise ValueError(
-            "the optimizer's state is by number of the parameter: pass model=, for the order of parameters"
-        )
-    params = dict(model.named_parameters())
-    if optimizer is not None:
-        by_param = {param: name for name, param in params.items()}
-        if not all(param in by_param for group in optimizer.param_groups for param in group["params"]):
-            raise ValueError("expected optimizer= to be an optimizer of model=, but it has other parameters")
-        return [[by_param[param] for param in group["params"]] for group in optimizer.param_groups]
-    if len(groups) > 1:
-        raise ValueError(
-            f"the optimizer's state is by number of the parameter in {len(groups)} groups: pass optimizer=, one of the "
-            "model with the same groups"
-        )
-    trained = [name for name, param in params.items() if param.requires_grad]
-    return [trained if len(trained) == len(groups[0]["params"]) else list(params)]
+def _undescribed(states: States) -> Iterator[tuple[Any, Any, OldTensor]]:
+    """Iterate over (parameter, name of the state, value) of tensors that may be parts."""
+    for param, parts in states.items():
+        for name, value in parts.items():
+            if isinstance(value, OldTensor) and value.is_plain and value.shape:
+                yield param, name, value
 
 
 def _whole(tensor: OldTensor) -> torch.Tensor:
