@@ -11,24 +11,20 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from fsdp.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateKeyType,
     RaggedOptimStateDictConfig,
     RaggedStateDictConfig,
     StateDictSettings,
     StateDictType,
 )
-from fsdp.checkpoint.forms import Form, Full, Ragged
-from fsdp.checkpoint.optim_dtypes import with_values
+from fsdp.checkpoint.forms import Form, Full
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
-from fsdp.checkpoint.optim_names import ModelParams, rekey
+from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.flat.names import PlainNames, inside, unit_of
 from fsdp.flat.ownership import torchs_own
@@ -77,22 +73,11 @@ def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], settings:
     plain = PlainNames(model).plain
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in optimizers:
-        saved = _by_name(model, optimizer, own_method(optimizer, "state_dict")(), form)
+        saved = optim_state_dict(model, optimizer.param_groups, own_method(optimizer, "state_dict")(), form)
         joined["state"].update((plain(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
             joined["param_groups"].append({**group, "params": [plain(name) for name in group["params"]]})
     return joined
-
-
-def _by_name(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], form: Form) -> dict[str, Any]:
-    if units_of(model):
-        return optim_state_dict(model, optimizer.param_groups, raw, form)
-    named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer.param_groups)
-    if isinstance(form, Ragged):
-        named = with_values(named)
-    if form.offload_to_cpu:
-        named["state"] = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, named["state"])
-    return named
 
 
 def optimizers_to_load(

@@ -183,7 +183,6 @@ class ModelParams:
         units: all units, depth first, with names for messages.
         holders: parameters of units, in the order of units and layouts.
         others: names of the parameters that no unit owns.
-        use_orig_params: the setting of all units.
         device: where the units compute.
     """
 
@@ -206,7 +205,6 @@ class ModelParams:
                 stands_for.update({leaf: handle.flat_param for index, leaf in handle.all_leaves if index == whole})
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
-        self.use_orig_params = modes != {True}
         for param in (param for group in groups or () for param in group["params"]):
             if (stands := getattr(param, STANDS_FOR, None)) is not None:
                 shards, self.holders[param] = stands
@@ -383,19 +381,14 @@ def _without_params(group: Group) -> dict[str, Any]:
 
 def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
     """Map each parameter to its name in the plain model; for a shared parameter the first."""
-    names: dict[nn.Parameter, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=True):
-        members = getattr(param, "_fqns", None)
-        if members is None:
-            names[param] = clean(name)
-        elif len(members) == 1:
-            names[param] = clean(joined(name.rpartition(".")[0], members[0]))
-        else:
-            raise RuntimeError(
-                f"expected a model whose parameters have one name each, but {name!r} stands for {members}. Rekey with "
-                "the plain model and its optimizer, or wrap with use_orig_params=True"
-            )
-    return names
+    params = ModelParams(model)
+    names = {param: params.names(param) for param in params.in_order}
+    if several := next((of_one for of_one in names.values() if len(of_one) > 1), None):
+        raise RuntimeError(
+            f"expected a model whose parameters have one name each, but a flat parameter stands for {several}. Rekey "
+            "with the plain model and its optimizer, or wrap with use_orig_params=True"
+        )
+    return {param: name for param, (name,) in names.items()}
 
 
 def name_to_param(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -10,7 +10,6 @@ result, one in flight and one being unpacked.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,8 @@ def optim_state_dict(
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.optim_state_dict`` for ``raw``, the optimizer's own state dict on this rank.
 
-    Tensors are copies, each in memory of its own; scalars are on CPU.
+    Tensors are copies, each in memory of its own, unless the form's values stay in the shards' memory; scalars are on
+    CPU. The model may be a plain one as well.
 
     Args:
         groups: groups of the optimizer; None for an optimizer built from ``model.parameters()``.
@@ -51,7 +51,8 @@ def optim_state_dict(
     params = ModelParams(model, groups)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: as_tensors(state) for key, state in raw["state"].items() if key in by_key}
-    group = group if group is not None else default_group()
+    if group is None and params.units:
+        group = default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
     others = {key: value for key, value in raw["state"].items() if key not in by_key}
     agreed, quantized = agree(params, state_of, _unknown(params, [*state_of, *held], others))
@@ -63,7 +64,7 @@ def optim_state_dict(
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
     finished = finish(leaving.values(), channels, "optimizer state of tensor parallelism")
     leaving = dict(zip(leaving, finished))
-    if form.rank0_only and group.rank() != 0:
+    if form.rank0_only and group is not None and group.rank() != 0:
         return {}
     to_cpu = form.offload_to_cpu
     result: dict[str, dict[str, Any]] = {
@@ -78,14 +79,10 @@ def optim_state_dict(
     }
     for param, name in params.others.items():
         if param in state_of:
-            result[name] = {key: without_elements(value, to_cpu=to_cpu) for key, value in state_of[param].items()}
-    state: dict[Any, Any] = {name: result[name] for name in _order(params, state_of) if name in result}
-    for key, value in others.items():
-        warnings.warn(
-            f"the optimizer's state has an entry {key!r} that belongs to no parameter; it is copied as it is",
-            stacklevel=3,
-        )
-        state[key] = copy.deepcopy(value)
+            result[name] = {key: _own(value, form) for key, value in state_of[param].items()}
+    names = (name for param in params.in_order for name in params.names(param))  # in one order on all ranks
+    state: dict[Any, Any] = {name: result[name] for name in names if name in result}
+    state.update(copy.deepcopy(others))
     full: dict[str, Any] = {"state": state}
     if "param_groups" in raw:
         full["param_groups"] = [
@@ -102,6 +99,13 @@ def optim_state_dict(
     return full
 
 
+def _own(value: Any, form: Form) -> Any:
+    """Return the value of a state that this rank has whole."""
+    if form.stays and not form.offload_to_cpu and isinstance(value, torch.Tensor):
+        return dequantized(value).detach()
+    return without_elements(value, to_cpu=form.offload_to_cpu)
+
+
 def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iterable[Any]) -> str | None:
     """Return an error text if a parameter is not in the model, or an entry of no parameter has a parameter's name."""
     for key in others:
@@ -113,21 +117,6 @@ def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iter
     except KeyError as error:
         return str(error.args[0])
     return None
-
-
-def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
-    """Return the names in an order that is equal on every rank, and that of torch's FSDP1 for an optimizer built from
-    ``model.parameters()``.
-
-    With flat parameters it is the model's order. Otherwise parameters without unit are first, and then those of each
-    unit, sorted by name.
-    """
-    if not params.use_orig_params:
-        return [name for param in params.in_order for name in params.names(param)]
-    units: dict[Unit, list[str]] = {}
-    for name, (holder, _) in sorted(params.by_name.items()):
-        units.setdefault(holder.unit, []).append(name)
-    return [*sorted(params.others.values()), *(name for names in units.values() for name in names)]
 
 
 def _send(
@@ -179,7 +168,7 @@ def _first(saving: int, unit: Unit, channel: Channel) -> int:
 
 
 def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
-    """Return the states in the order of torch's FSDP1."""
+    """Return the states in the order of torch's FSDP1, which is that of its optimizers for original parameters."""
     if not holder.sharded and not holder.is_flat:
         return list(states.items())
     kinds = [Elementwise, Scalar, None] if holder.is_flat else [None, Scalar, Elementwise]

@@ -190,12 +190,12 @@ def settle(value: Any) -> Any:
 
 
 def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
-    """List differences of nested values, including order of keys, types and dtypes."""
+    """List differences of nested values, including types and dtypes."""
     actual, expected = settle(actual), settle(expected)
     if type(actual) is not type(expected):
         return [f"{path}: {type(actual).__name__}, expected {type(expected).__name__}"]
     if isinstance(actual, dict):
-        if list(actual) != list(expected):
+        if actual.keys() != expected.keys():
             return [f"{path}: keys {list(actual)}, expected {list(expected)}"]
         return [line for key in actual for line in differences(actual[key], expected[key], f"{path}/{key}")]
     if isinstance(actual, (list, tuple)):
