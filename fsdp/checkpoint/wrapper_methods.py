@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,12 +14,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, as_state_dict_settings
-from fsdp.checkpoint.forms import Form, Full
+from fsdp.api import (
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_state_dict_settings,
+)
+from fsdp.checkpoint.forms import Form, Full, Rows
 from fsdp.checkpoint.load_state_dict import load
-from fsdp.checkpoint.optim_legacy import LegacyOptimMethods, saved, to_load
+from fsdp.checkpoint.optim_dtypes import is_marked, keep_dtypes, with_classes
+from fsdp.checkpoint.optim_load import optim_state_dict_to_load
+from fsdp.checkpoint.optim_names import Group, rekey
+from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.sharded_tensors import check_no_mesh
-from fsdp.checkpoint.state_dict import collecting, strip_wrapper
+from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
 from fsdp.flat.names import WRAPPED_MODULE, unit_of, wrappers_in
 from fsdp.runtime.unit import Phase, Unit, units_in, units_of
 
@@ -39,7 +50,7 @@ def refuse_torchs_functions(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-class StateDictMethods(LegacyOptimMethods, nn.Module):
+class StateDictMethods(nn.Module):
     """Mixin of ``FullyShardedDataParallel``: state dicts of the model and of optimizers."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -233,9 +244,8 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             NotImplementedError: a state is neither a scalar nor has one element per element of the parameter; or ranks
                 hold different experts.
         """
-        form = _optim_form(model)
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return saved(model, optim.param_groups, raw, form, group)
+        return _saved(model, optim.param_groups, raw, _optim_form(model), group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -268,12 +278,86 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         """
         from_rank0, own = _optim_form(model).rank0_only, optim.param_groups
-        loadable = to_load(
-            optim_state_dict, model, own, optim, is_named=is_named_optimizer, from_rank0=from_rank0, group=group
-        )
+        how = {"is_named": is_named_optimizer, "from_rank0": from_rank0, "group": group}
+        loadable = _to_load(optim_state_dict, model, own, optim, **how)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
+
+    # -- FSDP1's older calls: one form of state each, ``optim_input``, and ids for names. ------------------------------
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict`` with whole tensors on CPU, regardless of ``state_dict_type``."""
+        return _saved(model, _groups_of(optim, optim_input), optim.state_dict(), Full(rank0_only), group)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """Return ``optim_state_dict`` with sharded tensors on CPU, regardless of ``state_dict_type``."""
+        return _saved(model, optim.param_groups, optim.state_dict(), Rows(), group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, the result is
+        for an optimizer built from ``optim_input``, or from ``model.parameters()``."""
+        return _to_load(full_optim_state_dict, model, _groups_of(optim, optim_input), optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict_to_load`` of a sharded dict."""
+        return _to_load(sharded_optim_state_dict, model, optim.param_groups, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return ``shard_full_optim_state_dict`` of a full dict on rank 0 of ``group`` (None: the default group);
+        the other ranks pass None."""
+        own = _groups_of(optim, optim_input)
+        return _to_load(full_optim_state_dict, model, own, optim, from_rank0=True, group=group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Convert a full dict with names to one with ids, or the reverse; return the same object if its keys are right
+        already.
+
+        Ids are positions in ``optim``, else in ``optim_input``, else in ``model.parameters()``. To load a full dict
+        into a plain model's optimizer: ``PARAM_ID``, the plain model, its optimizer. For the reverse: ``PARAM_NAME``
+        with the same two, and then ``optim_state_dict_to_load``. The names in each group are sorted.
+
+        Raises:
+            ValueError: names and ids are mixed.
+            RuntimeError: parameters of ``model`` stand for several (``use_orig_params=False``).
+            KeyError: a key belongs to no parameter of this model and optimizer.
+        """
+        rekeyed = rekey(optim_state_dict, optim_state_key_type, model, _groups_of(optim, optim_input))
+        if optim is not None and is_marked(rekeyed) and optim_state_key_type is OptimStateKeyType.PARAM_ID:
+            keep_dtypes(optim)
+            rekeyed = with_classes(optim, rekeyed)
+        return rekeyed
 
 
 def _settings_of(unit: Unit) -> StateDictSettings:
@@ -302,3 +386,42 @@ def _settings_in(module: nn.Module) -> StateDictSettings | None:
 def _optim_form(model: nn.Module) -> Form:
     settings = StateDictMethods.get_state_dict_type(model)
     return Full() if settings is None else Form.of(settings.optim_state_dict_config)
+
+
+def _saved(
+    model: nn.Module, own: Sequence[Group] | None, raw: dict[str, Any], form: Form, group: Any = None
+) -> dict[str, Any]:
+    """Return the optimizer's state ``raw`` in this form; ``own`` are the optimizer's groups."""
+    with calling("optim_state_dict()", model, wrapped=True):
+        return optim_state_dict(model, own, raw, form, group=group)
+
+
+def _to_load(
+    state: dict[str, Any] | None, model: nn.Module, own: Sequence[Group] | None, optim: Optimizer | None, **how: Any
+) -> dict[str, Any]:
+    """Convert a full or sharded dict to one that the optimizer with the groups ``own`` loads."""
+    with calling("optim_state_dict_to_load()", model, wrapped=True):
+        return optim_state_dict_to_load(model, lambda: state, own, optim=optim, **how)
+
+
+def _groups_of(optim: Optimizer | None, optim_input: Any) -> Sequence[Group] | None:
+    """Return the parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
+
+    Raises:
+        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups, or a group has no "params".
+        ValueError: ``optim_input`` is empty.
+    """
+    if optim_input is None:
+        return None if optim is None else optim.param_groups
+    warnings.warn(
+        "The `optim_input` argument is deprecated: pass `optim` instead, or neither", FutureWarning, stacklevel=3
+    )
+    given: list[Any] = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
+    if given and all(isinstance(item, torch.Tensor) for item in given):
+        return [{"params": given}]
+    if given and all(isinstance(item, dict) and "params" in item for item in given):
+        return [{**group, "params": list(group["params"])} for group in given]
+    raise (TypeError if given else ValueError)(
+        'optim_input should be an iterable of parameters, or of parameter groups with "params", as given to the '
+        f"optimizer, but got {sorted({type(item).__name__ for item in given})}"
+    )
