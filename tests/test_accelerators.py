@@ -524,20 +524,20 @@ class HostOfAccelerator:
 def test_save_stages_into_one_block_of_host_memory() -> None:
     """One block per tensor, each rounded up, would be kept for ever."""
     saving = save_module.Save(Ranks.of(None), "", None, trusted=False)
-    saving.share(
+    saving.divide(
         {
             "a": torch.empty(5, dtype=torch.bfloat16, device=AWAY),
             "e": RaggedTensor(torch.empty(6, device=AWAY), (4, 6), 0),
             "f": torch.empty(0, device=AWAY),
         }
     )
-    saving.pack("b", {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3})
+    saving.share.pack("b", {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3})
     streams = HostOfAccelerator()
     with mock.patch.object(save_module, "streams_for", return_value=streams):
         saving._stage()
     assert [block.numel() for block in streams.allocated] == [64 + 128 + 64] and streams.waited == 4
     storage = streams.allocated[0].untyped_storage()._cdata
-    (_, (inner, own)), pieces = saving._packed["b"], {piece.key: piece.values for piece in saving._pieces}
+    (_, (inner, own)), pieces = saving.share.packed["b"], {piece.key: piece.values for piece in saving.share.pieces}
     copies = [pieces["a"], inner, pieces["e"]]
     assert all(copy.untyped_storage()._cdata == storage and bool((copy == 1).all()) for copy in copies)
     assert [tuple(copy.shape) for copy in copies] == [(5,), (3, 7), (1, 6)]

@@ -240,7 +240,7 @@ def test_error_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None
         assert_bit_equal(saved(path), before)
         dist.barrier()
     files.disk = Disk()
-    with pytest.raises(TypeError, match="rank 1: extra is a builtin_function_or_method, which"):
+    with pytest.raises(TypeError, match="rank 1: extra is of type builtin_function_or_method, which"):
         async_save(path, model, optimizer, extra=print if rank == 1 else None)
     with pytest.raises(ValueError, match="keep must be a positive number"):
         async_save(path, model, optimizer, keep=0)
@@ -286,7 +286,7 @@ def test_finished_save_holds_no_tensors(tmp_path: Path, monkeypatch: pytest.Monk
 
     def staged(saving: save_checkpoint.Save) -> None:
         stage(saving)
-        copies.extend(weakref.ref(piece.values) for piece in saving._pieces)
+        copies.extend(weakref.ref(piece.values) for piece in saving.share.pieces)
 
     stage = save_checkpoint.Save._stage
     monkeypatch.setattr(save_checkpoint.Save, "_stage", staged)

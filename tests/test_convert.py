@@ -78,7 +78,7 @@ def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("step", ["create", "reserve", "write", "sync", "rename"])
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
 def test_full_disk_is_an_error_with_the_target_and_leaves_no_new_file(step: str, tmp_path: Path) -> None:
     save(tmp_path / "run", mixed())
     target = tmp_path / "model.safetensors"

@@ -119,7 +119,7 @@ def test_ranks_of_another_count_are_an_error_that_lists_them(written: Written, o
     path = old(VERL)
     for file in path.iterdir():
         shutil.copy(file, path / re.sub(r"size_\d", "size_7", file.name))
-    refused(path, rf"has files of {written.ranks} and of 7 ranks or parts")
+    refused(path, rf"once for each of {written.ranks} or 7 ranks or parts")
 
 
 def test_a_rank_that_the_mesh_does_not_have_is_an_error(written: Written, old: Callable[[str], Path]) -> None:

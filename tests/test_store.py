@@ -329,7 +329,7 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
             dist.barrier()
             assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
             dist.barrier()
-    with pytest.raises(TypeError, match="on all ranks: extra is a function, which"):
+    with pytest.raises(TypeError, match="on all ranks: extra is of type function, which"):
         save(root, model, extra=lambda: None if rank == 1 else 0)
     with pytest.raises(ValueError, match="rank 0: keep must be a positive number"):
         save(root, model, keep=0 if rank == 0 else 1)
@@ -337,7 +337,7 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
         save(f"{root}/latest/deeper", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["note"] = range(3)
-    with pytest.raises(TypeError, match=r"rank 0: optimizer\.param_groups\[0\]\['note'\] is a range"):
+    with pytest.raises(TypeError, match=r"rank 0: optim\.param_groups\[0\]\['note'\] is of type range"):
         save(root, model, optimizer)
     del optimizer.param_groups[0]["note"]
     with pytest.raises(RuntimeError, match=r"on all ranks: .* has no optimizer state, and nothing was loaded. Load"):

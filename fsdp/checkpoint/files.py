@@ -35,7 +35,6 @@ FORMAT, VERSION = "fsdp checkpoint", 1
 _NAME = re.compile(r"checkpoint_(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
-_PARTS = re.compile(rf"rank_\d+\.safetensors|{re.escape(INDEX)}|{re.escape(MANIFEST)}|{LATEST}")
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
 
 Advance = Callable[[int], object]  # called with the number of bytes that were written or read
@@ -67,13 +66,6 @@ class Disk:
     def open(self, path: Path) -> BinaryIO:
         """Open a file for reading, without a buffer."""
         return open(path, "rb", buffering=0)
-
-    def reserve(self, stream: BinaryIO, nbytes: int) -> None:
-        """Give an empty file this size, and room on the disk where the system can reserve it."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(stream.fileno(), 0, nbytes)
-        else:
-            stream.truncate(nbytes)
 
     def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
         """Write all of ``data`` (bytes) at ``offset``."""
@@ -134,7 +126,7 @@ def of_ours(path: Path) -> Iterator[None]:
     try:
         yield
     except FORGED as error:
-        raise RuntimeError(f"{path} was not written by this package: {error}") from error
+        raise RuntimeError(f"{path} is damaged, or was not written by this package: {error}") from error
 
 
 def write_durably(path: Path, content: bytes) -> FileRecord:
@@ -378,25 +370,15 @@ def _read_manifest(path: Path) -> Manifest:
             text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged") from error
-    try:
+    with of_ours(path):
         content = json.loads(text)
         checksum = str(content.pop("checksum"))
-        is_intact = text == _dumped({"checksum": checksum, **content}) and checksum == sha256(_dumped(content))
-    except FORGED as error:
-        raise RuntimeError(f"{path} is damaged, or no manifest: {error}") from error
-    if not is_intact:
-        raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
-    with of_ours(path):
-        version, ranks = content["version"], int(content["ranks"])
+        if text != _dumped({"checksum": checksum, **content}) or checksum != sha256(_dumped(content)):
+            raise ValueError("it is damaged, for its checksum is not that of its content")
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-        if not 0 < ranks <= len(files):
-            raise ValueError(f"{ranks} ranks cannot have saved {len(files)} files")
+        version, ranks = content["version"], len(files) - len([INDEX])
     if version != VERSION or content.get("format") != FORMAT:
         raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
-    if strange := [name for name in files if not _PARTS.fullmatch(name)]:
-        raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
-    if missing := [name for name in (INDEX, *map(rank_name, range(ranks))) if name not in files]:
-        raise RuntimeError(f"{path} lists no {missing[0]}, which every save writes")
     return Manifest(ranks, files, checksum)
 
 

@@ -22,14 +22,13 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files, index, old_sources, rank_file, values
-from fsdp.checkpoint.files import FileRecord
-from fsdp.checkpoint.keys import EXTRA, GROUPS, MODEL, STATE, param_and_state, state_key
+from fsdp.checkpoint import files, old_sources
+from fsdp.checkpoint.index import EXTRA, GROUPS, MODEL, STATE, param_and_state, state_key
 from fsdp.checkpoint.old_flat import Member, Way, divided, fits, is_flat, members_of, of_local_model
 from fsdp.checkpoint.old_tensors import Chunk, Keys, Leaves, OldTensor, text_of
 from fsdp.checkpoint.old_tensors import read as read_source
-from fsdp.checkpoint.outgoing import new_safetensors, to_dcp, to_safetensors
-from fsdp.checkpoint.rank_file import Piece
+from fsdp.checkpoint.outgoing import to_dcp, to_safetensors, write_safetensors
+from fsdp.checkpoint.save_checkpoint import Share, Written, publish
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.layout import contiguous_stride
 from fsdp.flat.names import plain_keys, unit_of
@@ -104,7 +103,11 @@ def convert(
     found = find_old(old, model, auto_wrap_policy, optimizer, of_model_only=of_model_only)
     if found.left_out:
         warn_user(f"{old} has tensors of neither a model nor an optimizer, which are left out: {found.left_out}")
-    return _write_safetensors(new, found) if of_model_only else _write(new, found)
+    if not of_model_only:
+        return _write(new, found)
+    tensors = {key.removeprefix(MODEL): tensor for key, tensor in found.tensors.items()}
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return write_safetensors(new, kinds, lambda name: _whole(name, tensors[name]))
 
 
 # -- finding the state dicts -------------------------------------------------------------------------------------------
@@ -226,12 +229,13 @@ class _Naming:
         if unknown := [param for param in states if param not in order]:
             raise ValueError(f"the optimizer has states of {', '.join(map(repr, unknown))}, which no group has")
         for group in groups:
-            group.update({key: _whole(value) for key, value in group.items() if isinstance(value, OldTensor)})
+            group |= {key: _whole(key, value) for key, value in group.items() if isinstance(value, OldTensor)}
+        names: dict[Any, list[str]]
         if any(isinstance(param, int) for param in order):
             held = self._by_number(states, groups)
             names = {number: [member.names[0] for member in members] for number, members in held.items()}
         else:
-            held, names = {}, {name: [plain] for name, plain in self._plain(order).items()}
+            held, names = Way(), {name: [plain] for name, plain in self._plain(order).items()}
         found: States = {name: dict(parts) for param, parts in states.items() for name in names[param]}
         for param, part, value in _undescribed(states) if self._fit(states, held) else ():
             for member, tensor in divided(value, held[param]):
@@ -304,11 +308,10 @@ def _undescribed(states: States) -> Iterator[tuple[Any, Any, OldTensor]]:
                 yield param, name, value
 
 
-def _whole(tensor: OldTensor) -> torch.Tensor:
-    """Read a small tensor."""
+def _whole(key: str, tensor: OldTensor) -> torch.Tensor:
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for chunk in tensor.chunks:
-        Box.whole(tensor.shape).cut(chunk.box, whole).copy_(chunk.read())
+        Box.whole(tensor.shape).cut(chunk.box, whole).copy_(_read(key, tensor, chunk))
     return whole
 
 
@@ -389,50 +392,22 @@ def _read(key: str, tensor: OldTensor, chunk: Chunk) -> torch.Tensor:
     return part
 
 
-def _write_safetensors(file: Path, old: Old) -> Path:
-    kinds = {key.removeprefix(MODEL): (tensor.dtype, tensor.shape) for key, tensor in old.tensors.items()}
-    with new_safetensors(file, kinds) as targets:
-        for key, tensor in old.tensors.items():
-            target = targets[key.removeprefix(MODEL)]
-            for chunk in tensor.chunks:
-                Box.whole(tensor.shape).cut(chunk.box, target).copy_(_read(key, tensor, chunk))
-        targets.clear()
-        del target
-    return file
-
-
 def _write(root: Path, old: Old) -> Path:
-    packed = {key: values.pack(value, repr(key)) for key, value in old.values.items()}
-    extra = {EXTRA: values.pack(old.extra, "extra")} if old.extra else {}
+    shares = [Share(number) for number in range(old.files)]
+    for key, value in old.values.items():
+        shares[0].pack(key, value)
+    for share in shares if old.extra else ():
+        share.pack(EXTRA, old.extra)
     temporary = files.begin(root)
     try:
-        records, tables = dict[str, FileRecord](), list[index.Table]()
-        for number in range(old.files):
-            pieces, table = _of_file(number, old.tensors)
-            if number == 0:
-                table |= {key: index.of_value(0) for key in packed}
-            tables.append(table)
-            name = files.rank_name(number)
-            own = (packed if number == 0 else {}) | extra
-            records[name] = rank_file.write(temporary / name, pieces, own)
-            del pieces  # before the next file is read
-        table = index.joined(tables)
-        index.check_complete(table, [*old.tensors, *packed])
-        records[files.INDEX] = files.write_durably(temporary / files.INDEX, index.packed(table))
-        files.seal(temporary, records, old.files)
-        return files.publish(temporary)
+        written = list[Written]()
+        for share in shares:
+            for key, tensor in old.tensors.items():
+                own = [(chunk.box, _read(key, tensor, chunk)) for chunk in tensor.chunks if chunk.number == share.rank]
+                share.add(key, tensor.dtype, tensor.shape, range(len(tensor.shape)), own)
+            written.append(share.write(temporary))
+            share.pieces.clear()  # before the next file is read
+        return publish(temporary, Written.joined(written), [*old.tensors, *old.values], old.files)
     except BaseException:
         files.discard(temporary)
         raise
-
-
-def _of_file(number: int, tensors: Mapping[str, OldTensor]) -> tuple[list[Piece], index.Table]:
-    """Read the parts of tensors in one old file."""
-    pieces, table = list[Piece](), index.Table()
-    for key, tensor in tensors.items():
-        own = [chunk for chunk in tensor.chunks if chunk.number == number]
-        pieces += [Piece(key, tensor.shape, chunk.box, _read(key, tensor, chunk)) for chunk in own]
-        if own:
-            order, boxes = range(len(tensor.shape)), [chunk.box for chunk in own]
-            table[key] = index.of_tensor(tensor.dtype, tensor.shape, order, boxes, number)
-    return pieces, table

@@ -7,19 +7,50 @@ length, one after the other. These are one :class:`Run`, so a tensor has about t
 rank describes the tensors that it has written, and the runs are joined on the way to rank 0. A reader opens the files
 of those ranks whose spans meet the elements that it needs. A span may have gaps, such as columns of a matrix, so it
 says only in which files to look.
+
+[Note: Keys]
+Keys of a checkpoint: the model's state under names of parameters, the optimizer's under those and names of states.
+
+``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, ``optim.classes`` (for each group the
+names of torch's classes that the optimizer had), ``optim.others`` for entries that belong to no parameter, and
+``extra``. Names of states may be strings and integers. Integers are written ``%i<number>``, and dots and percent signs
+in strings ``%2E`` and ``%25``, so the part after the last dot is always the whole name of the state.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.placement.boxes import Box
+
+MODEL, STATE, GROUPS, OTHERS = "model.", "optim.state.", "optim.param_groups", "optim.others"
+CLASSES, EXTRA = "optim.classes", "extra"
+_NUMBER = re.compile(r"%i(-?\d+)")
+
+
+def state_key(param: str, state: Any) -> str:
+    """Return the key of a parameter's state."""
+    if type(state) is int:
+        return f"{STATE}{param}.%i{state}"
+    if not isinstance(state, str):
+        raise TypeError(
+            f"names of states have to be strings or integers to be saved, but {param!r} has one called {state!r}"
+        )
+    return f"{STATE}{param}.{state.replace('%', '%25').replace('.', '%2E')}"
+
+
+def param_and_state(key: str) -> tuple[str, Any]:
+    """Split a key of ``state_key`` into the parameter's name and the state's name."""
+    param, _, state = key.removeprefix(STATE).rpartition(".")
+    number = _NUMBER.fullmatch(state)
+    return param, int(number[1]) if number else state.replace("%2E", ".").replace("%25", "%")
 
 
 class Run(NamedTuple):
@@ -88,7 +119,7 @@ def of_value(rank: int) -> Saved:
 
 
 def of_tensor(
-    dtype: torch.dtype, shape: tuple[int, ...], order: Sequence[int], boxes: Sequence[Box], rank: int
+    dtype: torch.dtype, shape: tuple[int, ...], order: Iterable[int], boxes: Sequence[Box], rank: int
 ) -> Saved:
     """Describe a tensor of which ``rank`` has written ``boxes``."""
     saved = Saved(str(dtype).removeprefix("torch."), shape, tuple(order), ())
@@ -150,8 +181,6 @@ def unpacked(content: bytes, ranks: int, nbytes: int) -> Table:
         itemsize = torch_dtype(dtype).itemsize if dtype else 0
         if not 0 <= math.prod(shape) * itemsize <= nbytes:
             raise ValueError(f"{key!r} of shape {shape} and {dtype} is not in files of {nbytes} bytes")
-        if sorted(saved.order) != [*range(len(saved.shape))]:
-            raise ValueError(f"{order} are not the dimensions of a tensor of shape {shape}")
         for run in saved.runs:
             if not 0 <= run.rank < run.rank + run.ranks <= ranks:
                 raise ValueError(f"{key!r} is on {run.ranks} ranks from {run.rank}, and {ranks} have saved")

@@ -34,7 +34,7 @@ from fsdp.checkpoint import by_name, files, index
 from fsdp.checkpoint.backup import Backup
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
-from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
+from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading, prepare
 from fsdp.checkpoint.optim_dtypes import with_classes
 from fsdp.checkpoint.optim_load import UnreadState
@@ -219,11 +219,7 @@ class _Load:
             for name in names:
                 classes = by_param.get(name, [])
                 if own and classes and own.isdisjoint(classes):
-                    raise RuntimeError(
-                        f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}: {name!r} "
-                        f"was trained by {classes[-1]}. Nothing was loaded. Load with the optimizer that saved, or "
-                        "without one to begin with new optimizer state"
-                    )
+                    raise _other_optimizer(optimizer, f": {name!r} was trained by {classes[-1]}")
 
     def prepare(self, undo: ExitStack) -> Loading:
         """Do everything that can fail; ``undo`` gets a call that restores what was loaded at once."""
@@ -315,11 +311,15 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
         failure, missing = error, [*error.args]
     if missing:
         saved = dict.fromkeys(name for group in loadable["param_groups"] for name in group if name != "params")
-        raise RuntimeError(
-            f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}, which needs "
-            f"{', '.join(map(repr, missing))}: its parameter groups have {', '.join(map(repr, saved))}. Nothing was "
-            "loaded. Load with the optimizer that saved, or without one to begin with new optimizer state"
-        ) from failure
+        lacking, has = (", ".join(map(repr, names)) for names in (missing, saved))
+        raise _other_optimizer(optimizer, f", which needs {lacking}: its parameter groups have {has}") from failure
+
+
+def _other_optimizer(optimizer: Optimizer, words: str) -> RuntimeError:
+    return RuntimeError(
+        f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}{words}. Nothing was loaded. "
+        "Load with the optimizer that saved, or without one to begin with new optimizer state"
+    )
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------

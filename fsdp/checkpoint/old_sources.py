@@ -67,22 +67,19 @@ def check_all_there(source: Source) -> None:
     exist.
 
     Raises:
-        ValueError: with the names of the files, and the numbers, counts or files that differ.
+        ValueError: with the names of the files, and the numbers or files that are missing.
     """
     folder, names = source.files[0].path.parent, [file.path.name for file in source.files]
     counts = sorted({file.total for file in source.files if file.total is not None})
-    if len(counts) > 1:
-        several = " and of ".join(map(str, counts))
-        raise ValueError(f"{folder} has files of {several} ranks or parts, and one checkpoint has one number: {names}")
     numbers = [file.number for file in source.files]
     first = 0 if source.kind == RANKS else 1
     if counts or (source.kind == RANKS and len(numbers) > 1):
-        expected = [*range(first, first + (counts[0] if counts else max(numbers) + 1))]
-        if numbers != expected:
-            missing = [number for number in expected if number not in numbers]
+        expected = [*range(first, first + (counts[-1] if counts else numbers[-1] + 1))]
+        if len(counts) > 1 or numbers != expected:
+            of = " or ".join(map(str, counts or [len(expected)]))
             raise ValueError(
-                f"{folder} has {source.name!r} for {numbers} instead of once for each of {len(expected)} numbers; "
-                f"missing are {missing}; it has {names}"
+                f"{folder} has {source.name!r} for {numbers} instead of once for each of {of} ranks or parts; "
+                f"missing are {sorted({*expected} - {*numbers})}; it has {names}"
             )
     for path in folder.glob("*.safetensors.index.json") if source.name == "*.safetensors" else ():
         listed = json.loads(path.read_bytes())["weight_map"].values()

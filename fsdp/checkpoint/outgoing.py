@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import secrets
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,17 @@ import torch.distributed.checkpoint as dcp
 
 from fsdp.checkpoint import files
 from fsdp.checkpoint.files import Manifest
-from fsdp.checkpoint.keys import MODEL
+from fsdp.checkpoint.index import MODEL
 from fsdp.checkpoint.load_checkpoint import Contents, Reading, load_plain
-from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out
+from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
 from fsdp.checkpoint.values import torch_dtype
 
 
 def to_safetensors(path: str | Path, file: str | Path) -> Path:
     """Write the model's tensors of a checkpoint to one safetensors file, under the names of the plain model.
 
-    Elements are read straight into the mapped file, so the memory of this process does not grow with the model. The
-    file appears under this name when it is complete. Extra state of the model, the optimizer and ``extra`` are left
-    out.
+    One tensor at a time is in memory. The file appears under this name when it is complete. Extra state of the model,
+    the optimizer and ``extra`` are left out.
 
     Args:
         path: a directory of checkpoints, whose latest is taken, or one checkpoint.
@@ -39,27 +37,30 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint.
         RuntimeError: a file is damaged or missing, with the path.
-        OSError: the file cannot be written, with the path. Room on the disk is reserved before anything is read.
+        OSError: the file cannot be written, with the path.
     """
     file = Path(file)
 
     def convert(directory: Path, manifest: Manifest) -> Path:
         with Contents(directory, manifest, Reading()) as contents:
-            keys = [key for key in contents.tensors if key.startswith(MODEL)]
-            kinds = {key: (torch_dtype(contents.table[key].dtype), contents.table[key].shape) for key in keys}
-            with new_safetensors(file, {key.removeprefix(MODEL): kind for key, kind in kinds.items()}) as targets:
-                contents.read(contents.find({MODEL + name: target for name, target in targets.items()}))
-        return file
+            names = [key.removeprefix(MODEL) for key in contents.tensors if key.startswith(MODEL)]
+
+            def read(name: str) -> torch.Tensor:
+                tensor = contents.empty(MODEL + name)
+                contents.read(contents.find({MODEL + name: tensor}))
+                return tensor
+
+            tables = ((name, contents.table[MODEL + name]) for name in names)
+            return write_safetensors(file, {name: (torch_dtype(of.dtype), of.shape) for name, of in tables}, read)
 
     return files.read_latest(Path(path), convert, files.find)
 
 
-@contextlib.contextmanager
-def new_safetensors(
-    file: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors of these dtypes and shapes in the mapped memory of a new file, which replaces ``file`` at the end
-    of the context."""
+def write_safetensors(
+    file: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], read: Callable[[str], torch.Tensor]
+) -> Path:
+    """Write the tensors that ``read`` returns for these names, dtypes and shapes, one after the other. ``file`` is
+    replaced at the end."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
     names = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that all are aligned
     entries = laid_out((name, *kinds[name]) for name in names)
@@ -67,17 +68,13 @@ def new_safetensors(
         with SafetensorsFile.create(temporary, entries, {"format": "pt"}) as out:
             if file.exists():
                 temporary.chmod(stat.S_IMODE(file.stat().st_mode))
-            out.reserve()  # on a full disk, a write to mapped memory kills the process
-            mapped = torch.from_file(str(temporary), shared=True, size=out.nbytes, dtype=torch.uint8)
-            data = mapped[len(out.header) :]
-            targets = {e.name: data[e.begin : e.end].view(e.dtype).view(e.shape) for e in entries}
-            del mapped, data
-            yield targets
-            targets.clear()
+            for entry in entries:
+                out.write(memory_of(read(entry.name).view(-1)), entry.begin)
             out.finish()
             files.disk.rename(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+    return file
 
 
 def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) -> Path:

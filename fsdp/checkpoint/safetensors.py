@@ -151,11 +151,6 @@ class SafetensorsFile(ExitStack):
         """The size of the file, complete."""
         return len(self.header) + max((entry.end for entry in self._entries), default=0)
 
-    def reserve(self) -> None:
-        """Give the file its size, and room on the disk."""
-        with files.with_path(self.path):
-            files.disk.reserve(self._stream, self.nbytes)
-
     def write(self, data: Any, begin: int) -> None:
         """Write bytes of the tensors at ``begin``."""
         with files.with_path(self.path):

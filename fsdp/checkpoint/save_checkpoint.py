@@ -24,13 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import by_name, files, index, rank_file, values
-from fsdp.checkpoint.files import FileRecord
+from fsdp.checkpoint.files import Advance, FileRecord, no_progress
 from fsdp.checkpoint.forms import is_distributed, parts_of, replicas_of
-from fsdp.checkpoint.keys import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
+from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Piece
@@ -212,16 +211,54 @@ class Outcome(Future[Path]):
 # -- one rank's share --------------------------------------------------------------------------------------------------
 
 
-class _Written(NamedTuple):
+class Written(NamedTuple):
     """The files of some ranks, and the tensors in them."""
 
     records: dict[str, FileRecord]
     table: index.Table
 
     @staticmethod
-    def joined(several: Sequence[_Written]) -> _Written:
+    def joined(several: Sequence[Written]) -> Written:
         records = {name: record for one in several for name, record in one.records.items()}
-        return _Written(records, index.joined([one.table for one in several]))
+        return Written(records, index.joined([one.table for one in several]))
+
+
+class Share:
+    """The parts of tensors, and the other values, that rank ``rank`` writes; ``table`` describes both."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.table = rank, index.Table()
+        self.pieces: list[Piece] = []
+        self.packed: dict[str, tuple[Any, values.Tensors]] = {}
+
+    def add(
+        self, key: str, dtype: torch.dtype, shape: tuple[int, ...], order: Sequence[int], parts: list[Part]
+    ) -> None:
+        """Add parts of a tensor whose dimensions have this ``order`` in memory."""
+        self.pieces += [Piece(key, shape, box, values) for box, values in parts]
+        if parts:
+            self.table[key] = index.of_tensor(dtype, shape, order, [box for box, _ in parts], self.rank)
+
+    def pack(self, key: str, value: Any, *, trusted: bool = False) -> None:
+        """Add a value that is no tensor; ``extra`` is a value of each rank, and all others are of rank 0."""
+        remedy = "; or save(..., trusted=True), and then load(..., trusted=True)" if key != EXTRA else ""
+        self.packed[key] = values.pack(value, key, remedy, trusted=trusted and key != EXTRA)
+        if key != EXTRA:
+            self.table[key] = index.of_value(self.rank)
+
+    def write(self, directory: Path, advance: Advance = no_progress) -> Written:
+        name = files.rank_name(self.rank)
+        record = rank_file.write(directory / name, self.pieces, self.packed, advance)
+        return Written({name: record}, self.table)
+
+
+def publish(directory: Path, written: Written, keys: Iterable[str], ranks: int) -> Path:
+    """Complete the checkpoint that ``ranks`` ranks have written into ``directory``, and publish it."""
+    index.check_complete(written.table, keys)
+    records = {**written.records}
+    records[files.INDEX] = files.write_durably(directory / files.INDEX, index.packed(written.table))
+    files.seal(directory, records, ranks)
+    return files.publish(directory)
 
 
 class Save:
@@ -230,9 +267,7 @@ class Save:
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
         self._ranks, self._keep, self._trusted = ranks, keep, trusted
         self._path, self._given = path, str(path)
-        self._pieces: list[Piece] = []  # the parts of tensors that this rank writes
-        self._packed: dict[str, tuple[Any, values.Tensors]] = {}  # and the values that are no tensors
-        self.table: index.Table = {}  # a description of both
+        self.share = Share(ranks.rank)
         self._keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
         self._directory: Path | None = None  # on rank 0
 
@@ -261,60 +296,48 @@ class Save:
             if self._ranks.rank == 0:
                 self._path = Path(self._path).absolute()  # the working directory may change meanwhile
             if extra is not None:
-                self.pack(EXTRA, extra)
+                self.share.pack(EXTRA, extra)
             _note_replicas(model)
             state.update((MODEL + name, value) for name, value in by_name.model_state(model, by_name.ragged()).items())
 
         def of_optimizer() -> None:
             if optimizer is not None:
                 state.update(_optimizer_state(model, optimizer))
-            self.share(state)
+            self.divide(state)
             if stage:
                 self._stage()
 
         self._ranks.together("check what is to be saved", of_model)
         self._ranks.together("take what is to be saved", of_optimizer)
 
-    def share(self, state: dict[str, Any]) -> None:
+    def divide(self, state: dict[str, Any]) -> None:
         """Choose the tensors and values of ``state`` that this rank writes."""
-        rank, members, self._keys = self._ranks.rank, self._ranks.members, tuple(state)
-        owners: dict[tuple[int, ...], list[int]] = {}  # the replicas that save, by all replicas
+        self._keys, members = tuple(state), self._ranks.members
         for key, value in state.items():
+            if not self._is_mine(key, value, members):
+                continue
             if not isinstance(value, torch.Tensor):
-                if rank == 0:
-                    self.pack(key, value)
-                    self.table[key] = index.of_value(rank)
+                self.share.pack(key, value, trusted=self._trusted)
                 continue
-            if not is_distributed(value) or value.numel() == 0:
-                if rank == 0:
-                    if is_distributed(value):  # without elements
-                        value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    self._add(key, value, parts_of(value))
-                continue
-            if isinstance(value, RaggedTensor) and value.saved_elsewhere:
-                continue
-            replicas = replicas_of(value)
-            if replicas not in owners:
-                owners[replicas] = [each for each in replicas if each in members]
-            several = owners[replicas]
-            if not several or several[zlib.crc32(key.encode()) % len(several)] == members[rank]:
-                self._add(key, value, parts_of(value))
+            if is_distributed(value) and value.numel() == 0:
+                value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+            self._add(key, value, parts_of(value))
+
+    def _is_mine(self, key: str, value: Any, members: list[int]) -> bool:
+        """True if this rank writes ``value``: rank 0 if it is not divided, and one of the replicas otherwise."""
+        if not is_distributed(value) or value.numel() == 0:
+            return self._ranks.rank == 0
+        if isinstance(value, RaggedTensor) and value.saved_elsewhere:
+            return False
+        several = sorted({*replicas_of(value)}.intersection(members))
+        return not several or several[zlib.crc32(key.encode()) % len(several)] == members[self._ranks.rank]
 
     def _add(self, key: str, value: torch.Tensor, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            _check_dense(key, part)
         shape = tuple(value.shape)
-        pieces = [Piece(key, shape, box, values.detach()) for box, values in parts]
-        for piece in pieces:
-            _check_dense(key, piece.values)
-        if pieces:
-            self._pieces += pieces
-            order = memory_order(shape, value.stride())
-            self.table[key] = index.of_tensor(value.dtype, shape, order, [box for box, _ in parts], self._ranks.rank)
-
-    def pack(self, key: str, value: Any) -> None:
-        """Add a value that is no tensor."""
-        remedy = "; or save(..., trusted=True), and then load(..., trusted=True)" if key != EXTRA else ""
-        trusted = self._trusted and key != EXTRA
-        self._packed[key] = values.pack(value, _name_of(key), remedy, trusted=trusted)
+        dense = [(box, part.detach()) for box, part in parts]
+        self.share.add(key, value.dtype, shape, memory_order(shape, value.stride()), dense)
 
     def _stage(self) -> None:
         """Replace tensors by copies in CPU memory, and wait until they are complete.
@@ -322,8 +345,8 @@ class Save:
         Copies from an accelerator share one piece of page-locked memory.
         """
         nbytes: Counter[torch.device] = Counter()
-        inner = [tensor for _, tensors in self._packed.values() for tensor in tensors]
-        for tensor in [*inner, *(piece.values for piece in self._pieces)]:
+        inner = [tensor for _, tensors in self.share.packed.values() for tensor in tensors]
+        for tensor in [*inner, *(piece.values for piece in self.share.pieces)]:
             if tensor.device.type != "cpu":
                 nbytes[tensor.device] += aligned(tensor.nbytes)
         room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
@@ -338,8 +361,9 @@ class Save:
             events.append((device, event))
             return copied
 
-        self._pieces = [piece._replace(values=staged(piece.values)) for piece in self._pieces]
-        self._packed = {key: (value, [*map(staged, tensors)]) for key, (value, tensors) in self._packed.items()}
+        share = self.share
+        share.pieces = [piece._replace(values=staged(piece.values)) for piece in share.pieces]
+        share.packed = {key: (value, [*map(staged, tensors)]) for key, (value, tensors) in share.packed.items()}
         for device, event in events:
             with streams_for(device).on_host(event):
                 pass
@@ -361,15 +385,15 @@ class Save:
             path = self._ranks.round(
                 "write a checkpoint",
                 lambda: self._written(directory, progress=progress),
-                lambda written: self._published(written, size),
-                _Written.joined,
+                lambda written: publish(directory, written, self._keys, size),
+                Written.joined,
             )
         except BaseException:
             if self._directory is not None:
                 files.discard(self._directory)
             raise
         finally:
-            self._pieces, self._packed = [], {}
+            self.share = Share(self._ranks.rank)
         if self._keep is not None and self._directory is not None:
             files.remove_older(path, self._keep)  # on rank 0, and the other ranks do not wait
         return path
@@ -378,21 +402,12 @@ class Save:
         self._directory = files.begin(Path(self._path))
         return self._directory, self._given
 
-    def _written(self, directory: Path, *, progress: bool) -> _Written:
-        name, nbytes = files.rank_name(self._ranks.rank), sum(piece.nbytes for piece in self._pieces)
+    def _written(self, directory: Path, *, progress: bool) -> Written:
+        nbytes = sum(piece.nbytes for piece in self.share.pieces)
         with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
-            record = rank_file.write(directory / name, self._pieces, self._packed, advance)
+            written = self.share.write(directory, advance)
         files.disk.sync_directory(directory)
-        return _Written({name: record}, self.table)
-
-    def _published(self, written: _Written, ranks: int) -> Path:
-        """Publish the checkpoint on rank 0."""
-        assert self._directory is not None
-        index.check_complete(written.table, self._keys)
-        records = {**written.records}
-        records[files.INDEX] = files.write_durably(self._directory / files.INDEX, index.packed(written.table))
-        files.seal(self._directory, records, ranks)
-        return files.publish(self._directory)
+        return written
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
@@ -424,7 +439,7 @@ def _check_dense(key: str, value: torch.Tensor) -> None:
     if value.layout != torch.strided or value.is_quantized or value.is_nested or subclass:
         kind = type(value).__name__ if subclass else "tensor"
         raise NotImplementedError(
-            f"{_name_of(key)} is a {kind} of dtype {value.dtype} and layout {value.layout}, and a checkpoint holds "
+            f"{key} is a {kind} of dtype {value.dtype} and layout {value.layout}, and a checkpoint holds "
             "dense tensors alone: register it with persistent=False if it is a buffer that can be made again, or keep "
             "it as a dense tensor"
         )
@@ -442,16 +457,3 @@ def _note_replicas(model: nn.Module) -> None:
 def aligned(nbytes: int) -> int:
     """Round up to where the next tensor of any dtype may begin."""
     return -(-nbytes // 64) * 64
-
-
-def _name_of(key: str) -> str:
-    if key in (EXTRA, CLASSES):
-        return key
-    if key in (GROUPS, OTHERS):
-        return "optimizer.param_groups" if key == GROUPS else "optimizer.state"
-    if key.startswith(STATE):
-        param, state = param_and_state(key)
-        return f"optimizer.state[{param!r}][{state!r}]"
-    name = key.removeprefix(MODEL)
-    module, _, last = name.rpartition(".")
-    return f"the extra state of {module or 'the model'}" if last == _EXTRA_STATE_KEY_SUFFIX else repr(name)

@@ -12,14 +12,10 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
-import dataclasses
-import enum
 import io
-import pathlib
 import pickle
 import sys
-import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -86,7 +82,8 @@ def pack(value: Any, path: str, remedy: str = "", *, trusted: bool = False) -> t
             torch.save(value, buffer)
             return {"$pickle": refer(_tensor_of(buffer.getvalue()))}
         raise TypeError(
-            f"{path} is {_type_of(value)}, which a checkpoint cannot hold safely: {_advice(path, value)}{remedy}"
+            f"{path} is of type {torch.typename(kind)}, which a checkpoint cannot hold safely: pass numbers, "
+            f"strings, bytes, lists, tuples, sets, dicts or dense tensors in its place{remedy}"
         )
 
     return inner(value, path), tensors
@@ -172,32 +169,3 @@ def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) 
     if not trusted:
         raise pickle.UnpicklingError("it holds a pickled object")
     return torch.load(io.BytesIO(tensor(content).numpy().tobytes()), map_location="cpu", weights_only=False)
-
-
-def _type_of(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
-
-
-_ADVICE: list[tuple[Any, str]] = [
-    (enum.Enum, "pass {path}.name"),
-    (pathlib.PurePath, "pass str({path})"),
-    (slice, "pass its start, stop and step as a tuple"),
-    (Mapping, "pass dict({path})"),
-    ((range, collections.deque, frozenset, set, list, tuple), "pass list({path})"),
-    ((types.FunctionType, types.BuiltinFunctionType, types.MethodType, type), "pass its name"),
-    (torch.Tensor, "pass a dense torch.Tensor"),
-]
-
-
-def _advice(path: str, value: Any) -> str:
-    found = next((text for kinds, text in _ADVICE if isinstance(value, kinds)), "leave it out")
-    if found == "leave it out":
-        if type(value).__module__ == "numpy" and hasattr(value, "dtype"):
-            found = "pass torch.as_tensor({path})"
-        elif dataclasses.is_dataclass(value):
-            found = "pass dataclasses.asdict({path})"
-        elif getattr(value, "__dict__", {}):
-            found = "pass vars({path})"
-    return f"{found.format(path=path)}, or numbers, strings, lists, dicts and tensors"
