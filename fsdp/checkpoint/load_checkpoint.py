@@ -31,11 +31,10 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import by_name, files, index
-from fsdp.checkpoint.backup import Backup
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
-from fsdp.checkpoint.load_state_dict import Loading, prepare
+from fsdp.checkpoint.load_state_dict import Backup, Loading, prepare
 from fsdp.checkpoint.optim_dtypes import with_classes
 from fsdp.checkpoint.optim_load import UnreadState
 from fsdp.checkpoint.progress import bar

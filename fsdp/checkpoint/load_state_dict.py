@@ -11,7 +11,9 @@ buffer; rows of torch's sharded tensors are exchanged unit by unit.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,18 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from fsdp.checkpoint.backup import Backup, persistent_buffers
 from fsdp.checkpoint.forms import Form, is_part
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors
-from fsdp.checkpoint.targets import UnitLoading, mark_parts
+from fsdp.checkpoint.targets import Target, UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, clean, clean_text, joined, unit_of, wrappers_in
-from fsdp.flat.registration import registered_params
+from fsdp.flat.registration import register_instead, registered_params
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
@@ -266,6 +270,112 @@ class Loading:
                 kept.append(part)
             module = child
         return self.prefix + ".".join(kept)
+
+
+# -- the backup --------------------------------------------------------------------------------------------------------
+
+
+class Backup:
+    """Parameters, persistent buffers and extra state of modules, and the state and groups of optimizers.
+
+    Targets, which stand for the parameters of units, are left out. Copies of values are in CPU memory. Optimizers are
+    kept without copies, because ``load_state_dict`` of torch's optimizers makes new tensors. Writes of other optimizers
+    into their existing tensors are not undone.
+
+    Used as a context manager it restores the state if the body raises.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> None:
+        modules = list(modules)
+        self._tensors = [
+            (module, attribute, tensor, _copy(tensor))
+            for module in modules
+            for attribute, tensor in (*registered_params(module), *persistent_buffers(module))
+            if not isinstance(tensor, Target) and not is_lazy(tensor)
+        ]
+        self._optimizers = [
+            (
+                one,
+                dict(one.__dict__),
+                {param: dict(state) if isinstance(state, dict) else state for param, state in one.state.items()},
+                [dict(group) for group in one.param_groups],
+            )
+            for each in optimizers
+            for one in getattr(each, "inner_optimizers", [each])
+        ]
+        self._extra_state = [
+            (module, _copied_if_possible(module.get_extra_state())) for module in filter(_has_extra_state, modules)
+        ]
+
+    def __enter__(self) -> Backup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            self.restore()
+
+    def restore(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for module, state in self._extra_state:
+                _restore_extra_state(module, state)
+            for module, attribute, tensor, values in self._tensors:
+                local = local_of(tensor.detach())
+                if values is not None and local.shape == values.shape:
+                    local.copy_(values)
+                elif values is not None:  # a module has resized it
+                    tensor = values.to(local.device)
+                if attribute in module._buffers:
+                    module._buffers[attribute] = tensor
+                else:
+                    register_instead(module, attribute, tensor)
+        for one, attributes, states, groups in self._optimizers:
+            one.__dict__.clear()
+            one.__dict__.update(attributes)
+            one.state.clear()
+            one.state.update(states)
+            for group, settings in zip(one.param_groups, groups):
+                group.clear()
+                group.update(settings)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy this rank's values to the CPU; None for a tensor on the meta device."""
+    local: torch.Tensor = local_of(tensor.detach())
+    return None if local.is_meta else local.to("cpu", copy=True)
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    own, base = type(module), nn.Module
+    return own.get_extra_state is not base.get_extra_state and own.set_extra_state is not base.set_extra_state
+
+
+def _copied_if_possible(state: Any) -> Any:
+    """Return a copy of an extra state, or the state itself if it refuses to be copied, as one with a lock in it does:
+    then a module that changes it in place keeps the change after a failed load."""
+    try:
+        return copy.deepcopy(state)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return state
+
+
+def _restore_extra_state(module: nn.Module, state: Any) -> None:
+    try:
+        module.set_extra_state(state)
+    except Exception as error:  # the module's own
+        warnings.warn(
+            f"a state dict was not loaded, but the extra state of {type(module).__name__} has changed: its "
+            f"set_extra_state() refuses what its get_extra_state() had returned before: {error}",
+            stacklevel=3,
+        )
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """List (attribute, buffer) of the buffers that state dicts contain."""
+    return [
+        (name, buffer)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 # -- agreement ---------------------------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
 from fsdp.checkpoint import by_name
-from fsdp.checkpoint.backup import Backup
 from fsdp.checkpoint.by_name import as_list, groups_of, own_method
-from fsdp.checkpoint.load_state_dict import load_alike, load_from_first
+from fsdp.checkpoint.load_state_dict import Backup, load_alike, load_from_first
 from fsdp.checkpoint.optim_dtypes import first_step
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.state_dict import calling, check_no_experts

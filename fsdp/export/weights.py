@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp.checkpoint.backup import persistent_buffers
 from fsdp.checkpoint.forms import Held
+from fsdp.checkpoint.load_state_dict import persistent_buffers
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.state_dict import check_no_experts, held_param
 from fsdp.comm.collectives import Gather, exchange
