@@ -81,6 +81,9 @@ def prepare(tool: str, engine: str) -> None:
         patch()
     if "accelerate" in sys.modules:
         take_the_cpu_for_an_accelerator()
+    if engine == "torch":  # to offload is to release or to overwrite the values that are on CPU already
+        for config in (torchs.api.StateDictConfig, torchs.api.OptimStateDictConfig):
+            config.offload_to_cpu = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment]
     wrapper: Any = torchs.FullyShardedDataParallel
     made = wrapper.__init__
 
