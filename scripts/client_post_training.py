@@ -41,6 +41,7 @@ def quantized(model: nn.Module) -> nn.Module:
                 options = {"compute_dtype": torch.float32, "quant_storage": torch.float32, "quant_type": "nf4"}
                 low = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, bias=False, **options)
                 low.load_state_dict(layer.state_dict())
+                low.support_avx512bf16_for_cpu = False  # else evaluation packs the weights in another way, for good
                 setattr(module, name, low.to("cpu"))  # the move quantizes
     return model
 
