@@ -191,7 +191,7 @@ def _nested(leaves: Leaves) -> dict[Any, Any]:
         at = tree
         for key in keys[:-1]:
             at = at.setdefault(key, {})
-        at[keys[-1]] = value
+        at.setdefault(keys[-1], value)  # a dict that is empty on one rank may have values on another
     return tree
 
 

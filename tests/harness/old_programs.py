@@ -163,8 +163,10 @@ def fsdp1(use_orig_params: bool = False, memory_format: torch.memory_format = to
         return path.name
 
     def verl(folder: Path) -> str:
-        path = _directory(folder, f"fsdp1 {mode}, verl")
-        _to_rank_files(path, of_model("SHARDED"), optimizer.state_dict())
+        path, state = _directory(folder, f"fsdp1 {mode}, verl"), optimizer.state_dict()
+        for number in state["param_groups"][0]["params"]:  # verl's offload makes an empty state where a rank has none
+            state["state"].setdefault(number, {})
+        _to_rank_files(path, of_model("SHARDED"), state)
         torch.save(os.path.join, path / f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
         return path.name
 
