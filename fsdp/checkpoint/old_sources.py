@@ -18,7 +18,7 @@ _RANK = re.compile(r"(?P<before>.*?)(world_size_(?P<count>\d+)_)?rank[_-]?(?P<nu
 _PART = re.compile(r"(?P<before>.*)-(?P<number>\d+)-of-(?P<count>\d+)(?P<after>\..*)")
 _OWN = re.compile(r"rank_\d+\.safetensors")  # in a checkpoint of this package
 # Files that lie next to a checkpoint and hold neither a model nor an optimizer; many of them hold pickled objects.
-_NO_STATE = re.compile(r"scheduler|rng|random|training_args|extra_state|sampler|scaler|dataloader|metrics")
+_NO_STATE = re.compile(r"scheduler|rng|random|training_args|extra_state|sampler|scaler|dataloader|dl_state|metrics")
 
 
 class OldFile(NamedTuple):
