@@ -24,7 +24,7 @@ from fsdp.__main__ import main
 from fsdp.checkpoint import convert, load, load_plain
 from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train, whole
+from tests.harness.old_programs import AFTER, BEFORE, FULL_ON_CPU, Block, adamw, old_model, old_programs, train
 from tests.harness.optim_states import quiet
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -373,8 +373,9 @@ def save_groups_of_fsdp1(folder: Path) -> dict[str, torch.Tensor]:
     optimizer.step()
     with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         torch.save(model.state_dict(), folder / f"model_world_size_2_rank_{dist.get_rank()}.pt")
-        states = whole(TorchFSDP.optim_state_dict(model, optimizer))["state"]
     torch.save(optimizer.state_dict(), folder / f"optim_world_size_2_rank_{dist.get_rank()}.pt")
+    with TorchFSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, optim_state_dict_config=FULL_ON_CPU):
+        states = TorchFSDP.optim_state_dict(model, optimizer)["state"]
     return {name: state["exp_avg"] for name, state in states.items()}
 
 
@@ -414,6 +415,21 @@ def test_parts_that_two_orders_of_parameters_fit_are_refused(tmp_path: Path) -> 
         convert(tmp_path, tmp_path / "new", model=model, auto_wrap_policy=policy)
     plain = load_plain(convert(tmp_path, tmp_path / "new", model=model))  # one flat parameter would have other sizes
     assert plain.optimizer is not None and (plain.optimizer["state"]["1.weight"]["exp_avg"] == 1).all()
+
+
+def test_parts_with_the_shape_of_another_parameter_are_joined(tmp_path: Path) -> None:
+    """Both ranks have 4 elements of the weight, as many as the norm has."""
+    (tmp_path / "old").mkdir()
+    model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.LayerNorm(4, bias=False))
+    model[1].requires_grad_(False)
+    for rank in range(2):
+        optimizer = {"state": {0: {"exp_avg": torch.arange(4.0) + 4 * rank}}, "param_groups": [{"params": [0]}]}
+        torch.save(model.state_dict(), tmp_path / "old" / f"model_world_size_2_rank_{rank}.pt")
+        torch.save(optimizer, tmp_path / "old" / f"optim_world_size_2_rank_{rank}.pt")
+    policy = ModuleWrapPolicy({nn.Linear, nn.LayerNorm})
+    plain = load_plain(convert(tmp_path / "old", tmp_path / "new", model=model, auto_wrap_policy=policy))
+    assert plain.optimizer is not None
+    assert_bit_equal(plain.optimizer["state"]["0.weight"], {"exp_avg": torch.arange(8.0).view(4, 2)})
 
 
 def test_several_models_are_an_error_that_lists_them(tmp_path: Path) -> None:

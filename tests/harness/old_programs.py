@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +21,8 @@ from tests.harness.optim_states import quiet
 
 BEFORE, AFTER = 2, 3  # steps before and after the save
 ROWS = 12  # of each step, divided among the ranks
+# by default the state is offloaded, and on CPU torch's exp_avg gets the values of exp_avg_sq so
+FULL_ON_CPU = FullOptimStateDictConfig(offload_to_cpu=False)
 
 
 class Block(nn.Module):
@@ -129,13 +131,12 @@ def fsdp1(use_orig_params: bool = False, memory_format: torch.memory_format = to
             return model.state_dict()
 
     def of_optimizer(kind: str) -> Any:
-        with TorchFSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
+        config = FULL_ON_CPU if kind == "FULL" else None
+        with TorchFSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"], optim_state_dict_config=config):
             return TorchFSDP.optim_state_dict(model, optimizer)
 
     def full(folder: Path) -> str:
-        path, state = _directory(folder, f"fsdp1 {mode}, full"), of_model("FULL")
-        # with original parameters torch's full state is wrong on CPU: it has exp_avg_sq in the place of exp_avg
-        optim = whole(of_optimizer("SHARDED")) if use_orig_params else of_optimizer("FULL")
+        path, state, optim = _directory(folder, f"fsdp1 {mode}, full"), of_model("FULL"), of_optimizer("FULL")
         if dist.get_rank() == 0:
             torch.save({"model": state, "optimizer": optim, "step": BEFORE}, path / "run.pt")
         return path.name
@@ -149,7 +150,8 @@ def fsdp1(use_orig_params: bool = False, memory_format: torch.memory_format = to
         path = _directory(folder, f"fsdp1 {mode}, accelerate")
         dcp.save({"model": of_model("SHARDED")}, checkpoint_id=path / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": of_optimizer("SHARDED")}, checkpoint_id=path / "optimizer_0")
-        torch.save(torch.optim.lr_scheduler.StepLR, path / "scheduler.bin")  # is not read
+        for unread in ("scheduler.bin", "dl_state_dict.bin"):
+            torch.save(torch.optim.lr_scheduler.StepLR, path / unread)
         return path.name
 
     def ranks(folder: Path) -> str:
@@ -171,17 +173,6 @@ def fsdp1(use_orig_params: bool = False, memory_format: torch.memory_format = to
         return path.name
 
     return model, optimizer, [full, sharded, accelerate, ranks, local, verl]
-
-
-def whole(state: Any) -> Any:
-    """Return `state` with each `ShardedTensor` in it as a whole tensor."""
-    if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
-    if not hasattr(state, "local_shards"):
-        return state
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, [shard.tensor for shard in state.local_shards()])
-    return torch.cat([tensor for of_rank in of_ranks for tensor in of_rank])
 
 
 def fsdp2() -> Program:
