@@ -33,6 +33,7 @@ from fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp.flat.experts import shard_experts
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import BucketInfo, UnitInfo
@@ -98,6 +99,7 @@ __all__ = [
     "plan",
     "register_forward_method",
     "register_fsdp_forward_method",
+    "shard_experts",
     "shard_info",
     "trace",
 ]

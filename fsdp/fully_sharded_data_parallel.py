@@ -283,7 +283,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
                 module, auto_wrap_policy, set(ignored.modules), set(ignored.params), FullyShardedDataParallel, inner
             )
 
-        self.sharding_strategy = options.strategy_in_use()
+        self.sharding_strategy = options.strategy_in_use(module)
         self.backward_prefetch, self.mixed_precision = options.backward_prefetch, options.precision
         self.cpu_offload, self.forward_prefetch = options.cpu_offload, options.forward_prefetch
         self.limit_all_gathers = options.limit_all_gathers

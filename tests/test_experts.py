@@ -179,16 +179,24 @@ def test_describe_shows_the_divisor_of_experts() -> None:
 
 @on_ranks(4)
 def test_ranks_of_tensor_parallelism_are_no_holders_of_other_experts() -> None:
-    """They see the same data: a unit over the ranks of data parallelism inside of a root over all ranks."""
+    """They see the same data: a unit over the ranks of data parallelism inside of a root over all ranks. A warning
+    asks for a declaration."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     inner = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh["tp"], plan)
     inner = wrap(inner, FULL_SHARD, True, wrap_policy=None, device_mesh=mesh["dp"])
     beside = wrap(nn.Linear(8, 8), FULL_SHARD, True, wrap_policy=None, device_mesh=mesh["dp"])
     model = wrap(nn.Sequential(nn.Linear(8, 8), inner, beside), FULL_SHARD, True, wrap_policy=None)
+    twin = copy.deepcopy(model)
     assert [unit.divisor for unit in fsdp.describe(model).units] == [4, 2, 2]
-    model(torch.ones(2, 8)).sum().backward()
+    assert sum(unit.numel for unit in fsdp.describe(model).units) == 4 * (8 * 8 + 8)
+    with pytest.warns(
+        UserWarning, match=r"unit '1' has DTensors over .*shard_experts.*set_gradient_divide_factor\(2\)"
+    ):
+        model(torch.ones(2, 8)).sum().backward()
     assert model.state_dict()
+    twin.module[1].set_gradient_divide_factor(2)
+    twin(torch.ones(2, 8))
 
 
 @on_ranks(2)

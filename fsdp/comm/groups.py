@@ -40,7 +40,8 @@ class Groups:
     replica_size: int
     forced: bool = False  # separate buffers and collectives even in a shard group of one rank
     hybrid: bool = False  # a hybrid strategy: a communication hook reduces within the shard group only
-    tp: Any | None = None  # the ranks of tensor parallelism
+    tp: Any | None = None  # the ranks of tensor parallelism, or of experts
+    experts: Any | None = None  # ``tp`` if its ranks have different experts, and see different data
     mesh: DeviceMesh | None = field(default=None, compare=False)  # that the groups come from
 
     @cached_property
@@ -50,6 +51,16 @@ class Groups:
     @property
     def data_parallel_size(self) -> int:
         return self.shard_size * self.replica_size
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks that hold the unit, or if it has experts, other experts, and see different data."""
+        return self.data_parallel_size * (1 if self.experts is None else self.experts.size())
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether each rank has a part of the unit in sharded state dicts."""
+        return self.sharded or (self.experts is not None and self.shard is not None)
 
     @cached_property
     def replica_ranks(self) -> tuple[int, ...]:

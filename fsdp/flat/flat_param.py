@@ -180,7 +180,8 @@ class FlatParamHandle:
         return place(memory, shard).copy_(shard)
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        pairs = list(itertools.zip_longest(self.tp, params))
+        placed = [None if tp is None or tp.is_plain else tp for tp in self.tp]
+        pairs = list(itertools.zip_longest(placed, params))
         empty = functools.partial(torch.empty, 0, dtype=dtype, device=self.device)
         leaves = [nn.Parameter(empty(), param.requires_grad and tp is None) for tp, param in pairs]
         for index, (tp, param) in enumerate(pairs):

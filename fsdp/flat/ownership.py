@@ -27,7 +27,7 @@ from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
 from fsdp.flat.registration import Site
-from fsdp.flat.tensor_parallel import TensorParallel, local_of
+from fsdp.flat.tensor_parallel import EXPERTS, TensorParallel, local_of
 from fsdp.flat.unwritten import MarkEmpty, moved
 
 ONE_UNIT_ONLY = (
@@ -66,17 +66,20 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
     for param, sites in _sites_of(module, ignored):
         _check(param, sites, unit_name)
         if isinstance(param, DTensor):
-            tp = TensorParallel.of(param, f"{sites[0].name!r} of {unit_name}", groups)
+            declared = vars(sites[0].module).get(EXPERTS, {}).get(sites[0].attribute)
+            tp = TensorParallel.of(param, f"{sites[0].name!r} of {unit_name}", groups, declared)
             local = nn.Parameter(local_of(param).detach(), param.requires_grad)
             local.__dict__.update(param.__dict__)
             owned.append(OwnedParam(local, sites, tp, param))
         else:
             owned.append(OwnedParam(param, sites))
-    several = {tuple(item.tp.spec.mesh.mesh.tolist()): item.name for item in owned if item.tp is not None}
+    placed = [(item.name, item.tp) for item in owned if item.tp is not None]
+    several = {(tuple(tp.spec.mesh.mesh.tolist()), tp.experts): name for name, tp in placed}
     if len(several) > 1:
+        kinds = {True: " (experts)", False: ""}
         raise NotImplementedError(
-            f"{unit_name} has parameters of tensor parallelism over different ranks: "
-            f"{', '.join(f'{name!r} over {list(ranks)}' for ranks, name in several.items())}"
+            f"{unit_name} has parameters of tensor parallelism over different ranks, or experts next to others: "
+            f"{', '.join(f'{name!r} over {list(ranks)}{kinds[own]}' for (ranks, own), name in several.items())}"
         )
     return owned
 

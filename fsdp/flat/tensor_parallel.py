@@ -20,6 +20,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp.comm.groups import Groups, rank_names
 
+EXPERTS = "_fsdp_experts"  # of a module: by name of a parameter that holds experts, ``TensorParallel.is_plain``
+
 
 def local_of(tensor: Any) -> Any:
     """Return the local tensor of a ``DTensor``, without a copy; a plain tensor as it is."""
@@ -33,19 +35,24 @@ class TensorParallel:
 
     Attributes:
         spec: the spec of the ``DTensor``.
+        experts: the ranks see different data: the parameter was declared by ``fsdp.shard_experts``.
+        is_plain: modules compute with the local tensor as a plain parameter, not with a ``DTensor``.
     """
 
     spec: DTensorSpec
+    experts: bool = False
+    is_plain: bool = False
 
     @staticmethod
-    def of(param: DTensor, name: str, groups: Groups | None) -> TensorParallel:
-        """Return the placement of ``param``, which errors call ``name``, and which ``groups`` will shard.
+    def of(param: DTensor, name: str, groups: Groups | None, declared: bool | None = None) -> TensorParallel:
+        """Return the placement of ``param``, which errors call ``name``, and which ``groups`` will shard. If it was
+        ``declared`` to hold experts, this says whether modules compute with plain parameters.
 
         Raises:
             NotImplementedError: several mesh dimensions, or a placement that is neither ``Shard`` nor ``Replicate``.
             ValueError: the ranks are those of the shard group, or this rank's part is no chunk.
         """
-        mesh, found = param.device_mesh, TensorParallel(param._spec)
+        mesh, found = param.device_mesh, TensorParallel(param._spec, declared is not None, bool(declared))
         kinds = {type(placement) for placement in param.placements}
         if mesh.ndim != 1 or not kinds <= {Shard, Replicate}:
             raise NotImplementedError(

@@ -33,6 +33,7 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.data_ranks import check_experts
 from fsdp.runtime.half_migrated import refuse_torchs_methods
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import check_variables, warn_of_hooks
@@ -120,8 +121,10 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     for submodule in module.modules():  # torch.compile and tools look for these two
         if submodule not in ignored.modules:
             submodule.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=use_orig_params)
-    tp = next((item.tp.group for item in owned if item.tp is not None), None)
-    groups = options.groups if tp is None else replace(options.groups, tp=tp)
+    tp = next((item.tp for item in owned if item.tp is not None), None)
+    groups = (
+        options.groups if tp is None else replace(options.groups, tp=tp.group, experts=tp.group if tp.experts else None)
+    )
     return Unit(module, name, buckets, groups, device, options.policy, precision, initial=initial)
 
 
@@ -258,6 +261,7 @@ class Membership:
         TreePolicy.check_equal(unit.policy.tree for unit in units)
         if self.unit.policy.tree.reduce_unused:
             _check_one_group([(name, unit.groups) for name, unit, _ in tree])
+        check_experts([(f"unit {name!r}" if name else "the root unit", unit) for name, unit, _ in tree])
         context = RootContext(self.unit, tree)  # it takes the units from their former contexts, which have to be alive
         for unit in units:
             if (other := unit.membership()) is not None:
@@ -283,7 +287,9 @@ def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
     if len(names) > 1:
         raise NotImplementedError(
             "reduce_unused=True needs a tree whose units communicate over one process group, or one pair of them, and "
-            f"these are the first of each: {', '.join(names.values())}. Pass the same process_group to all of them"
+            f"these are the first of each: {', '.join(names.values())}. Pass the same process_group to all of them. "
+            "With experts leave reduce_unused out, and run all units on every rank: experts without tokens on an empty "
+            "batch, or on one whose output is multiplied by zero"
         )
 
 

@@ -361,6 +361,11 @@ def _check_callable(unit: Unit) -> None:
             f"forward of {unit.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
             "parameters are not on every rank's device. Run it outside, or summon without these options"
         )
+    if unit.summoned is not None and any(tp is not None and tp.is_plain for each in unit.handles for tp in each.tp):
+        raise RuntimeError(
+            f"forward of {unit.name} inside summon_full_params, which shows all experts as DTensors, and the forward "
+            "expects plain parameters, of this rank's experts. Run it outside"
+        )
     if peek_interpreter_stack() is not None and unit.gathers:
         raise RuntimeError(
             f"{unit.name} is called inside of torch.vmap or a transform of torch.func, which sharded parameters do "

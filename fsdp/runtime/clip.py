@@ -44,7 +44,6 @@ from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.lane.issuing import REDUCE
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.unit import Unit, every_unit
 
@@ -138,7 +137,7 @@ def clip_grad_norm_(
     sharded: dict[ProcessGroup | None, _Grads] = {}  # by shard group, in the tree's order on every rank
     # by shard group, None for a single rank, and number of ranks
     experts: dict[tuple[ProcessGroup | None, int], _Grads] = {}
-    whole, tp_group = _Grads([], []), _tp_group(handles, others)
+    whole, tp_group = _Grads([], []), _tp_group(units, others)
     for param in others:
         whole.add_unmanaged(param)
     for unit in units:
@@ -149,12 +148,17 @@ def clip_grad_norm_(
             else:
                 home = whole if group is None else sharded.setdefault(group, _Grads([], []))
             home.alike.extend(views.grad_parts())
-            home.cut.extend(views.grad_parts(cut=True))
+            (home.cut if unit.groups.experts is None else home.alike).extend(views.grad_parts(cut=True))
 
     device = next((unit.device for unit in units if unit.handles), root.device)
 
     context = root.context
     assert context is not None
+    if root.groups.data_ranks > root.groups.data_parallel_size:
+        raise NotImplementedError(
+            f"clip_grad_norm_() of {root.name} alone, of whose experts other ranks have others: call it for a module "
+            "around it, wrapped over all ranks"
+        )
 
     def combined(value: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
         context.passes.announce(group)
@@ -219,13 +223,13 @@ class _Grads(NamedTuple):
             home.append(grad)
 
 
-def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]) -> ProcessGroup | None:
+def _tp_group(units: Iterable[Unit], others: Iterable[nn.Parameter]) -> ProcessGroup | None:
     """Return the group of the tree's tensor parallelism; None where there is none.
 
     Raises:
         NotImplementedError: tensor parallelism over several groups of ranks.
     """
-    groups = [handle.tp_group for handle in handles]
+    groups = [unit.groups.tp for unit in units if unit.groups.experts is None]
     groups += [param.device_mesh.get_group() for param in others if isinstance(param, DTensor)]
     found = {tuple(group_ranks(group)): group for group in groups if group is not None}
     if len(found) > 1:

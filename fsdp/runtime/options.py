@@ -26,6 +26,8 @@ from fsdp.api import (
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups, check_groups
 from fsdp.comm.nodes import choose_groups
 from fsdp.comm.user_warnings import warn_user
+from fsdp.flat.names import own_modules
+from fsdp.flat.tensor_parallel import EXPERTS
 from fsdp.runtime.policy import UnitPolicy
 
 
@@ -104,13 +106,15 @@ class WrapOptions:
             arguments["mixed_precision"] = dataclasses.replace(precision, output_dtype=None)
         return {**arguments, "ignored_states": ignored_params}
 
-    def strategy_in_use(self) -> ShardingStrategy:
-        """Return the strategy, or ``NO_SHARD`` with a warning if the group has one rank."""
+    def strategy_in_use(self, module: nn.Module) -> ShardingStrategy:
+        """Return the strategy for ``module``, or ``NO_SHARD`` if the group has one rank: with a warning, except for
+        experts, of which there may be no copies."""
         strategy, groups = self.sharding_strategy, self.groups
         if groups.shard_size > 1 or strategy is ShardingStrategy.NO_SHARD or groups.forced:
             return strategy
-        warn_user(
-            f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} works "
-            f"like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
-        )
+        if not any(EXPERTS in vars(owner) for _, owner in own_modules(module)):
+            warn_user(
+                f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} "
+                f"works like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
+            )
         return ShardingStrategy.NO_SHARD

@@ -127,7 +127,8 @@ def full_tensor(param: torch.Tensor) -> torch.Tensor:
 def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Gather the whole gradient of the parameter of which ``param`` is this rank's part, like :func:`full_tensor`.
 
-    Ranks without a gradient contribute zeros. Returns None if no rank has one.
+    Ranks without a gradient contribute zeros. Returns None if no rank has one; for experts (``fsdp.shard_experts``),
+    which other ranks have other ones of, zeros.
 
     Raises:
         RuntimeError: as :func:`full_tensor`; or gradients of ``no_sync`` are not reduced yet.
@@ -138,7 +139,8 @@ def full_grad(param: torch.Tensor) -> torch.Tensor | None:
     location.check("full_grad()")
     with join(location.unit).calling("full_grad()", often=True):
         full, there = gather_grads(location.unit, location.bucket, "full_grad()")
-        return location.part_of(full).clone() if there[location.position] else None
+        all_have_to_take_part = location.tp is not None and location.tp.experts
+        return location.part_of(full).clone() if there[location.position] or all_have_to_take_part else None
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

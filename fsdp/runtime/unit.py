@@ -333,16 +333,17 @@ class Unit:
         the unit's own ranks.
 
         A unit over fewer ranks holds experts: other ranks hold other parameters in its place, and the loss of each of
-        all ``ranks`` has a part in its gradient.
+        all ``ranks`` has a part in its gradient. Declared experts have these ranks also in a tree of their own.
         """
-        chosen = self.policy.gradient_divide_factor
-        return float(ranks) if chosen is None and ranks > self.groups.data_parallel_size else chosen
+        chosen, own = self.policy.gradient_divide_factor, self.groups.data_parallel_size
+        ranks = max(ranks, self.groups.data_ranks)
+        return float(ranks) if chosen is None and ranks > own else chosen
 
     def holds_experts(self, ranks: int) -> bool:
         """Whether other ranks of a tree with ``ranks`` of ``data_ranks`` hold other parameters in the place of the
         unit's, and not copies, as the program says by the number of the unit's own ranks as the divisor."""
         own = self.groups.data_parallel_size
-        return own < ranks and self.divisor(ranks) != own
+        return self.groups.experts is not None or (own < ranks and self.divisor(ranks) != own)
 
     def _follow_policy(self) -> None:
         policy = self.policy.replaced(gradient_divide_factor=self.divisor(self.position.ranks))

@@ -130,13 +130,17 @@ def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> 
     """Describe ``unit``, in a tree with ``ranks`` of ``data_ranks``."""
     layouts = [handle.layout for handle in unit.handles]
     records = [record for layout in layouts for record in layout.params]
-    numel, frozen, grads = sum(record.numel for record in records), 0, 0
+    numel, frozen, grads = 0, 0, 0
     for handle, views in zip(unit.handles, unit.views):
+        numels = [(tp or record).numel for tp, record in zip(handle.tp, handle.layout.params)]
+        numel += sum(numels)
         members = {i for visible in views.visible if not visible.param.requires_grad for i in visible.members}
-        frozen += sum(record.numel for index, record in enumerate(handle.layout.params) if index in members)
+        frozen += sum(count for index, count in enumerate(numels) if index in members)
         grads += handle.shard.nbytes if any(visible.param.requires_grad for visible in views.visible) else 0
     if strategy in ("FULL_SHARD", "HYBRID_SHARD") and unit.policy.reshard_after_forward is False:
         strategy += ", kept after forward"
+    if unit.groups.experts is not None:
+        strategy += f", experts over {unit.groups.experts.size()} ranks"
     divisor = unit.divisor(ranks) or unit.groups.data_parallel_size
     if divisor != unit.groups.data_parallel_size:
         strategy += f", gradients divided by {divisor:g}"
@@ -149,7 +153,7 @@ def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> 
         divisor=divisor,
         numel=numel,
         frozen_numel=frozen,
-        padding=sum(layout.padded_numel for layout in layouts) - numel,
+        padding=sum(layout.padded_numel for layout in layouts) - sum(record.numel for record in records),
         dtypes=tuple((layout.dtype, layout.compute_dtype, layout.reduce_dtype) for layout in layouts),
         param_nbytes=sum(handle.shard.nbytes for handle in unit.handles),
         grad_nbytes=grads,
