@@ -1,4 +1,5 @@
-"""Experts: a unit over fewer ranks than the root, in whose place other ranks hold other parameters.
+"""Experts: a unit over fewer ranks than the root, in whose place other ranks hold other parameters; undeclared, or
+declared by `fsdp.shard_experts`.
 
 The reference is one process with all experts and the whole batch, in float64.
 """
@@ -11,22 +12,26 @@ import itertools
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp
 from fsdp import FullyShardedDataParallel, StateDictType
-from fsdp.checkpoint import StateDictOptions, save, set_model_state_dict
+from fsdp.checkpoint import StateDictOptions, load, load_plain, save, set_model_state_dict
+from tests.harness.mesh_names import mesh_of
+from tests.harness.oracle import assert_bit_equal, flatten_state
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
 
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 EXPERTS, TOKENS, WIDTH = 4, 8, 5  # tokens of each rank; an equal part of them goes to each expert
 
 
@@ -47,8 +52,11 @@ class Experts(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, dtype=torch.float64))
 
+        self.computes_with: type[Tensor] = nn.Parameter
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight)
+        assert type(self.weight) is self.computes_with and isinstance(self.weight, nn.Parameter)
+        return torch.bmm(x, self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight)
 
 
 class Mixture(nn.Module):
@@ -75,19 +83,41 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
 
 
+class Way(NamedTuple):
+    """The number of ranks with different experts, the strategies of the root and of the experts, and the way in which
+    the experts are given: undeclared, or as plain parameters or DTensors that are declared."""
+
+    ep: int
+    root: Any = FULL_SHARD
+    inner: Any = FULL_SHARD
+    use_orig_params: bool = True
+    given: str = "undeclared"
+
+    def built(self, seed: int = 0) -> tuple[Mixture, Any, slice]:
+        """Return the plain mixture, the same with its experts over ``ep`` ranks, and which of them this rank has."""
+        torch.manual_seed(seed)
+        plain, mesh = Mixture(), mesh_of((dist.get_world_size() // self.ep, self.ep))
+        dp, ep = (mesh[name] for name in mesh.mesh_dim_names or ())
+        each, place = EXPERTS // self.ep, ep.get_local_rank()
+        mine = slice(place * each, (place + 1) * each)
+        model = copy.deepcopy(plain)
+        model.group, weight = ep.get_group(), model.experts.weight.detach()
+        if self.given == "DTensors":
+            model.experts.weight = nn.Parameter(distribute_tensor(weight, ep, [Shard(0)]))
+            model.experts.computes_with = DTensor
+        else:
+            model.experts.weight = nn.Parameter(weight[mine].clone())
+        options: dict[str, Any] = {"process_group": dp.get_group()}
+        if self.given != "undeclared":
+            model.experts = copy.deepcopy(fsdp.shard_experts(model.experts, ep))
+            options = {"device_mesh": dp}
+        model.experts = wrap(model.experts, self.inner, self.use_orig_params, wrap_policy=None, **options)
+        options = {"device_mesh": mesh if self.ep == 2 else mesh_of((2, 2))} if self.root is HYBRID_SHARD else {}
+        return plain, wrap(model, self.root, self.use_orig_params, wrap_policy=None, **options), mine
+
+
 def built(ep: int, root: Any, inner: Any, use_orig_params: bool) -> tuple[Mixture, Any, slice]:
-    """Return the plain mixture, the same with its experts over ``ep`` ranks, and which of them this rank has."""
-    torch.manual_seed(0)
-    plain, world = Mixture(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
-    each, place = EXPERTS // ep, mesh.get_local_rank("ep")
-    mine = slice(place * each, (place + 1) * each)
-    model = copy.deepcopy(plain)
-    model.group = mesh.get_group("ep")
-    model.experts.weight = nn.Parameter(model.experts.weight.detach()[mine].clone())
-    model.experts = wrap(model.experts, inner, use_orig_params, wrap_policy=None, process_group=mesh.get_group("dp"))
-    options = {"device_mesh": init_device_mesh("cpu", (2, 2))} if root is HYBRID_SHARD else {}
-    return plain, wrap(model, root, use_orig_params, wrap_policy=None, **options), mine
+    return Way(ep, root, inner, use_orig_params).built()
 
 
 def step(model: nn.Module, optimizer: Any, number: int, ranks: list[int], norm_type: float, clip: Any) -> Any:
@@ -224,7 +254,10 @@ def test_states_that_would_lack_the_experts_of_other_ranks_are_refused(tmp_path:
                             warnings.filterwarnings("ignore", r"StateDictType.LOCAL_STATE_DICT of unit 'experts'")
                             assert call()
                         continue
-                    words = rf"{name.split()[0]}.*unit 'experts' is over 1 of the 2 ranks.*LOCAL_STATE_DICT"
+                    words = (
+                        rf"{name.split()[0]}.*unit 'experts' is over 1 of the 2 ranks.*'experts.weight'.*"
+                        "shard_experts.*LOCAL_STATE_DICT"
+                    )
                     with pytest.raises(NotImplementedError, match=words):
                         call()
             model(batch(0, rank)).square().mean().backward()
@@ -233,3 +266,224 @@ def test_states_that_would_lack_the_experts_of_other_ranks_are_refused(tmp_path:
         assert model.module.experts.state_dict()["weight"].shape == (EXPERTS // 2, WIDTH, WIDTH)
         model.module.experts.set_gradient_divide_factor(1)
         assert model.state_dict()
+
+
+# -- declared experts --------------------------------------------------------------------------------------------------
+
+
+DECLARED = {
+    2: [Way(2, given="plain parameters"), Way(2, NO_SHARD, NO_SHARD, False, "DTensors")],
+    4: [
+        Way(2, FULL_SHARD, FULL_SHARD, True, "plain parameters"),
+        Way(2, HYBRID_SHARD, FULL_SHARD, False, "plain parameters"),
+        Way(2, SHARD_GRAD_OP, NO_SHARD, True, "DTensors"),
+        Way(2, FULL_SHARD, FULL_SHARD, False, "DTensors"),
+        Way(4, FULL_SHARD, FULL_SHARD, False, "plain parameters"),
+        Way(4, HYBRID_SHARD, NO_SHARD, True, "plain parameters"),
+        Way(4, FULL_SHARD, FULL_SHARD, True, "DTensors"),
+    ],
+}
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(whole(found), expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Any, plain: Mixture, of_plain: Any, steps: int) -> None:
+    """Train on this rank's batches, and `plain` on those of all ranks; compare losses, gradients and norms."""
+    for number in range(steps):
+        loss = model(batch(number, dist.get_rank())).square().mean()
+        losses = [plain(batch(number, rank)).square().mean() for rank in range(dist.get_world_size())]
+        loss.backward()
+        torch.stack(losses).mean().backward()
+        close(loss, losses[dist.get_rank()])
+        its = model.module.experts._fsdp_unit.policy.tree.use_orig_params
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True) if its else ():
+            close(fsdp.full_grad(param), expected.grad)
+        close(model.clip_grad_norm_(0.05), nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
+        for each in (optimizer, of_plain):
+            each.step()
+            each.zero_grad()
+
+
+def state_of(model: Any, optimizer: Any, kind: StateDictType = FULL, *configs: Any) -> tuple[Any, Any]:
+    with FullyShardedDataParallel.state_dict_type(model, kind, *configs):
+        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def values_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Return everything, whole."""
+    values, states = state_of(model, optimizer)
+    return {**values, **flatten_state(states["state"])}
+
+
+def train_declared(ranks: int, tmp_path: Path) -> None:
+    alone = fsdp.FullStateDictConfig(True, True), fsdp.FullOptimStateDictConfig(True, True)
+    for number, way in enumerate(DECLARED[ranks]):
+        plain, model, _ = way.built()
+        optimizer, of_plain = adamw(model), adamw(plain)
+        train(model, optimizer, plain, of_plain, 10)
+        expected: dict[str, Tensor] = {**plain.state_dict()}
+        for name, param in plain.named_parameters():
+            expected |= flatten_state({name: of_plain.state[param]})
+        values = values_of(model, optimizer)
+        assert set(values) == set(expected)
+        for name, value in expected.items():
+            close(values[name], value)
+        with FullyShardedDataParallel.summon_full_params(model):
+            for name, param in model.named_parameters():
+                assert_bit_equal({name: whole(param)}, {name: values[name.replace("_fsdp_wrapped_module.", "")]})
+        found, states = state_of(model, optimizer, FULL, *alone)
+        if dist.get_rank() == 0:
+            assert_bit_equal({**found, **flatten_state(states["state"])}, values)
+        else:
+            assert not states and not [name for name in found if "experts" in name or way.root is not HYBRID_SHARD]
+        save(tmp_path / str(number), model, optimizer, progress=False)
+        saved = load_plain(tmp_path / str(number), progress=False)
+        assert saved.optimizer is not None
+        assert_bit_equal({**saved.model, **flatten_state(saved.optimizer["state"])}, values)
+
+
+@on_ranks(2)
+def test_declared_experts_of_two_ranks_train_and_are_saved_like_those_of_one_process(tmp_path: Path) -> None:
+    train_declared(2, tmp_path)
+
+
+@on_ranks(4)
+def test_declared_experts_of_four_ranks_train_and_are_saved_like_those_of_one_process(tmp_path: Path) -> None:
+    train_declared(4, tmp_path)
+
+
+def fresh(way: Way) -> tuple[Any, Any]:
+    """Return a model of other values, with an optimizer that has stepped."""
+    _, model, _ = way.built(1)
+    optimizer = adamw(model)
+    model(batch(7, dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@on_ranks(4)
+def test_declared_experts_are_loaded_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """From full state dicts and from files; from sharded state dicts by as many ranks. One of the ways has all experts
+    on each rank."""
+    plain = Way(1)
+    for number, way in enumerate(DECLARED[4]):
+        model, optimizer = fresh(way)
+        values, full = values_of(model, optimizer), state_of(model, optimizer)
+        save(tmp_path / str(number), model, optimizer, progress=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is not sharded .NO_SHARD.: its full state dict is")
+            sharded = state_of(model, optimizer, SHARDED)
+        cases = [(way, SHARDED, sharded), (plain, FULL, full), (DECLARED[4][number - 1], FULL, full)]
+        for other, kind, (state, states) in cases:
+            model, optimizer = fresh(other)
+            with FullyShardedDataParallel.state_dict_type(model, kind):
+                model.load_state_dict(state)
+                given = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states)
+                optimizer.load_state_dict(given)
+            assert_bit_equal(values_of(model, optimizer), values, f"{kind} of {way} in {other}")
+        for other in (plain, DECLARED[4][number - 2]):
+            model, optimizer = fresh(other)
+            load(tmp_path / str(number), model, optimizer, progress=False)
+            assert_bit_equal(values_of(model, optimizer), values, f"file of {way} in {other}")
+
+
+@on_ranks(4)
+def test_ranks_may_have_unequal_numbers_of_declared_experts_and_none() -> None:
+    """As many as torch.chunk gives each of four ranks: 2, 2, 1 and 0."""
+    dp, ep = (mesh[name] for mesh in [mesh_of((1, 4))] for name in mesh.mesh_dim_names or ())
+    weight = torch.arange(15.0).view(5, 3)
+    module = nn.ParameterDict({"weight": weight[2 * dist.get_rank() :][:2].clone()})
+    fsdp.shard_experts(module, ep)
+    model = wrap(nn.Sequential(module, nn.Linear(3, 3)), wrap_policy=None, ignored_modules=[module])
+    model.module[0] = wrap(module, wrap_policy=None, device_mesh=dp)
+    assert torch.equal(model.state_dict()["0.weight"], weight)
+    model.load_state_dict({**model.state_dict(), "0.weight": 2 * weight})
+    assert torch.equal(model.state_dict()["0.weight"], 2 * weight)
+
+
+@on_ranks(4)
+def test_wrong_declarations_of_experts_are_refused_on_every_rank() -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    dp, ep = (mesh[name] for name in mesh.mesh_dim_names or ())
+
+    def placed(where: Any, *placements: Any) -> nn.Module:
+        return nn.ParameterDict({"weight": nn.Parameter(distribute_tensor(torch.ones(4, 3), where, placements))})
+
+    last = ep.get_local_rank() == 1
+    for module, words in (
+        (nn.ReLU(), "ReLU has no parameters"),
+        (nn.ParameterDict({"scale": torch.tensor(1.0)}), "'scale' has no dimension"),
+        (placed(dp, Shard(0)), "'weight' is a DTensor placed as .*; expected"),
+        (placed(ep, Shard(1)) if last else placed(ep, Shard(0)), f"on rank {rank | 1}: .*'weight' is a DTensor placed"),
+        (nn.Linear(3 + last, 2), r"rank \d has 'weight' of shape \(2, 3\).* and rank \d has 'weight' of shape \(2, 4"),
+        (nn.Linear(3, 2, bias=last), "expected the same parameters on all ranks.* has None"),
+        (nn.Linear(3, 2).requires_grad_(last), "requires_grad=False and rank . has .*requires_grad=True"),
+        (nn.Linear(3, 1 + last), r"have \[1, 2\] rows of parameter 'weight'; expected equally many"),
+        (wrap(nn.Linear(3, 4), wrap_policy=None), "is sharded already"),
+    ):
+        before = dict(module.named_parameters())
+        with pytest.raises(ValueError, match=f"shard_experts.*{words}"):
+            fsdp.shard_experts(module, ep)
+        assert all(param is before[name] for name, param in module.named_parameters())
+    with pytest.raises(ValueError, match="needs one dimension of a mesh"):
+        fsdp.shard_experts(nn.Linear(3, 4), mesh)
+    with pytest.raises(TypeError, match="needs one dimension of a mesh"):
+        fsdp.shard_experts(nn.Linear(3, 4), ep.get_group())
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4))
+    fsdp.shard_experts(module[0], ep)
+    module[1].weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), ep, [Shard(0)]))
+    with pytest.raises(NotImplementedError, match=r"'0.bias' over .* \(experts\), '1.weight' over"):
+        wrap(module, wrap_policy=None, device_mesh=dp)
+
+
+@on_ranks(4)
+def test_misuse_of_declared_experts_is_refused(tmp_path: Path) -> None:
+    mesh = mesh_of((2, 2))
+    dp, ep = (mesh[name] for name in mesh.mesh_dim_names or ())
+    x, from_rank0 = torch.ones(2, 4), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+    def made(beside: bool = False, **options: Any) -> nn.Module:
+        experts: Any = fsdp.shard_experts(nn.Sequential(nn.Linear(4, 4)), ep)
+        experts.append(nn.Linear(4, 4) if beside else nn.ReLU())
+        return nn.Sequential(nn.Linear(4, 4), wrap(experts, wrap_policy=None, device_mesh=dp, **options))
+
+    model = wrap(made(), wrap_policy=None, device_mesh=dp)
+    with pytest.raises(
+        ValueError, match=r"unit '1' has experts on 4 ranks .* the root unit is over 2 such ranks.*HYBRID"
+    ):
+        model(x)
+    model = wrap(made(reduce_unused=True), wrap_policy=None, reduce_unused=True)
+    with pytest.raises(NotImplementedError, match=r"reduce_unused=True.*With experts .*multiplied by zero"):
+        model(x)
+    model = wrap(made(beside=True), wrap_policy=None)
+    model(x).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"other ranks hold another '1\.1\.weight'"):
+        save(tmp_path, model)
+    model = wrap(made(), wrap_policy=None)
+    with pytest.raises(RuntimeError, match="needs all units to be sharded over the same group"):
+        set_model_state_dict(model, {}, options=from_rank0)
+    with (
+        FullyShardedDataParallel.summon_full_params(model),
+        pytest.raises(RuntimeError, match=r"forward of unit '1' inside summon_full_params.*this rank's experts"),
+    ):
+        model(x)
+    for export in (fsdp.export.save_safetensors, lambda model, path: fsdp.export.snapshot(model)):
+        with pytest.raises(NotImplementedError, match="unit '1' has experts or parameters of tensor parallelism"):
+            export(model, tmp_path / "exported")
+    model(x).sum().backward()
+    assert [unit.divisor for unit in fsdp.describe(model).units] == [4, 4]
+    alone: Any = made()[1]  # type: ignore[index]
+    alone(x).sum().backward()
+    assert fsdp.describe(alone).units[0].divisor == 4
+    with pytest.raises(NotImplementedError, match=r"clip_grad_norm_.*of whose experts other ranks have others"):
+        alone.clip_grad_norm_(1.0)

@@ -156,7 +156,8 @@ class Form(ABC):
 
     def share(self, held: Held, box: Box) -> Placement:
         """Return the elements of ``box`` that each rank of tensor parallelism gets, for a tensor that it has cut."""
-        return Placement(((box,),) * len(held.shares.boxes))
+        ranks, alone = len(held.shares.boxes), self.rank0_only and held.tp is not None and held.tp.experts
+        return Placement(((box,), *((() if alone else (box,),) * (ranks - 1))))
 
     @abstractmethod
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:

@@ -60,7 +60,8 @@ def optim_state_dict(
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
         if of_unit:
-            channel = channels.over(group_of(unit.groups), unit.device)
+            alone = unit.groups.tp is not None and unit.groups.data_parallel_size == 1
+            channel = channels.over(None if alone else group_of(unit.groups), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
     finished = finish(leaving.values(), channels, "optimizer state of tensor parallelism")
     leaving = dict(zip(leaving, finished))
@@ -145,7 +146,7 @@ def _send(
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (groups.mesh is None or groups.mesh.ndim == 1)
-    cut = groups.sharded or (next(iter(states)).is_flat and over_group)
+    cut = groups.has_parts or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
     leaving = export(tensors, form, channel, label, first=_first(group_ranks(group)[0], unit, channel))
     return dict(zip(keys, leaving))
@@ -154,6 +155,8 @@ def _send(
 def _first(saving: int, unit: Unit, channel: Channel) -> int:
     """Return the rank of ``channel`` that gets what rank ``saving`` gets alone: ``saving`` itself, or its counterpart
     on the ranks of tensor parallelism. -1 is no rank."""
+    if channel.group is None:
+        return 0
     ranks = group_ranks(channel.group)
     if unit.groups.tp is None or saving in ranks:
         return ranks.index(saving) if saving in ranks else -1

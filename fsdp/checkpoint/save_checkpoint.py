@@ -91,8 +91,9 @@ def save(
         ValueError: ``keep`` is no positive number.
         RuntimeError: a forward or backward is under way; or another process has removed or changed written files; or
             another rank is gone or was interrupted. The next save works.
-        NotImplementedError: ranks hold different experts; or the optimizer has states that cannot leave a sharded
-            parameter; or a tensor is sparse, quantized, nested or of a subclass, with the name.
+        NotImplementedError: ranks hold different experts that were not declared (``fsdp.shard_experts``); or the
+            optimizer has states that cannot leave a sharded parameter; or a tensor is sparse, quantized, nested or of a
+            subclass, with the name.
 
     Example::
 
@@ -448,8 +449,7 @@ def _check_dense(key: str, value: torch.Tensor) -> None:
 def _note_replicas(model: nn.Module) -> None:
     """Note the replicas of units without tensor parallelism, in all trees of ``model``."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
-    tp_group = next((handle.tp_group for handle in handles if handle.tp_group is not None), None)
-    if tp_group is not None:
+    for tp_group in {handle.tp_group: None for handle in handles if handle.tp_group is not None}:
         for handle in handles:
             handle.note_replicas(tp_group)
 

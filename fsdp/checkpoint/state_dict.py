@@ -128,7 +128,7 @@ class UnitSaving(UnitTensors):
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
         """Register placeholders of the form that the unit's settings choose."""
-        settings, has_parts = unit.state_settings, unit.groups.sharded and bool(unit.handles)
+        settings, has_parts = unit.state_settings, unit.groups.has_parts and bool(unit.handles)
         form = Form.of(settings.state_dict_config)
         if form.is_cut and unit.handles and not has_parts:
             warnings.warn(
@@ -209,7 +209,10 @@ class UnitSaving(UnitTensors):
     def _receives(self) -> bool:
         """True if this rank's result includes the unit's state."""
         groups = self.unit.groups
-        return not self._form.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
+        first = (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
+        if groups.experts is not None:  # ranks of the same root, unlike those of tensor parallelism
+            first = first and groups.experts.rank() == 0
+        return first or not self._form.rank0_only
 
     def _export(self) -> dict[Key, Export]:
         """Collect the unit's values on the ranks that receive them, in the shards' dtype, by one collective."""
@@ -276,7 +279,8 @@ def held_flat(handle: FlatParamHandle) -> Held:
     layout = handle.layout
     if any(handle.tp):
         raise NotImplementedError(
-            f"LOCAL_STATE_DICT of {handle.unit_name}, which has parameters of tensor parallelism: use another kind"
+            f"LOCAL_STATE_DICT of {handle.unit_name}, which has parameters of tensor parallelism or declared experts: "
+            "use another kind"
         )
     ranges = (layout.shard_range(rank) for rank in range(layout.world_size))
     spans = [(rank, min(start, layout.numel), min(end, layout.numel)) for rank, (start, end) in enumerate(ranges)]
@@ -311,18 +315,22 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def check_no_experts(model: nn.Module, call: str) -> None:
-    """Raise NotImplementedError if ``call`` would take the experts of one rank for those of all, under equal names.
+    """Raise NotImplementedError if ``call`` would take the experts of one rank for those of all, under equal names,
+    because they were not declared by ``fsdp.shard_experts``.
 
     Frozen units over fewer ranks than the unit around them count as copies.
     """
     for name, unit, ranks in with_data_ranks(model):
-        own = unit.groups.data_parallel_size
-        if unit.holds_experts(ranks) and any(bucket.trainable for bucket in unit.gradients):
+        own, trained = unit.groups.data_parallel_size, [each.handle for each in unit.gradients if each.trainable]
+        placed = [(joined(name, handle.name_of(i)), tp) for handle in trained for i, tp in enumerate(handle.tp)]
+        undeclared = next((param for param, tp in placed if tp is None or not tp.experts), None)
+        if undeclared is not None and unit.holds_experts(ranks):
             raise NotImplementedError(
                 f"{call}: unit {name!r} is over {own} of the {ranks} ranks that the model is over, so other ranks hold "
-                "other experts under the same names, and the result would have those of one rank. Save on each rank, "
-                "for the same ranks, its local state (StateDictType.LOCAL_STATE_DICT, with process_group= instead of "
-                "device_mesh=) and optimizer.state_dict(). If the other ranks hold copies, say so by "
+                f"another {undeclared!r}, and the result would have that of one rank. Before wrapping, declare experts "
+                "by fsdp.shard_experts(module, mesh['ep']), and leave other parameters to a unit around them. Or save "
+                "on each rank, for the same ranks, the local state (StateDictType.LOCAL_STATE_DICT, with process_group "
+                "instead of device_mesh) and optimizer.state_dict(). If the other ranks hold copies, say so by "
                 f"set_gradient_divide_factor({own}) of that unit"
             )
 

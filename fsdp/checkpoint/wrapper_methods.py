@@ -103,7 +103,8 @@ class StateDictMethods(nn.Module):
 
         Raises:
             RuntimeError: a forward or backward is running; or ``LOCAL_STATE_DICT`` with a device mesh.
-            NotImplementedError: ranks hold different experts, and the kind is not ``LOCAL_STATE_DICT``.
+            NotImplementedError: ranks hold different experts; declared ones (``fsdp.shard_experts``) have all kinds
+                but ``LOCAL_STATE_DICT``, which others have alone.
         """
         with collecting(self) as walk:
             state: dict[str, Any] = super().state_dict(
@@ -242,7 +243,7 @@ class StateDictMethods(nn.Module):
             RuntimeError: the optimizers of some ranks lack states.
             AssertionError: the ranks have different values of a state that has one value.
             NotImplementedError: a state is neither a scalar nor has one element per element of the parameter; or ranks
-                hold different experts.
+                hold different experts that were not declared (``fsdp.shard_experts``).
         """
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return _saved(model, optim.param_groups, raw, _optim_form(model), group)

@@ -316,9 +316,10 @@ def target_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def check_placements(params: ModelParams, label: str) -> None:
-    """Raise NotImplementedError if a parameter is placed by tensor parallelism."""
+    """Raise NotImplementedError if a parameter is placed by tensor parallelism, or holds experts."""
     for unit in params.units:
         if unit.groups.tp is not None:
             raise NotImplementedError(
-                f"{label}: {unit.name} has parameters of tensor parallelism: gather them by a full state dict"
+                f"{label}: {unit.name} has experts or parameters of tensor parallelism: gather them by a full state "
+                "dict"
             )
