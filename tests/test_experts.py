@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint import StateDictOptions, load, load_plain, save, set_model_state_dict
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.mesh_names import mesh_of
 from tests.harness.oracle import assert_bit_equal, flatten_state
 from tests.harness.pool import on_ranks
@@ -395,6 +396,32 @@ def test_declared_experts_are_loaded_at_another_number_of_ranks(tmp_path: Path) 
             model, optimizer = fresh(other)
             load(tmp_path / str(number), model, optimizer, progress=False)
             assert_bit_equal(values_of(model, optimizer), values, f"file of {way} in {other}")
+
+
+@on_ranks(4)
+def test_plan_and_describe_count_the_part_of_the_experts_on_a_rank() -> None:
+    policy = ModuleWrapPolicy({Experts})
+    for way in DECLARED[4]:
+        _, model, _ = way.built()
+        described = fsdp.describe(model)
+        planned = fsdp.plan(
+            Mixture,
+            world_size=4,
+            policy=policy,
+            strategy=FULL_SHARD,
+            use_orig_params=way.use_orig_params,
+            experts=Experts,
+            expert_ranks=way.ep,
+            device="cpu",
+        )
+        assert planned.numel == described.numel == sum(param.numel() for param in Mixture().parameters())
+        if (way.root, way.inner) == (FULL_SHARD, FULL_SHARD):
+            assert planned[FULL_SHARD].param_nbytes == sum(unit.param_nbytes for unit in described.units)
+            assert f"FULL_SHARD, experts over {way.ep} ranks, gradients divided by 4" in str(described) or way.ep == 4
+    with pytest.raises(ValueError, match="world_size 4 is not a multiple of expert_ranks 3"):
+        fsdp.plan(Mixture, world_size=4, policy=policy, experts=Experts, expert_ranks=3)
+    with pytest.raises(ValueError, match="expert_ranks=2 needs units of experts"):
+        fsdp.plan(Mixture, world_size=4, experts=Experts, expert_ranks=2)
 
 
 @on_ranks(4)

@@ -146,6 +146,8 @@ def plan(
     inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor | None = None,
     use_orig_params: bool = False,
     shard_size: int | None = None,
+    experts: type[nn.Module] | tuple[type[nn.Module], ...] = (),
+    expert_ranks: int = 1,
     device: str | torch.device = "cuda",
     memory: int | str | None = None,
 ) -> Plan:
@@ -171,6 +173,9 @@ def plan(
             tensor, on any device.
         use_orig_params: as in the wrapper; it changes the padding.
         shard_size: with hybrid strategies, the number of ranks of a shard group, usually those of a machine.
+        experts: the classes of the units of experts, ``[experts, ...]`` in each parameter of the plain model.
+        expert_ranks: the number of ranks that have other experts each (``fsdp.shard_experts``). The others hold copies,
+            over which the units are sharded. In hybrid strategies a shard group has all experts.
         device: the device of the training. On accelerators shards are aligned to 16 bytes. With ``"cpu"`` (gloo)
             reductions receive into memory of their own, as between hosts.
         memory: the memory of a rank, in bytes or as ``"80GB"``: fills :attr:`Plan.smallest`.
@@ -179,7 +184,12 @@ def plan(
         TypeError, ValueError: an argument is of the wrong kind; the model is wrapped already, or cannot be wrapped.
         NotImplementedError: the model has ``DTensor`` parameters.
     """
-    for argument, number in (("world_size", world_size), ("shard_size", 1 if shard_size is None else shard_size)):
+    sizes = {
+        "world_size": world_size,
+        "expert_ranks": expert_ranks,
+        "shard_size": 1 if shard_size is None else shard_size,
+    }
+    for argument, number in sizes.items():
         if as_count(number, argument, "ranks") < 1:
             raise ValueError(f"{argument} must be a number of ranks, 1 or more, but got {number}")
     if optimizer is not None and not callable(optimizer):
@@ -196,11 +206,13 @@ def plan(
     batch = _batch(batch_tokens, inputs)
     if batch is not None:
         units = try_forward(copied, units, batch)
+    numel = sum(item.param.numel() for unit in units for item in unit.owned)
+    _leave_part_of_experts(units, experts, expert_ranks)
     kind = torch.device(device).type
     planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params)
     return Plan(
         name=type(copied).__name__,
-        numel=sum(item.param.numel() for unit in units for item in unit.owned),
+        numel=numel,
         units=tuple(", ".join(unit.names) for unit in units),
         world_size=world_size,
         device=kind,
@@ -254,7 +266,8 @@ def on_meta(model: Any) -> nn.Module:
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise NotImplementedError(
             "plan() does not count tensor parallelism: plan the model as it is before parallelize_module(), with the "
-            "number of data parallel ranks, and divide the parallelized part by the number of tensor parallel ones"
+            "number of data parallel ranks, and divide the parallelized part by the number of tensor parallel ones. Of "
+            "experts plan the plain model, with all of them, and pass experts= and expert_ranks="
         )
     memo: dict[int, Any] = {
         id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
@@ -262,6 +275,29 @@ def on_meta(model: Any) -> nn.Module:
     }
     memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def _leave_part_of_experts(units: Iterable[ModelUnit], experts: Any, ranks: int) -> None:
+    """Let each unit of a class of ``experts`` have the parameters of one of ``ranks`` ranks.
+
+    Raises:
+        ValueError: no unit is of such a class, or a parameter has no dimension.
+    """
+    found = [unit for unit in units if isinstance(unit.module, experts)]
+    if not found and (experts or ranks > 1):
+        raise ValueError(
+            f"expert_ranks={ranks} needs units of experts, and no unit of the model is one of experts={experts}: name "
+            "the class, and let the policy make units of it"
+        )
+    for unit in found:
+        unit.expert_ranks = ranks
+        for item in unit.owned:
+            if item.param.dim() == 0:
+                raise ValueError(
+                    f"expected [experts, ...], but {item.name!r} of {type(unit.module).__name__} has no dimension"
+                )
+            count, *sizes = item.param.shape
+            item.param = nn.Parameter(item.param.new_empty(-(-count // ranks), *sizes), item.param.requires_grad)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -283,7 +319,7 @@ class _Planner:
         resharded, _ = as_resharding(None, strategy)
         units, stepped = [], defaultdict[torch.dtype, list[int]](list)
         for unit in self.units:
-            groups = self._groups(unit.strategy or strategy, world_size)
+            groups = self._groups(unit.strategy or strategy, world_size, unit.expert_ranks)
             memory = UnitMemory(unit, stays=unit.index == 0 if resharded is None else not resharded)
             for layout, params in bucket_layouts(
                 unit.owned, groups.shard_size, self.on_cpu, unit.precision, use_orig_params=self.use_orig_params
@@ -322,6 +358,7 @@ class _Planner:
     def smallest(self, strategy: ShardingStrategy, limit: int) -> int | None:
         """Return the smallest number of ranks that fits ``limit``, by bisection: more ranks hold less each."""
         step = (self.shard_size or 1) if strategy in HYBRID_SHARDING_STRATEGIES else 1
+        step = math.lcm(step, *(unit.expert_ranks for unit in self.units))
 
         def fits(count: int) -> bool:
             return self.plan(strategy, count * step).peak_nbytes <= limit
@@ -332,13 +369,16 @@ class _Planner:
         counts = range(high // 2 + 1, high)
         return step * (counts.start + bisect.bisect_left(counts, True, key=fits))
 
-    def _groups(self, strategy: ShardingStrategy, world_size: int) -> Groups:
+    def _groups(self, strategy: ShardingStrategy, world_size: int, expert_ranks: int = 1) -> Groups:
         size = 1 if strategy is ShardingStrategy.NO_SHARD else world_size
         if strategy in HYBRID_SHARDING_STRATEGIES and self.shard_size is not None:
             size = self.shard_size
             if world_size % size:
                 raise ValueError(f"world_size {world_size} is not a multiple of shard_size {size}")
-        return Groups(None, 0, size, None, 0, world_size // size)
+        if world_size % expert_ranks:
+            raise ValueError(f"world_size {world_size} is not a multiple of expert_ranks {expert_ranks}")
+        size = max(size // expert_ranks, 1)
+        return Groups(None, 0, size, None, 0, world_size // expert_ranks // size)
 
     def _state_nbytes(self, layout: FlatLayout) -> int:
         """Return the bytes of optimizer state for one shard: an amount per element and one per parameter."""
@@ -434,6 +474,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-tokens", type=_shape, metavar="8x1024", help="count the activations of such a batch of token ids")
     add("--inputs", type=resolved, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
     add("--shard-size", type=int, metavar="N", help="ranks per machine, for hybrid strategies")
+    add("--experts", metavar="CLASS,...", help="classes of units of experts, which --wrap names as well")
+    add("--expert-ranks", type=int, default=1, metavar="N", help="number of ranks with other experts each")
     add("--device", default="cuda", help="cuda (default), or cpu for gloo")
     add("--json", action="store_true", help="print all numbers as JSON")
 
@@ -451,6 +493,8 @@ def run(options: argparse.Namespace) -> int:
         batch_tokens=options.batch_tokens,
         inputs=options.inputs and options.inputs(),
         shard_size=options.shard_size,
+        experts=tuple(classes_of(model, options.experts.split(","))) if options.experts else (),
+        expert_ranks=options.expert_ranks,
         device=options.device,
         memory=options.memory,
     )
@@ -483,8 +527,13 @@ def _shape(text: str) -> int | list[int]:
 
 
 def policy_of(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:
+    return ModuleWrapPolicy(classes_of(model, names))
+
+
+def classes_of(model: nn.Module, names: list[str]) -> list[type[nn.Module]]:
+    """Return the classes of modules in ``model`` that have these names. Raises ValueError if there are none of one."""
     classes = {type(module) for module in model.modules()}
     there = sorted({each.__name__ for each in classes})
     if missing := sorted(set(names) - set(there)):
         raise ValueError(f"the model has no {' and no '.join(missing)}; its modules are {', '.join(there)}")
-    return ModuleWrapPolicy(each for each in classes if each.__name__ in names)
+    return [each for each in classes if each.__name__ in names]

@@ -53,6 +53,7 @@ class ModelUnit:
         is_open_early: the unit has trained parameters before and after those of other units, so that the reduce buffer
             is open during their whole backward.
         activation_nbytes: the bytes that autograd saves in the unit's forward.
+        expert_ranks: the number of ranks with other experts each; 1 for a unit without experts.
     """
 
     module: nn.Module
@@ -64,6 +65,7 @@ class ModelUnit:
     owned: list[OwnedParam] = field(default_factory=list)
     is_open_early: bool = False
     activation_nbytes: int = 0
+    expert_ranks: int = 1
 
 
 def find_units(model: nn.Module, policy: Any, precision: MixedPrecision) -> list[ModelUnit]:
