@@ -23,13 +23,11 @@ FOUND = {
         ("clip_grad_norm_", "call `model.clip_grad_norm_(max_norm)`", True),
         ("if rank == 0 and", "alone call model.module.state_dict(), optimizer.state_dict(), and all ranks have", False),
         ("torch.save", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
-        ("torch.save", "call model.module.state_dict(), optimizer.state_dict() first on all ranks", False),
     ],
     "vision": [
         ("gradient_as_bucket_view", "without gradient_as_bucket_view", True),
         ("gradient_as_bucket_view", "pass auto_wrap_policy=", False),
         ("if dist.get_rank() == 0", "`if dist.get_rank() == 0` lets some ranks alone", False),
-        ("torch.save", "call model_without_ddp.state_dict() first on all ranks", False),
     ],
     "imagenet": [
         ("output_device", "without output_device: outputs stay", True),
@@ -59,14 +57,12 @@ FOUND = {
         ("p.ndim", "ask fsdp.global_shape(p)", False),
         ("Join(", "iterate over `fsdp.join(model, loader)`", False),
         ("elif rank == 0", "`if rank == 0` lets some ranks alone call model.state_dict()", False),
-        ("torch.save", "call model.state_dict() first on all ranks, and keep this under `if rank == 0`", False),
     ],
     "fsdp1-dotted": [
-        ("import torch.distributed.fsdp\n", "import fsdp instead", True),
-        ("as wrapping", "import fsdp.wrap instead", True),
+        ("import torch.distributed.fsdp\n", "import fsdp in place of torch.distributed.fsdp", False),
+        ("as wrapping", "import fsdp.wrap in place of torch.distributed.fsdp.wrap", False),
         ("StateDictOptions", "import from fsdp.checkpoint", True),
         ("import fully_shard", "Write `model = FSDP(model, auto_wrap_policy=", False),
-        ("model = torch", "fsdp instead of torch.distributed.fsdp", True),
     ],
     "plain": [],
 }
@@ -117,22 +113,6 @@ torch.nn.utils.clip_grad_norm_(some, 1.0)
 """
     )
     assert "call `model.clip_grad_norm_(max_norm)`" in script.left[-1].advice
-
-
-MATRIX_SCRIPT = """
-import torch
-from fsdp import FullyShardedDataParallel as FSDP
-from muon import Muon
-model = FSDP(net, auto_wrap_policy=policy, use_orig_params=True)
-"""
-
-
-@pytest.mark.parametrize("made", ["Muon(model.parameters(), lr=0.1)", "torch.optim.LBFGS(model.parameters())"])
-def test_optimizers_of_whole_matrices_need_the_wrapper(made: str) -> None:
-    """They would step 1-D shards."""
-    (finding,) = Script(f"{MATRIX_SCRIPT}optimizer = {made}\n").findings
-    assert "fsdp.optim.WholeParamOptimizer" in finding.advice and not finding.edit
-    assert not Script(f"{MATRIX_SCRIPT}optimizer = WholeParamOptimizer({made})\n").findings
 
 
 def test_aliases_of_the_inner_module_are_found() -> None:
@@ -209,8 +189,6 @@ PATHS = {  # ways from a condition to a call that needs all ranks
     "an early return": "def save():\n    if rank != 0:\n        return\n    print('saving')\n    model.state_dict()",
     "a conditional expression": "state = model.state_dict() if rank == 0 else None",
     "a decorator": "@rank_zero_only\ndef save():\n    model.state_dict()",
-    "a name of a condition": "chosen = rank == 0 and step > 2\nif chosen:\n    model.state_dict()",
-    "a function that tells": "def first():\n    return dist.get_rank() == 0\nif first():\n    model.state_dict()",
     "a parameter": "def f(m):\n    if rank == 0:\n        m.state_dict()\nf(m=model)",
     "a result": "def f():\n    return model.module\ninner = f()\nif rank == 0:\n    inner.state_dict()",
     "two calls": "def f():\n    g()\ndef g():\n    model(x)\nif rank == 0:\n    f()",
@@ -253,19 +231,6 @@ class Runner:
         if self.rank == 0:
             self.net(x)
 """,
-    "the name of the caller": """
-class Trainer:
-    def __init__(self, net):
-        self.net = net.to(0)
-        self.net = DDP(self.net)
-def main():
-    plain = Net()
-    plain.load_state_dict(state) if rank == 0 else None
-    trainer = Trainer(plain)
-    if rank == 0:
-        torch.save(plain.state_dict(), path)
-main()
-""",
     "a name of the model or the module inside": """
 raw = model
 if several:
@@ -296,8 +261,6 @@ class Trainer:
 def test_branches_of_some_ranks_are_followed(path: str) -> None:
     (advice,) = _branches(f"{WRAPPED}{PATHS[path]}\n")
     assert ("`@rank_zero_only` lets" if path == "a decorator" else "`if ") in advice
-    if path == "an early return":
-        assert "keep this under `if rank == 0`" in Script(f"{WRAPPED}{PATHS[path]}\n").left[-1].advice
 
 
 def test_what_runs_before_the_wrapping_is_for_any_rank() -> None:
@@ -329,26 +292,11 @@ def main():
     ema = {copy}
     model = DDP(net)
 """
-    assert [finding.line for finding in Script(text).left if f"wrap before `ema = {copy}`: " in finding.advice] == [9]
+    assert [f.line for f in Script(text).left if "wrap the model before this runs: " in f.advice] == [
+        6 if copy.startswith("EMA") else 8
+    ]
     text = text.replace("def main", "model = DDP(net)\ndef main").replace("    model = DDP(net)\n", "")
-    assert not any("wrap before" in finding.advice for finding in Script(text).left)
-
-
-def test_a_copy_in_another_function_than_the_wrapping_is_to_be_moved() -> None:
-    text = """
-import copy
-from torch.nn.parallel import DistributedDataParallel as DDP
-class Trainer:
-    def __init__(self, model, ema):
-        self.model, self.ema = DDP(model), ema
-def main():
-    model = Net()
-    ema = copy.deepcopy(model)
-    return Trainer(model, ema)
-main()
-"""
-    (found,) = [finding for finding in Script(text).left if "copy.deepcopy(model)" in finding.advice]
-    assert found.line == 9 and found.advice.startswith("move this after the wrapping: ")
+    assert not any("wrap the model before" in finding.advice for finding in Script(text).left)
 
 
 def test_the_state_of_each_optimizer_is_that_of_its_model() -> None:
@@ -356,13 +304,13 @@ def test_the_state_of_each_optimizer_is_that_of_its_model() -> None:
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 generator, critic = DDP(generator), DDP(critic)
-opt_g, optimizers = torch.optim.SGD(generator.parameters()), {"c": torch.optim.SGD(critic.module.parameters())}
+opt_g, opt_c = torch.optim.SGD(generator.parameters()), torch.optim.SGD(critic.module.parameters())
 saved = opt_g.state_dict()
-optimizers["c"].load_state_dict(saved)
+opt_c.load_state_dict(saved)
 """
     advice = {finding.line: finding.advice for finding in Script(text).left}
     assert "`FSDP.optim_state_dict(generator, opt_g)`" in advice[6]
-    assert "`FSDP.optim_state_dict_to_load(critic, optimizers['c'], saved)`" in advice[7]
+    assert "`FSDP.optim_state_dict_to_load(critic, opt_c, saved)`" in advice[7]
 
 
 def test_shapes_read_before_wrapping_are_no_finding() -> None:
@@ -392,16 +340,6 @@ if True:
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
 model = FSDP(net, sharding_strategy=Strategy.FULL_SHARD)
 """,
-    "names with dots": """
-import torch
-import torch.distributed.fsdp
-torch.distributed.fsdp._runtime_utils._lazy_init(model, model)
-model = torch.distributed.fsdp.FullyShardedDataParallel(net)
-""",
-    "an alias": """
-import torch.distributed.fsdp as theirs
-theirs._runtime_utils._lazy_init(theirs.FullyShardedDataParallel(net))
-""",
     "FSDP2 beside FSDP1": """
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, MixedPrecisionPolicy as Policy
 """,
@@ -415,25 +353,22 @@ def test_names_that_the_package_lacks_are_findings_and_stay(case: str) -> None:
     script = Script(text)
     advice = [finding.advice for finding in script.left]
     assert all("not in this package" in advice for advice in advice)
-    assert len(advice) == {"modules": 3, "names with dots": 2, "FSDP2 beside FSDP1": 2}.get(case, 1)
+    assert len(advice) == {"modules": 3, "FSDP2 beside FSDP1": 2}.get(case, 1)
     migrated = script.migrated()
     for node in ast.walk(ast.parse(migrated)):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fsdp"):
             module = importlib.import_module(str(node.module))
             assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
-        for alias in node.names if isinstance(node, ast.Import) else ():
-            importlib.import_module(alias.name)
     for name in ("_reshard", "_lazy_init", "_get_device_from_mesh", "fully_shard", "Policy"):
         before = [line for line in text.splitlines() if re.search(rf"\b{name}\(", line)]
         assert all(line in migrated.splitlines() for line in before)
-    assert "fsdp.FullyShardedDataParallel(net)" in migrated or case != "names with dots"
-    assert "from fsdp import FullyShardedDataParallel" in migrated or case in ("names with dots", "an alias")
+    assert "from fsdp import FullyShardedDataParallel" in migrated
     assert Script(migrated).migrated() == migrated
 
 
 def test_the_package_imported_by_its_last_name_is_left_to_the_user() -> None:
     (finding,) = Script("from torch.distributed import fsdp\nmodel = fsdp.FullyShardedDataParallel(net)\n").left
-    assert finding.advice == "import fsdp instead of torch.distributed.fsdp"
+    assert finding.advice.startswith("import fsdp in place of torch.distributed.fsdp: ")
 
 
 def test_scripts_with_both_wrappers_keep_both() -> None:
@@ -467,11 +402,6 @@ model = DDP(net)
 for x, y in batches:
     (criterion(model(x), y) + nll_loss(model(x), y, reduction='sum')).backward()
     nll_loss(model(x), y, reduction='mean')
-with torch.no_grad():
-    nll_loss(model(x), y, reduction='sum')
-@torch.inference_mode()
-def evaluate():
-    return sum(nll_loss(model(x), y, reduction='sum') for x, y in batches)
 """
 
 
@@ -515,12 +445,10 @@ def test_the_command_reports_changes_and_manual_edits(tmp_path: Path, capsys: py
     assert ended.value.code == 2 and "fsdp migrate: invalid syntax (train.py, line 1)" in capsys.readouterr().err
 
 
-def test_the_command_takes_folders_and_names_other_files_with_fsdp1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each file once, without hidden folders and virtual environments. An unreadable file in a folder is named."""
     texts = {
         "train.py": "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\nmodel = FSDP(net)\n",
-        "utils/saving.py": "import torch.distributed.fsdp as F\nF.FullyShardedDataParallel.state_dict_type(m, t)\n",
         "utils/policies.py": "from torch.distributed.fsdp.wrap import ModuleWrapPolicy\n",
         "utils/second.py": "from torch.distributed.fsdp import fully_shard, FSDPModule\nfrom torch import nn\n",
         "utils/old.py": "print 'torch.distributed.fsdp'\n",
@@ -533,34 +461,17 @@ def test_the_command_takes_folders_and_names_other_files_with_fsdp1(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     train, utils = tmp_path / "train.py", tmp_path / "utils"
-
-    assert main(["migrate", str(train)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    remedy = "torch's FSDP1 does not know models of this package, so migrate this file too, or call fsdp.compat.patch()"
-    assert lines[1:] == [
-        f"{utils}/policies.py: [by hand] imports torch.distributed.fsdp.wrap: {remedy}",
-        f"{utils}/saving.py: [by hand] imports torch.distributed.fsdp.FullyShardedDataParallel: {remedy}",
-        "1 changes proposed by --diff, 2 left to do by hand",
-    ]
-    for given in ([train, utils], [tmp_path], [tmp_path, train, utils / "saving.py"]):
+    for given in ([train, utils], [tmp_path], [tmp_path, train, utils / "done.py"], [utils / ".." / "train.py", utils]):
         assert main(["migrate", *map(str, given)]) == 1
         printed = capsys.readouterr().out
-        assert re.findall(r"(\S+): \[", printed) == [
-            *(f"{train}:1", f"{utils}/policies.py:1", f"{utils}/saving.py:1"),
-            *(f"{utils}/second.py:1", f"{utils}/second.py:1", f"{utils}/old.py"),
+        assert [Path(name).name for name in re.findall(r"(\S+): \[", printed)] == [
+            *("train.py:1", "policies.py:1", "second.py:1", "second.py:1", "old.py")
         ]
-        assert printed.splitlines()[-1] == "3 changes proposed by --diff, 3 left to do by hand"
-    assert main(["migrate", str(utils / ".." / "train.py"), str(utils)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "3 changes proposed by --diff, 3 left to do by hand"
+        assert printed.splitlines()[-1] == "2 changes proposed by --diff, 3 left to do by hand"
     assert main(["migrate", str(train), str(utils), "--diff"]) == 1
     assert re.findall(r"--- (.*)", capsys.readouterr().out) == [
-        *(str(train), f"{utils}/policies.py", f"{utils}/saving.py", f"{utils}/second.py")
+        *(str(train), f"{utils}/policies.py", f"{utils}/second.py")
     ]
-    for name in ("train.py", "utils/saving.py", "utils/policies.py", "utils/second.py"):
-        (tmp_path / name).write_text(texts[name].replace("torch.distributed.fsdp", "fsdp"))
-    assert main(["migrate", str(train)]) == 0
-    assert capsys.readouterr().out == "0 changes proposed by --diff, 0 left to do by hand\n"
-
     (tmp_path / "empty").mkdir()
     for given, error in ((tmp_path / "empty", "has no Python files"), (utils / "old.py", "(old.py, line 1)")):
         with pytest.raises(SystemExit) as ended:

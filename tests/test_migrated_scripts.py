@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shutil
 import tempfile
 import textwrap
@@ -43,10 +42,6 @@ BY_HAND: dict[str, dict[str, str]] = {
     "tutorial": {
         (line := f"self.model = FSDP(self.model, {UNUSED})"): _policy(line, "torch.nn.Linear"),
         "if self.gpu_id == 0 and epoch % self.save_every == 0:": "if epoch % self.save_every == 0:",
-        (line := "torch.save(snapshot, self.snapshot_path)"): f"if self.gpu_id == 0:\n    {line}",
-        (line := 'print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")'): (
-            f"if self.gpu_id == 0:\n    {line}"
-        ),
     },
     "mingpt": {
         (line := f"self.model = FSDP(self.model, {WRAPPED})"): _policy(line, "tests.ddp_scripts.model.Block"),
@@ -56,7 +51,6 @@ BY_HAND: dict[str, dict[str, str]] = {
         ),
         "optimizer_state=self.optimizer.state_dict(),": "optimizer_state=FSDP.optim_state_dict(model, self.optimizer),",
         "if self.local_rank == 0 and epoch % self.save_every == 0:": "if epoch % self.save_every == 0:",
-        (line := "torch.save(asdict(snapshot), self.snapshot_path)"): f"if self.local_rank == 0:\n    {line}",
     },
     "nanogpt": {
         'scaler = torch.amp.GradScaler("cpu", enabled=True)': SCALER.format("scaler = "),
@@ -66,11 +60,7 @@ BY_HAND: dict[str, dict[str, str]] = {
         "if ddp:": "",
         (line := f"model = FSDP(model, {WRAPPED}, auto_wrap_policy=ModuleWrapPolicy({{Layer}}))"): line,
         "if iter_num % eval_interval == 0 and master_process:": "if iter_num % eval_interval == 0:",
-        (line := "print(f\"step {iter_num}: train loss {estimated['train']:.4f}, val loss {estimated['val']:.4f}\")"): (
-            f"if master_process:\n    {line}"
-        ),
         '"optimizer": optimizer.state_dict(),': '"optimizer": FSDP.optim_state_dict(model, optimizer),',
-        (line := 'torch.save(checkpoint, "ckpt.pt")'): f"if master_process:\n    {line}",
     },
     "diffwave": {
         'self.scaler = torch.amp.GradScaler("cpu", enabled=True)': SCALER.format("self.scaler = "),
@@ -81,13 +71,7 @@ BY_HAND: dict[str, dict[str, str]] = {
             "self.optimizer.load_state_dict("
             'FSDP.optim_state_dict_to_load(self.model, self.optimizer, state_dict["optimizer"]))'
         ),
-        'torch.save(self.state_dict(), f"{self.model_dir}/{save_basename}")': (
-            'state = self.state_dict()\nif self.is_master:\n    torch.save(state, f"{self.model_dir}/{save_basename}")'
-        ),
-        (line := "os.unlink(link_name)"): f"if self.is_master:\n    {line}",
-        (line := "os.symlink(save_basename, link_name)"): f"if self.is_master:\n    {line}",
         "if self.is_master:": "",
-        (line := "self._write_summary(self.step, loss)"): f"if self.is_master:\n    {line}",
         (line := f"model = FSDP(model, {WRAPPED})"): _policy(line, "tests.ddp_scripts.model.Block"),
     },
     "dit": {
@@ -97,38 +81,78 @@ BY_HAND: dict[str, dict[str, str]] = {
         ),
         "update_ema(ema, model.module, decay=0)": "update_ema(ema, model, decay=0)",
         "update_ema(ema, model.module)": "update_ema(ema, model)",
+        (line := "ema = deepcopy(model).to(device)"): line,
         "if rank == 0:": "",
         '"opt": opt.state_dict(),': '"opt": FSDP.optim_state_dict(model, opt),',
-        (line := 'torch.save(checkpoint, f"{step:07d}.pt")'): f"if rank == 0:\n    {line}",
     },
 }
 
 
+def _under(condition: str, *lines: str) -> dict[str, str]:
+    return {line: f"if {condition}:\n    {line}" for line in lines}
+
+
+# The lines that print or write in branches that all ranks enter now: they keep the condition.
+WRITES: dict[str, dict[str, str]] = {
+    "tutorial": _under(
+        "self.gpu_id == 0",
+        "torch.save(snapshot, self.snapshot_path)",
+        'print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")',
+    ),
+    "mingpt": _under("self.local_rank == 0", "torch.save(asdict(snapshot), self.snapshot_path)"),
+    "nanogpt": _under(
+        "master_process",
+        "print(f\"step {iter_num}: train loss {estimated['train']:.4f}, val loss {estimated['val']:.4f}\")",
+        'torch.save(checkpoint, "ckpt.pt")',
+    ),
+    "diffwave": {
+        'torch.save(self.state_dict(), f"{self.model_dir}/{save_basename}")': (
+            'state = self.state_dict()\nif self.is_master:\n    torch.save(state, f"{self.model_dir}/{save_basename}")'
+        ),
+        **_under(
+            "self.is_master",
+            "os.unlink(link_name)",
+            "os.symlink(save_basename, link_name)",
+            "self._write_summary(self.step, loss)",
+        ),
+    },
+    "dit": _under("rank == 0", 'torch.save(checkpoint, f"{step:07d}.pt")'),
+}
+
+# The statement before which the model has to be wrapped.
+WRAP_BEFORE = {
+    "mingpt": "self._load_snapshot()",
+    "nanogpt": 'if init_from == "resume":',
+    "dit": "ema = deepcopy(model).to(device)",
+}
+
+
 def _done_by_hand(name: str) -> str:
-    """Return the script after ``--diff``, with each line that is named, and no other, as `BY_HAND` has it."""
+    """Return the script after ``--diff``, with each line that is named, and no other, as the tables above have it."""
     script = Script(SCRIPTS[name])
     lines, done = script.migrated().splitlines(), dict(BY_HAND[name])
     imports = len(lines) - len(SCRIPTS[name].splitlines())  # lines that --diff adds
-    advice: dict[int, str] = {}
-    for finding in script.left:
-        line = finding.line + imports
-        advice[line] = f"{advice.get(line, '')} {finding.advice}"
-    moved: dict[str, str] = {}
-    for number in sorted(advice, reverse=True):
+    advice = [(finding.line + imports, finding.advice) for finding in script.left]
+    assert (name in WRAP_BEFORE) is any("wrap the model before this" in text for _, text in advice)
+    assert (name in WRITES) is any("keep the condition for what prints or writes" in text for _, text in advice)
+    wrapping = next(number for number, line in enumerate(lines, 1) if " = FSDP(" in line)
+    moved = [wrapping] if name in WRAP_BEFORE else []
+    for number in sorted({*moved, *(number for number, _ in advice)}, reverse=True):
         line = lines[number - 1]
         indent, new = line[: len(line) - len(line.lstrip())], done.pop(line.strip())
-        if earlier := re.search("wrap before `(.*?)`: ", advice[number]):
-            moved[earlier[1]], new = new, ""
+        if number in moved:
+            wrapped, new = new, ""
         end = number
         while not new and end < len(lines) and lines[end].startswith(f"{indent} "):
             lines[end] = lines[end].removeprefix("    ")
             end += 1
         lines[number - 1 : number] = textwrap.indent(new, indent).splitlines()
-    for place, line in enumerate(lines):
-        if new := moved.pop(line.strip(), ""):
-            lines[place] = textwrap.indent(new, line[: len(line) - len(line.lstrip())]) + "\n" + line
-    assert not moved
     assert not done, f"not named: {list(done)}"
+    edits = WRITES.get(name, {}) | ({WRAP_BEFORE[name]: f"{wrapped}\n{WRAP_BEFORE[name]}"} if moved else {})
+    for old, new in edits.items():
+        (place,) = [place for place, line in enumerate(lines) if line.strip() == old]
+        indent = lines[place][: -len(old)]
+        lines[place : place + 1] = textwrap.indent(new, indent).splitlines()
     return "\n".join(lines)
 
 

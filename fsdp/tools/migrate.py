@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import difflib
 import os
 import re
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
-from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
+from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, MODEL, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
 from fsdp.tools.migrate_ranks import findings_about_ranks
 from fsdp.tools.migrate_source import Edit, Source
 
@@ -51,31 +50,33 @@ _PRIVATE = (
     "private to torch's FSDP1, and not in this package. Do without it; or leave torch's imports and run the script by "
     "`fsdp run script.py`, which serves the functions that tools call most"
 )
-_SCALER = (
-    "use fsdp.sharded_grad_scaler.ShardedGradScaler: it skips a step on all ranks together; the plain scaler checks "
-    "this rank's shards alone, and ranks drift apart"
-)
 _JOIN = "iterate over `fsdp.join(model, loader)`; a context cannot step the optimizer for the shards of another rank"
-_CALLS = {  # functions by full name
-    "torch.cuda.amp.GradScaler": _SCALER,
-    "torch.cuda.amp.grad_scaler.GradScaler": _SCALER,
-    "torch.amp.GradScaler": _SCALER,
-    "torch.amp.grad_scaler.GradScaler": _SCALER,
-    "torch.distributed.algorithms.join.Join": _JOIN,
-    "torch.distributed.algorithms.Join": _JOIN,
-    "torch.nn.utils.get_total_norm": "call `model.clip_grad_norm_(max_norm)`: this norm covers one rank's shards",
-    "torch.nn.utils.clip_grads_with_norm_": "call `model.clip_grad_norm_(max_norm)`, which computes the norm and clips",
-    "torch.distributed.optim.ZeroRedundancyOptimizer": "use its optimizer_class directly: the state is sharded already",
+_CALLS = {  # by the full names of functions
+    r"torch\.(cuda\.)?amp\.(grad_scaler\.)?GradScaler": (
+        "use fsdp.sharded_grad_scaler.ShardedGradScaler: it skips a step on all ranks together; the plain scaler "
+        "checks this rank's shards alone, and ranks drift apart"
+    ),
+    r"torch\.distributed\.algorithms\.(join\.)?Join": _JOIN,
+    r"torch\.nn\.utils\.(get_total_norm|clip_grads_with_norm_)": (
+        "call `model.clip_grad_norm_(max_norm)`, which clips too: the norm of torch's function is that of one rank's "
+        "shards"
+    ),
+    r"torch\.distributed\.optim\.ZeroRedundancyOptimizer": (
+        "use its optimizer_class directly: the state is sharded already"
+    ),
 }
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
-_WHOLE_MATRIX = {"muon", "soap", "shampoo", "adafactor", "lamb", "lars", "lbfgs"}  # classes of optimizers
-_WHOLE_MATRIX_ADVICE = (
-    "{name} computes with whole parameters, and would step each rank's 1-D shards: wrap it in "
-    "fsdp.optim.WholeParamOptimizer"
-)
-_MODEL_METHODS = {  # of the wrapped model
-    "join": _JOIN,
-    "register_comm_hook": "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
+_METHODS = {  # by the kind of the owner: of methods, the advice
+    (MODEL, "join"): _JOIN,
+    (MODEL, "register_comm_hook"): "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
+    (OPTIMIZER, "state_dict"): (
+        "call `FSDP.optim_state_dict({model}, {owner})` on all ranks, or save by fsdp.checkpoint.save: "
+        "{owner}.state_dict() has this rank's shards alone"
+    ),
+    (OPTIMIZER, "load_state_dict"): (
+        "load `FSDP.optim_state_dict_to_load({model}, {owner}, {given})`: each rank loads a part. Pass DDP's state "
+        "through FSDP.rekey_optim_state_dict first"
+    ),
 }
 _SHAPES = {
     "dim": "ask fsdp.global_shape(p)",
@@ -86,7 +87,6 @@ _SHAPES = {
 }
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
-_NO_GRAD = re.compile(r"\bno_grad\b|\binference_mode\b")
 _SUMMED = (
     "gradients of a sum are divided by the number of ranks, as under DDP: for the mean over the tokens of all ranks "
     "multiply it by `fsdp.mean_factor({model}, num_tokens)`, instead of dividing it by a number of tokens"
@@ -184,27 +184,22 @@ class Script:
             yield Finding(line, advice)
 
     def _import(self, node: ast.Import) -> Iterator[Finding]:
-        for alias in node.names:
-            if alias.name != _FSDP1 and not alias.name.startswith(f"{_FSDP1}."):
-                continue
-            used = {self._full(n) for n in self._nodes if isinstance(n, ast.Attribute)}
-            missing = sorted(n for n in used if n.rpartition(".")[0] == alias.name and not _is_here(n))
-            if missing or alias.name not in _HERE:
-                yield Finding(node.lineno, f"{', '.join(missing or [alias.name])}: {_PRIVATE}")
-                continue
-            ours = alias.name.replace(_FSDP1, "fsdp")
-            text = f"import {ours} as {alias.asname}" if alias.asname else f"import torch, {ours}"  # it binds torch too
-            edit = self._source.replace(node, text) if len(node.names) == 1 else None
-            yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edit)
+        for name in (alias.name for alias in node.names):
+            if name in _HERE:
+                ours = name.replace(_FSDP1, "fsdp")
+                yield Finding(node.lineno, f"import {ours} in place of {name}: the same names, arguments and values")
+            elif name.startswith(f"{_FSDP1}."):
+                yield Finding(node.lineno, f"{name}: {_PRIVATE}")
 
     def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
         module, names = node.module or "", {alias.name for alias in node.names}
         line, ours = node.lineno, module.replace(_FSDP1, "fsdp")
         edit: Edit | None
         if module == "torch.distributed" and "fsdp" in names:
-            yield Finding(line, "import fsdp instead of torch.distributed.fsdp")
+            yield Finding(line, f"import fsdp in place of {_FSDP1}: the same names, arguments and values")
         elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
-            here = {name for name in names if name == "*" or _is_here(f"{module}.{name}")}
+            known = {"*", *_HERE.get(module, ()), *(inner.removeprefix(f"{module}.") for inner in _HERE)}
+            here = names & known
             for name in sorted(names - here):
                 fsdp2 = f"{name} of torch's FSDP2 is not in this package. Write {_FSDP2.get(name)}"
                 yield Finding(line, fsdp2 if name in _FSDP2 else f"{module}.{name}: {_PRIVATE}")
@@ -226,11 +221,6 @@ class Script:
         is_called = isinstance(parent, ast.Call) and parent.func is node
         if self._full(node) in _DDP and self._from_ddp and not is_called:
             yield Finding(node.lineno, "FullyShardedDataParallel instead", self._source.replace(node, "FSDP"))
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
-            if _is_here(self._full(parent)):
-                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", self._source.replace(node, "fsdp"))
-            else:
-                yield Finding(node.lineno, f"{ast.unparse(parent)}: {_PRIVATE}")
 
     def _wrap(self, call: ast.Call) -> Iterator[Finding]:
         """Replace ``DDP(...)`` by ``FSDP(...)``."""
@@ -274,22 +264,18 @@ class Script:
         """Yield the changes of a call that are left to the user."""
         function, name = call.func, ast.unparse(call.func).rpartition(".")[2]
         owner = function.value if isinstance(function, ast.Attribute) else ast.Constant(None)
-        kind, model = self._flow.kind(owner), self._flow.model_of(owner)
-        if self._full(function) in _CALLS:
-            yield _CALLS[self._full(function)]
-        elif name.lower() in _WHOLE_MATRIX:
-            inside = self._source.parent(call)
-            if not (isinstance(inside, ast.Call) and ast.unparse(inside.func).endswith("WholeParamOptimizer")):
-                yield _WHOLE_MATRIX_ADVICE.format(name=name)
-        elif kind == OPTIMIZER and name in STATE:
-            yield from self._optimizer_state(call, owner, name)
-        elif model and name in _MODEL_METHODS:
-            yield _MODEL_METHODS[name]
+        kind, given = self._flow.kind(owner), "".join(map(self._source.text_of, call.args[:1]))
+        yield from (advice for names, advice in _CALLS.items() if re.fullmatch(names, self._full(function)))
+        if (kind, name) in _METHODS:
+            if "optim_state_dict_to_load" not in given:
+                model = self._flow.model_near(call, owner)
+                yield _METHODS[kind, name].format(model=model, owner=ast.unparse(owner), given=given)
         elif not self._flow.is_after_wrapping(call):
             return
         elif self._flow.kind(function) == INSIDE:
             yield f"call {self._flow.model_of(function)}, not the module inside: the wrapper gathers"
         elif kind == INSIDE and name not in LOCAL_METHODS | STATE:
+            model = self._flow.model_of(owner)
             yield (
                 f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method({model}, "
                 f"{name!r}) once, then {model}.{name}()"
@@ -299,7 +285,7 @@ class Script:
                 yield f"pass {whole}, not the module inside: its parameters are shards, and have other names"
 
     def _too_early(self, call: ast.Call) -> Iterator[Finding]:
-        """Find wrappings that come after a copy of the model, or after an optimizer's state is loaded."""
+        """Find copies of the model, and loads of an optimizer's state, that run before the wrapping."""
         function, given = call.func, [self._flow.kind(argument) for argument in call.args[:1]]
         owner = self._flow.kind(function.value) if isinstance(function, ast.Attribute) else ""
         if self._full(function) in COPIES and given and given[0] in SHARDED:
@@ -312,34 +298,12 @@ class Script:
         else:
             return
         if not self._flow.is_after_wrapping(call):
-            earlier = [(w.lineno, self._source.text_of(s).splitlines()[0]) for w, s in self._flow.early(call)]
-            yield from (Finding(line, f"wrap before `{statement}`: {why}") for line, statement in earlier)
-            if not earlier:
-                yield Finding(call.lineno, f"move this after the wrapping: {why}")
+            yield Finding(call.lineno, f"wrap the model before this runs: {why}")
 
     def _summed(self, call: ast.Call) -> Iterator[Finding]:
-        """Find summed losses, except of an evaluation."""
         sums = any(keyword.arg == "reduction" and ast.unparse(keyword.value) == "'sum'" for keyword in call.keywords)
         if sums and "mean_factor" not in self.text:
-            around = [outer for _, outer in self._source.around(call)]
-            heads = [head for field in ("items", "decorator_list") for o in around for head in getattr(o, field, ())]
-            if not any(_NO_GRAD.search(ast.unparse(head)) for head in heads):
-                model = self._flow.model_near(call)
-                yield Finding(call.lineno, _SUMMED.format(model=model), is_note=True)
-
-    def _optimizer_state(self, call: ast.Call, owner: ast.expr, method: str) -> Iterator[str]:
-        model, optimizer = self._flow.model_near(call, owner), ast.unparse(owner)
-        saved = "".join(map(self._source.text_of, call.args[:1]))
-        if method == "state_dict":
-            yield (
-                f"call `FSDP.optim_state_dict({model}, {optimizer})` on all ranks, or save by fsdp.checkpoint.save: "
-                f"{optimizer}.state_dict() has this rank's shards alone"
-            )
-        elif saved and "optim_state_dict_to_load" not in saved:
-            yield (
-                f"load `FSDP.optim_state_dict_to_load({model}, {optimizer}, {saved})`: each rank loads a part. Pass "
-                "DDP's state through FSDP.rekey_optim_state_dict first"
-            )
+            yield Finding(call.lineno, _SUMMED.format(model=self._flow.model_near(call)), is_note=True)
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Find decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
@@ -386,12 +350,6 @@ class Script:
         return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (migrated)"))
 
 
-def _is_here(name: str) -> bool:
-    """Return True if ``torch.distributed.fsdp.<...>`` has a counterpart in this package."""
-    module, _, attribute = name.rpartition(".")
-    return name in _HERE or attribute in _HERE.get(module, ())
-
-
 def _import_line(module: str, node: ast.ImportFrom, names: set[str]) -> str:
     """Return the import of these names of ``node`` from ``module``."""
     return f"from {module} import {', '.join(ast.unparse(alias) for alias in node.names if alias.name in names)}"
@@ -408,9 +366,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings, and the other files in the folders of the scripts that import torch's FSDP1.
-
-    Return 0 if nothing is left to the user, else 1.
+    """Print the findings. Return 0 if nothing is left to the user, else 1.
 
     Raises:
         OSError, SyntaxError, UnicodeDecodeError: a script cannot be read; nothing was printed.
@@ -425,11 +381,6 @@ def run(options: argparse.Namespace) -> int:
             if file in options.scripts:
                 raise
             notes.append(f"{file}: [by hand] not read: {error}")
-    for file, names in _others_with_fsdp1(files).items():
-        why = (
-            "torch's FSDP1 does not know models of this package, so migrate this file too, or call fsdp.compat.patch()"
-        )
-        notes.append(f"{file}: [by hand] imports {', '.join(names)}: {why}")
     for script in scripts if options.diff else ():
         print(script.diff(), end="")
     out = sys.stderr if options.diff else sys.stdout
@@ -454,18 +405,4 @@ def _files_of(path: Path) -> list[Path]:
         found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     if not found:
         raise ValueError(f"{path} has no Python files")
-    return found
-
-
-def _others_with_fsdp1(files: dict[Path, Path]) -> dict[Path, list[str]]:
-    """Return other files in the folders of ``files`` and below, with the names of torch's FSDP1 that they import."""
-    found = {}
-    for other in dict.fromkeys(other for file in files.values() for other in _files_of(file.parent)):
-        text = "" if other.resolve() in files else other.read_text(errors="replace")
-        with contextlib.suppress(SyntaxError):  # of a file that no program imports
-            source = Source(text if "fsdp" in text else "", str(other))
-            used = {*source.aliases.values(), *map(source.full, source.nodes)}
-            names = {name.split(".")[3] for name in used if name.startswith(f"{_FSDP1}.")} - {*_FSDP2, "_fully_shard"}
-            if names:
-                found[other] = [f"{_FSDP1}.{name}" for name in sorted(names)]
     return found
