@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from fsdp import (
     CPUOffload,
@@ -42,9 +41,6 @@ from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 1024
 LONG = 1_000_000_000  # device cycles: about half a second
-LARGE = 5120  # the width of units of 105 MB
-SPEED = ((512, 1), (512, 8), (512, 64), (LARGE, 1), (LARGE, 8))  # width and number of the units of ``speed``
-SLOWER = 1.1  # times FSDP2's host time that ``speed`` accepts
 
 
 class Block(nn.Module):
@@ -427,32 +423,6 @@ def background_save(device: torch.device) -> str:
     return f"contexts on {after}, {pinned_bytes():,} page-locked bytes in torch's allocator"
 
 
-def blocked_by_a_save(device: torch.device) -> str:
-    """Return for how long ``async_save`` of 1 GB per rank blocks the program, beside page-locking the same memory
-    alone.
-    """
-    root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(root, src=0, device=device)
-    width = int((2**28 * dist.get_world_size() / 16) ** 0.5)  # four blocks of 4 width^2 elements of 4 bytes
-    model = tower(device, width=width)
-    torch.cuda.synchronize(device)
-    nbytes = sum(param.numel() * param.itemsize for param in model.parameters())
-    began = time.monotonic()
-    pages = streams_module.streams_for(device).host_memory(nbytes, pinned=True)
-    locking = time.monotonic() - began
-    del pages
-    began = time.monotonic()
-    saved = async_save(Path(root[0]), model)
-    blocked = time.monotonic() - began
-    saved.result()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(root[0])
-    per_gb = blocked / (nbytes / 1e9)
-    expect(per_gb < 0.5, f"the save blocked for {per_gb:.2f} s per GB, of which locking {locking / (nbytes / 1e9):.2f}")
-    return f"blocked for {per_gb:.2f} s per GB, of which locking takes {locking / (nbytes / 1e9):.2f}"
-
-
 def overlap(device: torch.device) -> str:
     """Read from a trace how much communication overlaps with compute, and the priorities of the streams."""
     engine = streams_module.streams_for(device)
@@ -481,62 +451,6 @@ def overlap(device: torch.device) -> str:
     )
     expect(beside > 0.8 * total, f"{beside / total:.0%} of the communication has compute beside it")
     return f"{min(beside / total, 1):.0%} of {total / 1e3:.1f} ms of communication have compute beside them"
-
-
-def gap(device: torch.device) -> str:
-    """Measure how long the device is idle between an offloaded forward and the first kernel of the backward."""
-    model = tower(device, width=4096, cpu_offload=CPUOffload(offload_params=True))
-    x, gaps = torch.ones(512, 4096, device=device), []
-    for _ in range(6):
-        left, begun = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        loss = model(x).square().mean()
-        loss.register_hook(lambda grad, begun=begun: begun.record())  # before the first kernel
-        left.record()
-        loss.backward()
-        torch.cuda.synchronize(device)
-        gaps.append(left.elapsed_time(begun) * 1e3)
-    found = sorted(gaps[1:])[2]
-    expect(found < 100, f"the device is idle for {found:.0f} us between forward and backward")
-    return f"idle for {found:.0f} us"
-
-
-class Layer(nn.Sequential):
-    """A unit of ``speed``."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        super().__init__(nn.Linear(width, 2 * width, dtype=torch.bfloat16, device=device), nn.GLU())
-
-
-def speed(device: torch.device) -> str:
-    """Compare the host time and the time of a step in bf16 with FSDP2's."""
-    mesh, words = dist.init_device_mesh(device.type, (dist.get_world_size(),)), []
-    for width, count in SPEED:
-        model: nn.Module = nn.Sequential(*(Layer(width, device) for _ in range(count)))
-        ours = _step_time(FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device), device, width)
-        what = f"{count} units of width {width}"
-        model = nn.Sequential(*(Layer(width, device) for _ in range(count)))
-        for module in (*model, model):
-            fully_shard(module, mesh=mesh)
-        theirs = _step_time(model, device, width)
-        words.append(f"{what} {ours[0]:.2f} ({theirs[0]:.2f}) of {ours[1]:.1f} ({theirs[1]:.1f})")
-        expect(
-            ours[0] <= SLOWER * theirs[0], f"{what}: the host takes {ours[0]:.2f} ms, and with FSDP2 {theirs[0]:.2f}"
-        )
-    return f"ms of the host in a step, with FSDP2 in brackets: {'; '.join(words)}"
-
-
-def _step_time(model: nn.Module, device: torch.device, width: int) -> tuple[float, float]:
-    """Return the medians of the host's time and of the whole time of a forward and backward, in milliseconds."""
-    x, host, whole = torch.ones(256, width, device=device, dtype=torch.bfloat16), [], []
-    for _ in range(8):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        model(x).square().mean().backward()
-        host.append(time.perf_counter() - began)
-        torch.cuda.synchronize(device)
-        whole.append(time.perf_counter() - began)
-        model.zero_grad()
-    return sorted(host[3:])[2] * 1e3, sorted(whole[3:])[2] * 1e3
 
 
 def allocator(device: torch.device) -> str:
@@ -626,10 +540,7 @@ TOGETHER = (
     Situation(forked),
     Situation(forms_of_state),
     Situation(background_save, "nccl", timed=True),
-    Situation(blocked_by_a_save, "nccl", timed=True),
     Situation(overlap, "nccl", ranks=2, timed=True),
-    Situation(gap, "nccl", timed=True),
-    Situation(speed, "nccl", timed=True),
     Situation(allocator, "nccl"),  # gloo allocates memory of its own
     Situation(other_device, devices=2),
 )

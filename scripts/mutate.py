@@ -1,12 +1,13 @@
 """Mutation testing of a change: break one line of the diff at a time, and see a test fail.
 
-    python scripts/mutate.py [--base REV] [--tests FILE ...] [--jobs N] [--most N] [FILE ...]
+    python scripts/mutate.py [--base REV] [--tests FILE ...] [--most N]
 
 Each statement, condition and keyword argument on a line of the package that was added since ``--base`` (HEAD: the
-uncommitted change) is mutated: the statement is deleted, the condition negated, the argument dropped. The tests of
-the file run on a copy of the repository. A mutant that no test notices survives: either a test is missing, or the code
-has no effect. It needs a test only if a user would notice the fault. The tests of a file are those that import it,
-unless ``--tests`` names different ones. The copy is deleted. Exits with 0 only if there are no survivors.
+uncommitted change) is mutated: the statement is deleted, the condition negated, the argument dropped. Of more than 100
+mutants (``--most``) some are tried, spread over the change. The tests of the file run on a copy of the repository. A
+mutant that no test notices survives: either a test is missing, or the code has no effect. It needs a test only if a
+user would notice the fault. The tests of a file are those that import it, unless ``--tests`` names different ones.
+Exits with 0 only if there are no survivors.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TIMEOUT = 300.0  # seconds for the tests of one mutant; a mutant that hangs them is noticed
@@ -122,77 +121,48 @@ def find_tests(file: str) -> list[str]:
     return [f"tests/{test.name}" for test in tests if test.stem == f"test_{name}" or imports.search(test.read_text())]
 
 
-def run_tests(root: Path, tests: Sequence[str], *, shown: bool = False) -> int | None:
-    """Run pytest on the copy at ``root``, and return its exit code; None after a timeout."""
-    output = None if shown else subprocess.DEVNULL
+def run_tests(root: Path, tests: Sequence[str]) -> int:
+    """Run pytest on the copy at ``root``, and return its exit code; 1 after a timeout."""
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=short", *tests]
     with subprocess.Popen(
-        command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=root, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
             return process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return None
-
-
-def judge(mutant: Mutant, tests: Sequence[str], copies: SimpleQueue[Path]) -> str:
-    """Return "noticed", "SURVIVED", or "INVALID" for a mutant that the tests cannot run."""
-    root = copies.get()
-    path = root / mutant.file
-    source = path.read_text()
-    try:
-        path.write_text(mutant.apply(source))
-        code = run_tests(root, tests)
-    finally:
-        path.write_text(source)
-        copies.put(root)
-    return {0: "SURVIVED", 1: "noticed", None: "noticed"}.get(code, "INVALID")
+            os.killpg(process.pid, signal.SIGKILL)  # with the ranks that the tests have started
+            return 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="only these files of the change")
     parser.add_argument("--base", default="HEAD", help="the revision that the change is relative to")
     parser.add_argument("--tests", nargs="+", help="tests to run instead of those that import the file")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants to try at a time")
-    parser.add_argument("--most", type=int, default=100, help="mutants to try at most, spread over the change (100)")
-    parser.add_argument("--list", action="store_true", help="list the mutants and run nothing")
+    parser.add_argument("--most", type=int, default=100, help="mutants to try at most (100)")
     arguments = parser.parse_args()
     changed = added_lines(arguments.base)
-    if unknown := [file for file in arguments.files if file not in changed]:
-        parser.error(f"nothing was added to {', '.join(unknown)} since {arguments.base}")
-    chosen = [
-        mutant
-        for file, lines in changed.items()
-        if not arguments.files or file in arguments.files
-        for mutant in mutants_of(file, (REPOSITORY / file).read_text(), lines)
-    ]
-    if len(chosen) > arguments.most:
-        chosen = [chosen[number * len(chosen) // arguments.most] for number in range(arguments.most)]
-    if arguments.list or not chosen:
-        print(*chosen, f"{len(chosen)} mutants", sep="\n")
-        return 0
-    tests = {file: arguments.tests or find_tests(file) for file in dict.fromkeys(mutant.file for mutant in chosen)}
+    sources = {file: (REPOSITORY / file).read_text() for file in changed}
+    found = [mutant for file, lines in changed.items() for mutant in mutants_of(file, sources[file], lines)]
+    count = min(len(found), arguments.most)
+    chosen = [found[number * len(found) // count] for number in range(count)]
+    tests = {mutant.file: arguments.tests or find_tests(mutant.file) for mutant in chosen}
     if without := [file for file, its in tests.items() if not its]:
         parser.error(f"no test imports {', '.join(without)}: name some by --tests")
     survivors = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(arguments.jobs):
-            root = Path(folder) / str(number)
-            shutil.copytree(REPOSITORY, root, ignore=SKIPPED)
-            copies.put(root)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        root = Path(folder) / "copy"
+        shutil.copytree(REPOSITORY, root, ignore=SKIPPED)
         every = sorted({test for several in tests.values() for test in several})
-        if (code := run_tests(Path(folder) / "0", every, shown=True)) != 0:
+        if chosen and (code := run_tests(root, every)):
             print(f"the tests have to pass before they can judge, and pytest ended with {code}: {', '.join(every)}")
             return 2
-        verdicts = {pool.submit(judge, mutant, tests[mutant.file], copies): mutant for mutant in chosen}
-        for done in futures.as_completed(verdicts):
-            print(f"{done.result():8s} {verdicts[done]}", flush=True)
-            if done.result() == "SURVIVED":
-                survivors.append(verdicts[done])
+        for mutant in chosen:
+            (root / mutant.file).write_text(mutant.apply(sources[mutant.file]))
+            verdict = {0: "SURVIVED", 1: "noticed"}.get(run_tests(root, tests[mutant.file]), "INVALID")
+            (root / mutant.file).write_text(sources[mutant.file])
+            print(f"{verdict:8s} {mutant}", flush=True)
+            survivors += [mutant] if verdict == "SURVIVED" else []
     print(f"\n{len(survivors)} of {len(chosen)} mutants survived", *survivors, sep="\n")
     return int(bool(survivors))
 
