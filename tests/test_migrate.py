@@ -62,7 +62,7 @@ FOUND = {
         ("import torch.distributed.fsdp\n", "import fsdp in place of torch.distributed.fsdp", False),
         ("as wrapping", "import fsdp.wrap in place of torch.distributed.fsdp.wrap", False),
         ("StateDictOptions", "import from fsdp.checkpoint", True),
-        ("import fully_shard", "Write `model = FSDP(model, auto_wrap_policy=", False),
+        ("import fully_shard", "of torch's FSDP2, and not in this package. Write `model = FSDP(", False),
     ],
     "plain": [],
 }
@@ -78,22 +78,6 @@ def test_findings_of_scripts(name: str) -> None:
         assert (finding.edit is not None) is proposed, finding
     compile(script.migrated(comments=True), name, "exec")
     assert Script(script.migrated()).migrated() == script.migrated()  # idempotent
-
-
-def test_a_repeated_class_becomes_the_wrap_policy() -> None:
-    text = """
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-class Block(nn.Module):
-    pass
-class Net(nn.Module):
-    def __init__(self):
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
-model = DDP(Net())
-"""
-    script = Script(text)
-    assert "auto_wrap_policy=ModuleWrapPolicy({Block})" in script.migrated() and not script.left
-    assert "from fsdp.wrap import ModuleWrapPolicy\n" in script.migrated()
 
 
 def test_arguments_of_the_wrapper_are_kept_translated_or_dropped() -> None:

@@ -58,7 +58,7 @@ BY_HAND: dict[str, dict[str, str]] = {
             'optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))'
         ),
         "if ddp:": "",
-        (line := f"model = FSDP(model, {WRAPPED}, auto_wrap_policy=ModuleWrapPolicy({{Layer}}))"): line,
+        (line := f"model = FSDP(model, {WRAPPED})"): _policy(line, "Layer"),
         "if iter_num % eval_interval == 0 and master_process:": "if iter_num % eval_interval == 0:",
         '"optimizer": optimizer.state_dict(),': '"optimizer": FSDP.optim_state_dict(model, optimizer),',
     },

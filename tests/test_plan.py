@@ -460,13 +460,3 @@ def test_invalid_command_arguments_give_one_line(arguments: tuple[str, str]) -> 
     code, output, errors = run(MODEL, "--world-size", "2", *arguments)
     assert (code, output) == (2, "") and errors.startswith("fsdp plan: ") and WRONG[arguments] in errors
     assert errors.count("\n") == 1
-
-
-def test_notebooks_show_the_table() -> None:
-    result = fsdp.plan(Language, world_size=2)
-    title, _, head, rule, *rows, _, note = result._repr_markdown_().splitlines()
-    assert note == str(result).splitlines()[-1]
-    assert title == str(result).splitlines()[0]
-    assert head.startswith("| per rank | parameters |") and rule.startswith("| --- | ---: |")
-    assert [row.split(" | ")[0] for row in rows if row] == ["| FULL_SHARD", "| SHARD_GRAD_OP", "| NO_SHARD"]
-    assert repr(result) == str(result)

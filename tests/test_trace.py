@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,8 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.comm.profiling import profiler_runs
+from fsdp.comm.profiling import RANGE, profiler_runs
+from fsdp.runtime.unit import units_in
 from fsdp.tools.trace import Event, exposed_parts
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.chains import Part
@@ -35,7 +37,7 @@ def _step(model: nn.Module) -> None:
     model(torch.ones(4, 40)).square().mean().backward()
 
 
-def _saved(t: fsdp.Trace) -> None:
+def _saved(t: fsdp.Trace, model: nn.Module) -> None:
     with tempfile.TemporaryDirectory() as directory:
         name = "trace.json" if dist.get_rank() == 0 else "trace.rank1.json"
         path = t.save(f"{directory}/trace.json")
@@ -44,21 +46,12 @@ def _saved(t: fsdp.Trace) -> None:
         picture = ElementTree.fromstring(t.save(Path(directory, "step.svg")).read_text())
         with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
             t.save(Path(directory, "trace.txt"))
-    named = [(event["pid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"]
-    compute, communication = 2 * t.rank, 2 * t.rank + 1
-    assert named == [(process, unit) for process in (compute, communication) for unit in ("(root)", *LAYERS)]
     words = [text.text or "" for text in picture.findall("{http://www.w3.org/2000/svg}text")]
     assert re.fullmatch(rf"rank {dist.get_rank()}: [\d.]+ ms, of which [\d.]+ ms are exposed waits", words[0])
-    assert words[1:5] == ["(root)", *LAYERS] and json.loads(t.to_json())[0]["unit"] == ""
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
-    for row in {(span["pid"], span["tid"]) for span in spans}:  # events of one row overlap only if they are nested
-        own = sorted((span["ts"], -span["dur"]) for span in spans if (span["pid"], span["tid"]) == row)
-        ends: list[float] = []
-        for start, negative in own:
-            ends = [end for end in ends if end > start + 1e-6]
-            assert all(end >= start - negative - 1e-6 for end in ends), row
-            ends.append(start - negative)
+    assert words[1:5] == ["(root)", *LAYERS]
+    assert len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
+    ranges = Counter(event["name"] for event in events)
+    assert all(ranges[f"{RANGE}forward {unit.name}"] == 1 for _, unit, _ in units_in(model))
 
 
 @on_ranks(2)
@@ -88,7 +81,7 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
         assert inside and wait.end <= inside[-1].end
     spent = sum(event.end - event.start for event in waits if event.unit == "1" and event.of == "gather")
     assert t.exposed("1", "gather") == spent > 0
-    assert repr(t) == t.summary() and t._repr_markdown_().count("\n| ") == len(LAYERS) + 3
+    assert repr(t) == t.summary()
     rows = [re.split(r"  +", row.strip()) for row in t.summary().splitlines()]
     assert [(row[0], row[3], row[6]) for row in rows[1:]] == [
         ("(root)", "1", "1"),
@@ -97,7 +90,7 @@ def test_a_trace_records_the_collectives_and_waits_of_a_step() -> None:
     known = len(t.events)
     _step(model)
     assert not profiler_runs() and len(t.events) == known  # the trace has ended
-    _saved(t)
+    _saved(t, model)
     with (
         fsdp.trace(model),
         pytest.raises(RuntimeError, match="a trace or profiler is active already"),

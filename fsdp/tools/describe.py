@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
+from fsdp.flat.names import joined, members_of, path_of, unit_of, wrappers_in
 from fsdp.runtime.data_ranks import with_data_ranks
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
@@ -19,6 +18,7 @@ from fsdp.tools.text import Report, counted, in_bytes, in_dtype
 
 TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
 _MOST = 0.5  # share of the parameters in one unit that is remarked on
+_REMEDY = "auto_wrap_policy=ModuleWrapPolicy({Layer}) makes a unit of each module of a class"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UnitDescription:
 
 @dataclass(frozen=True, repr=False)
 class Description(Report):
-    """The result of :func:`describe`. It prints as a table with the remarks below; notebooks show it as well.
+    """The result of :func:`describe`. It prints as a table with the remarks below.
 
     Attributes:
         units: the units, depth first.
@@ -123,7 +123,7 @@ def describe(model: nn.Module) -> Description:
     ranks = {unit: ranks for _, unit, ranks in with_data_ranks(model)}
     units = tuple(_described(name, unit, len(around), strategies[unit], ranks[unit]) for name, unit, around in found)
     unmanaged = num_params(model) - sum(unit.numel for unit in units)
-    return Description(units, unmanaged, tuple(_remarks(model, found, units, unmanaged)))
+    return Description(units, unmanaged, tuple(_remarks(found, units, unmanaged)))
 
 
 def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> UnitDescription:
@@ -167,18 +167,18 @@ def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> 
 
 
 def _remarks(
-    model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]], units: tuple[UnitDescription, ...], unmanaged: int
+    found: list[tuple[str, Unit, frozenset[int]]], units: tuple[UnitDescription, ...], unmanaged: int
 ) -> Iterator[str]:
     numel = sum(unit.numel for unit in units)
     largest = max(units, key=lambda unit: unit.numel)
     if any(unit.full_nbytes for unit in units):  # else no unit is ever gathered
         if len(units) == 1:
-            yield f"the whole model is one unit, gathered at once: no policy, or none that matched{_hint(model, found)}"
+            yield f"the whole model is one unit, gathered at once: no policy, or none that matched; {_REMEDY}"
         elif largest.numel > _MOST * numel:
             where = f"{largest.name!r} holds" if largest.name else "the root holds, outside of the units in it,"
             yield (
                 f"{where} {largest.numel / numel:.0%} of the parameters, and most of the model is gathered at once: "
-                f"wrap more of the modules in it{_hint(model, found) if not largest.name else ''}"
+                f"wrap more of the modules in it; {_REMEDY}"
             )
     tiny = [unit.name for unit in units if 0 < unit.full_nbytes < TINY_NBYTES and unit.name]
     if len(tiny) > 1:
@@ -200,20 +200,3 @@ def _remarks(
             f"{unmanaged:,} numbers are in parameters that no unit owns: every rank holds all of them, and nothing "
             "averages their gradients"
         )
-
-
-def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> str:
-    """Propose a class to wrap: of the repeated classes that are outermost, the one with most parameters."""
-    kinds = {path: type(module) for path, module in plain_modules(model) if path and unit_of(module) is None}
-    count = Counter(kind for kind in kinds.values() if not kind.__module__.endswith("modules.container"))
-    held: Counter[type[nn.Module]] = Counter()
-    for name, unit, _ in found:
-        for record in (record for handle in unit.handles for record in handle.layout.params):
-            parts = joined(path_of(unit, name), record.name).split(".")
-            around = [kinds.get(".".join(parts[:end])) for end in range(1, len(parts))]
-            repeated = [kind for kind in around if kind is not None and count[kind] > 1]
-            held.update(dict.fromkeys(repeated[:1], record.numel))
-    if not held:
-        return ""
-    ((best, _),) = held.most_common(1)
-    return f"; ModuleWrapPolicy({{{best.__name__}}}) would make a unit of each of {count[best]} modules"

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,16 +35,15 @@ _HERE = {  # modules of torch, and their names that this package has
     f"{_FSDP1}.wrap": set(vars(wrap)),
 }
 _WRAPPERS = {f"{module}.FullyShardedDataParallel" for module in (*_HERE, "fsdp", "fsdp.fully_sharded_data_parallel")}
+_IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
 _FSDP2 = {
-    "fully_shard": "`model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({...}))`, with the result assigned",
-    "FSDPModule": "`FullyShardedDataParallel`, which has its methods",
-    "MixedPrecisionPolicy": "`MixedPrecision(...)`, with the same param_dtype and reduce_dtype",
-    "CPUOffloadPolicy": "`CPUOffload(offload_params=True)`",
-    "OffloadPolicy": "`CPUOffload()`",
-    "register_fsdp_forward_method": "`fsdp.register_forward_method`",
-    "UnshardHandle": "`fsdp.UnshardHandle`",
-    "share_comm_ctx": "nothing: trees on one device share streams",
+    *("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "UnshardHandle"),
+    *("register_fsdp_forward_method", "share_comm_ctx"),
 }
+_OF_FSDP2 = (
+    "of torch's FSDP2, and not in this package. Write `model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({...}), "
+    "mixed_precision=MixedPrecision(...))`, with the result assigned; it has the methods of an FSDPModule"
+)
 _PRIVATE = (
     "private to torch's FSDP1, and not in this package. Do without it; or leave torch's imports and run the script by "
     "`fsdp run script.py`, which serves the functions that tools call most"
@@ -140,19 +138,6 @@ class Script:
         """The findings that are left to the user."""
         return [finding for finding in self.findings if not (finding.edit or finding.is_note)]
 
-    @cached_property
-    def _layer_class(self) -> str:
-        """Return the class of this file, with parameters inside, that a loop constructs; "" unless there is one."""
-        modules = {n.name for n in self._nodes if isinstance(n, ast.ClassDef) and n.bases}
-        loops = (ast.For, ast.ListComp, ast.GeneratorExp)
-        repeated = {
-            n.func.id
-            for n in self._nodes
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in modules
-            if any(isinstance(outer, loops) for _, outer in self._source.around(n))
-        }
-        return repeated.pop() if len(repeated) == 1 else ""
-
     # -- findings ------------------------------------------------------------------------------------------------------
 
     def _find(self) -> Iterator[Finding]:
@@ -201,8 +186,7 @@ class Script:
             known = {"*", *_HERE.get(module, ()), *(inner.removeprefix(f"{module}.") for inner in _HERE)}
             here = names & known
             for name in sorted(names - here):
-                fsdp2 = f"{name} of torch's FSDP2 is not in this package. Write {_FSDP2.get(name)}"
-                yield Finding(line, fsdp2 if name in _FSDP2 else f"{module}.{name}: {_PRIVATE}")
+                yield Finding(line, f"{module}.{name}: {_OF_FSDP2 if name in _FSDP2 else _PRIVATE}")
             if here:
                 edit = self._moved(node, names - here, _import_line(ours, node, here))
                 yield Finding(line, f"import from {ours}: the same names, arguments and values", edit)
@@ -213,7 +197,7 @@ class Script:
                 line, "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one", edit
             )
         elif self._from_ddp and any(f"{module}.{name}" in _DDP for name in names):
-            edit = self._moved(node, {n for n in names if f"{module}.{n}" not in _DDP}, *self._our_imports)
+            edit = self._moved(node, {n for n in names if f"{module}.{n}" not in _DDP}, _IMPORT)
             yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
 
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
@@ -232,19 +216,17 @@ class Script:
             arguments.append(f"reduce_unused={self._source.text_of(unused)}")
         arguments += [] if "broadcast_buffers" in given else ["broadcast_buffers=True"]
         arguments += ["use_orig_params=True", "sync_module_states=True"]
-        arguments += [f"auto_wrap_policy=ModuleWrapPolicy({{{self._layer_class}}})"] if self._layer_class else []
         advice = "wrap by FullyShardedDataParallel, with rank 0's values and buffers as DDP has them"
         advice += "".join(f"; without {name}: {ARGUMENTS[name]}" for name in given if name in ARGUMENTS)
         if unknown := given.keys() - set(_KEPT_ARGUMENTS) - ARGUMENTS.keys():
             yield Finding(call.lineno, f"{advice}. Not known here: {', '.join(sorted(unknown))}")
         else:
             yield Finding(call.lineno, advice, self._source.replace(call, f"FSDP({', '.join(arguments)})"))
-        if not self._layer_class:
-            yield Finding(
-                call.lineno,
-                "pass auto_wrap_policy=ModuleWrapPolicy({...}) of fsdp.wrap with the class of the model's layers: else "
-                "the whole model is gathered at once",
-            )
+        yield Finding(
+            call.lineno,
+            "pass auto_wrap_policy=ModuleWrapPolicy({...}) of fsdp.wrap with the class of the model's layers: else the "
+            "whole model is gathered at once",
+        )
 
     def _clip(self, call: ast.Call) -> Finding:
         of = call.args[0] if call.args else None
@@ -318,17 +300,12 @@ class Script:
 
     # -- the proposed text ---------------------------------------------------------------------------------------------
 
-    @property
-    def _our_imports(self) -> list[str]:
-        lines = ["from fsdp import FullyShardedDataParallel as FSDP"]
-        return [*lines, "from fsdp.wrap import ModuleWrapPolicy"] if self._layer_class else lines
-
-    def _moved(self, node: ast.ImportFrom, rest: set[str], *lines: str) -> Edit:
-        """Replace an import by ``lines``, and an import of the names in ``rest``."""
+    def _moved(self, node: ast.ImportFrom, rest: set[str], line: str) -> Edit:
+        """Replace an import by ``line``, and an import of the names in ``rest``."""
         indent = self._source.indent(node.lineno)
-        stays = [_import_line(str(node.module), node, rest)] if rest else []
         separator = f"\n{indent}" if len(indent) == node.col_offset else "; "  # behind another statement
-        return self._source.replace(node, separator.join([*lines, *stays]))
+        stays = f"{separator}{_import_line(str(node.module), node, rest)}" if rest else ""
+        return self._source.replace(node, line + stays)
 
     def migrated(self, *, comments: bool = False) -> str:
         """Return the script with all proposed changes; with ``comments`` also a TODO before each line that is left."""
@@ -336,7 +313,7 @@ class Script:
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
             top = [n for n in self._source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
             place = self._source.line_start((top[-1].end_lineno or 0) + 1 if top else 1)
-            edits.append(Edit(place, place, "".join(f"{line}\n" for line in self._our_imports)))
+            edits.append(Edit(place, place, f"{_IMPORT}\n"))
         for finding in self.left if comments else ():
             statements = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
             line = max(n.lineno for n in statements if (n.end_lineno or 0) >= finding.line)

@@ -85,7 +85,7 @@ class StrategyPlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Report):
-    """The result of :func:`plan`. It prints as a table, which notebooks show; ``to_json()`` has the numbers.
+    """The result of :func:`plan`. It prints as a table; ``to_json()`` has the numbers.
 
     Attributes:
         name: the model's class.

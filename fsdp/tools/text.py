@@ -27,7 +27,7 @@ def counted(number: int, noun: str) -> str:
 
 
 class Report(ABC):
-    """A result that prints as a table, which notebooks show."""
+    """A result that prints as a table."""
 
     @abstractmethod
     def _parts(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
@@ -40,9 +40,3 @@ class Report(ABC):
         return "\n".join([*above, *("  ".join(row).rstrip() for row in aligned), *below])
 
     __repr__ = __str__
-
-    def _repr_markdown_(self) -> str:
-        above, (head, *rows), below = self._parts()
-        indented = [[row[0].replace("  ", "&emsp;"), *row[1:]] for row in rows]
-        lines = [head, ["---", *["---:"] * (len(head) - 1)], *indented]
-        return "\n".join([*above, "", *(f"| {' | '.join(line)} |" for line in lines), "", *below])

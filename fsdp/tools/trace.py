@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import html
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 from torch.autograd import DeviceType
@@ -67,8 +66,9 @@ class Trace(Report):
         units: the paths of the units in the model; "" for the root.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, profiler: profile) -> None:
         self.events: list[Event] = []
+        self._profiler = profiler
         self.units = [path for path, _, _ in units_in(model)]
         groups = next(units_in(model))[1].groups
         self.rank = groups.replica_rank * groups.shard_size + groups.shard_rank
@@ -94,23 +94,18 @@ class Trace(Report):
             rows.append(row)
         return [], rows, []
 
-    def to_json(self) -> str:
-        """Return the events as JSON: a list of objects with the fields of :class:`Event`."""
-        return json.dumps([event._asdict() for event in self.events], indent=2)
-
     def save(self, path: str | Path) -> Path:
-        """Write the events of this rank to a file and return its path. Each unit has a row.
+        """Write the step of this rank to a file and return its path.
 
-        ``.json`` is for Perfetto (https://ui.perfetto.dev), ``.svg`` a picture. Ranks from 1 on write
-        ``name.rank1.json`` and so on.
+        ``.svg`` is a picture, in which each unit has a row; ``.json`` has all that the profiler recorded, for Perfetto
+        (https://ui.perfetto.dev). Ranks from 1 on write ``name.rank1.json`` and so on.
 
         Raises:
             ValueError: the name has another ending.
             RuntimeError: no forward ran inside the context.
         """
         path = Path(path)
-        writers = {".json": self._as_json, ".svg": self._as_svg}
-        if path.suffix not in writers:
+        if path.suffix not in (".json", ".svg"):
             raise ValueError(f"expected a name that ends in .json (for Perfetto) or .svg (a picture), but got {path}")
         if not self.events:
             raise RuntimeError(
@@ -119,22 +114,11 @@ class Trace(Report):
             )
         if self.rank:
             path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
-        path.write_text(writers[path.suffix]())
+        if path.suffix == ".svg":
+            path.write_text(self._as_svg())
+        else:
+            self._profiler.export_chrome_trace(str(path))
         return path
-
-    def _as_json(self) -> str:
-        events: list[dict[str, Any]] = []
-        for process, name in enumerate(("compute", "communication"), start=2 * self.rank):
-            named = {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"rank {self.rank}: {name}"}}
-            events.append(named)
-            for row, unit in enumerate(self.units):
-                place = {"pid": process, "tid": row, "args": {"name": unit or "(root)"}}
-                events.append({"ph": "M", "name": "thread_name", **place})
-        for event in self.events:
-            place = {"pid": 2 * self.rank + (not event.computes), "tid": self.units.index(event.unit)}
-            span = {"ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": {"bytes": event.nbytes}}
-            events.append({"ph": "X", "name": event.title, **place, **span})
-        return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
     def _as_svg(self) -> str:
         first, last = min(event.start for event in self.events), max(event.end for event in self.events)
@@ -192,12 +176,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         )
     if profiler_runs():
         raise RuntimeError("a trace or profiler is active already: leave it before this trace begins")
-    recorded = Trace(model)
     on_host = all(unit.device.type == "cpu" for unit in units)
     activities = [ProfilerActivity.CPU]
     if not on_host:
         activities.append(getattr(ProfilerActivity, units[0].device.type.upper(), ProfilerActivity.PrivateUse1))
     with profile(activities=activities) as profiler:
+        recorded = Trace(model, profiler)
         yield recorded
     ranges = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6, event.name.removeprefix(RANGE))
