@@ -227,6 +227,34 @@ def give_values(module: nn.Module) -> None:
         module.reset_parameters()
 
 
+def sharded(
+    model: nn.Module,
+    contender: str,
+    units: set[type[nn.Module]],
+    device: torch.device,
+    low: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard ``model`` by ``fsdp1``, ``fsdp2`` or this package.
+
+    The modules of the classes ``units`` become units, and compute and reduce in the dtype ``low``.
+    """
+    theirs: Any = torch.distributed.fsdp
+    if contender == "fsdp2":
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in (*reversed([unit for unit in model.modules() if type(unit) in units]), model):  # inner ones first
+            theirs.fully_shard(module, mesh=mesh, mp_policy=theirs.MixedPrecisionPolicy(low, low))
+        return model
+    engine = theirs if contender == "fsdp1" else fsdp
+    return engine.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=engine.wrap.ModuleWrapPolicy(units),
+        device_id=device,
+        mixed_precision=None if low is None else engine.MixedPrecision(low, low),
+        **options,
+    )
+
+
 def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
     units: Any = (
         {Block, Tiny} if use_orig_params else {Block, Tiny, Adapter}
@@ -241,19 +269,13 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
         return Bound(model, dist.get_world_size())
     if contender == "ddp":
         return nn.parallel.DistributedDataParallel(model)
-    if contender == "fsdp2":
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in reversed([unit for unit in model.modules() if type(unit) in units]):  # inner ones first
-            dist.fsdp.fully_shard(unit, mesh=mesh)
-        dist.fsdp.fully_shard(model, mesh=mesh)
-        for module in model.modules() if on_meta else ():
-            give_values(module)
-        return model
-    engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
-    options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
-    if on_meta:
+    options = {"use_orig_params": use_orig_params} if contender != "fsdp2" else {}
+    if on_meta and contender != "fsdp2":
         options["param_init_fn"] = give_values
-    return engine.FullyShardedDataParallel(model, auto_wrap_policy=engine.wrap.ModuleWrapPolicy(units), **options)
+    model = sharded(model, contender, units, torch.device("cpu"), **options)
+    for module in model.modules() if on_meta and contender == "fsdp2" else ():
+        give_values(module)
+    return model
 
 
 def unsynchronized(model: Any, contender: str) -> AbstractContextManager[None]:

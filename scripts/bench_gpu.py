@@ -26,20 +26,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
-import torch.distributed.fsdp.wrap
-from bench import GPT, Block
+from bench import GPT, Block, sharded
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-import fsdp
-import fsdp.wrap
 
 CONTENDERS = ("plain", "fsdp", "fsdp1", "fsdp2")
 WORDS = 32_000
@@ -49,24 +43,10 @@ COLUMNS = ("host", "step", "allocated", "reserved")
 
 
 def wrapped(contender: str, model: GPT, device: torch.device) -> nn.Module:
-    low = torch.bfloat16
     if contender == "plain":
-        return model.to(low)
-    if contender == "fsdp2":
-        theirs = torch.distributed.fsdp
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        policy = theirs.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low)
-        for module in (*model.blocks, model):
-            theirs.fully_shard(module, mesh=mesh, mp_policy=policy)
-        return model
-    engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
-    return engine.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=engine.wrap.ModuleWrapPolicy({Block}),
-        device_id=device,
-        use_orig_params=True,
-        mixed_precision=engine.MixedPrecision(param_dtype=low, reduce_dtype=low),
-    )
+        return model.to(torch.bfloat16)
+    options = {"use_orig_params": True} if contender != "fsdp2" else {}
+    return sharded(model, contender, {Block}, device, torch.bfloat16, **options)
 
 
 def measure(contender: str, workload: str, device: torch.device) -> dict[str, float]:

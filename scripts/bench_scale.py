@@ -11,13 +11,11 @@ more ranks; this work is timed at each collective.
 The table has, for each contender:
 
 * the milliseconds of wrapping;
-* the processor time that sharding adds to a step, in milliseconds per unit (median, fastest and slowest round), and the
-  group's time beside it;
+* the processor time that sharding adds to a step, in milliseconds per unit (median, fastest and slowest round), that
+  relative to FSDP1 (median over rounds), and the group's time;
 * the bytes of parameters and gradients that a rank keeps, and the collectives of a step;
 * the functions that Python calls per unit and step. Unlike time, this number does not depend on the processor's caches,
-  which the fake group's output fills at many ranks;
-* wrapping relative to FSDP1, and processor time relative to FSDP1 and to FSDP2: of a step right after those of the
-  remaining contenders, and (*warm*) of the next step, which finds the caches as a training does.
+  which the fake group's output fills at many ranks.
 
 ``--json`` writes the measurements.
 """
@@ -34,38 +32,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+import torch.distributed as dist
+from bench import sharded
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
 CONTENDERS = ("fsdp", "fsdp1", "fsdp2")
 WIDTH = 8  # of the linear layers: small, so that host time dominates
+HEAD = ("wrap ms", "unit ms", "fastest", "slowest", "of fsdp1", "group ms", "kB kept", "calls", "Python")
 
 
-def unit_of(layers: int) -> Any:
-    from torch import nn
+class Unit(nn.Sequential):
+    """Six layers with two parameters each."""
 
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))  # two parameters each
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
 
-def wrapped(units: int, contender: str) -> tuple[Any, float]:
+def wrapped(units: int, contender: str) -> tuple[nn.Module, float]:
     """Return the wrapped model, and the seconds that wrapping took."""
-    import torch.distributed as dist
-    import torch.distributed.fsdp
-    from torch import device, nn
-
-    import fsdp
-
-    model: nn.Module = nn.Sequential(*(unit_of(6) for _ in range(units)))
+    model: nn.Module = nn.Sequential(*(Unit() for _ in range(units)))
     started = time.process_time()
-    if contender == "plain":
-        pass
-    elif contender == "fsdp2":
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in model:
-            dist.fsdp.fully_shard(unit, mesh=mesh)
-        model = dist.fsdp.fully_shard(model, mesh=mesh)
-    else:
-        engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
-        for i, unit in enumerate(model):
-            model[i] = engine.FullyShardedDataParallel(unit, use_orig_params=True, device_id=device("cpu"))
-        model = engine.FullyShardedDataParallel(model, use_orig_params=True, device_id=device("cpu"))
+    if contender != "plain":
+        options = {"use_orig_params": True} if contender != "fsdp2" else {}
+        model = sharded(model, contender, {Unit}, torch.device("cpu"), **options)
     return model, time.process_time() - started
 
 
@@ -99,10 +90,6 @@ class GroupTime:
 
 
 def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     batch = torch.randn(2, WIDTH)
@@ -113,7 +100,7 @@ def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[
         model, seconds = wrapped(units, contender)
         local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
         nbytes = 2 * sum(p.nbytes for p in local)
-        found[contender] = {"wrap": seconds, "bytes": nbytes, "host": [], "warm": [], "group": []}
+        found[contender] = {"wrap": seconds, "bytes": nbytes, "host": [], "group": []}
 
         def step(model: Any = model) -> None:
             model(batch).sum().backward()
@@ -128,48 +115,30 @@ def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[
         for contender, step in steps.items():
             started = time.process_time()
             step()
-            between = time.process_time()
-            step()
             ended = time.process_time()
             counted = GroupTime()
             with counted:
                 step()
-            found[contender]["host"].append((between - started - counted.seconds) / units)
-            found[contender]["warm"].append((ended - between - counted.seconds) / units)
+            found[contender]["host"].append((ended - started - counted.seconds) / units)
             found[contender]["group"].append(counted.seconds / units)
             found[contender] |= {"collectives": counted.calls, "functions": counted.functions / units}
     dist.destroy_process_group()
     plain = found.pop("plain")
     for got in found.values():
-        for kind in ("host", "warm"):
-            got[kind] = [host - bare for host, bare in zip(got[kind], plain[kind])]
+        got["host"] = [host - bare for host, bare in zip(got["host"], plain["host"])]
         got["functions"] -= plain["functions"]
     return found
 
 
 def show(ranks: int, found: dict[str, Any]) -> None:
-    head, bases = f"{ranks} ranks", [base for base in ("fsdp1", "fsdp2") if base in found]
-    print(
-        f"\n{head:12}{'wrap ms':>9}{'unit ms':>9}{'fastest':>9}{'slowest':>9}{'group ms':>9}{'kB kept':>9}"
-        f"{'calls':>7}{'Python':>8}",
-        end="",
-    )
-    print(f"{'wrap':>7}" if "fsdp1" in found else "", *(f"{f'unit, warm of {base}':>22}" for base in bases), sep="")
+    print(f"\n{f'{ranks} ranks':12}" + "".join(f"{word:>9}" for word in HEAD))
     for contender, got in found.items():
-        host = [1e3 * seconds for seconds in got["host"]]
-        print(
-            f"{contender:12}{got['wrap'] * 1e3:9.1f}{statistics.median(host):9.3f}{min(host):9.3f}{max(host):9.3f}"
-            f"{statistics.median(got['group']) * 1e3:9.3f}{got['bytes'] / 1e3:9.1f}{got['collectives']:7}"
-            f"{got['functions']:8.1f}",
-            end="",
-        )
-        if "fsdp1" in found:
-            print(f"{got['wrap'] / found['fsdp1']['wrap']:7.2f}", end="")
-        for base in bases:
-            for kind, width in (("host", 15), ("warm", 7)):
-                each = zip(got[kind], found[base][kind])
-                print(f"{statistics.median(one / other for one, other in each):{width}.3f}", end="")
-        print(flush=True)
+        ratios = [one / other for one, other in zip(got["host"], found.get("fsdp1", got)["host"])]
+        seconds = [got["wrap"], statistics.median(got["host"]), min(got["host"]), max(got["host"])]
+        cells = [f"{1e3 * each:.3f}" for each in seconds]
+        cells += [f"{statistics.median(ratios):.3f}", f"{1e3 * statistics.median(got['group']):.3f}"]
+        cells += [f"{got['bytes'] / 1e3:.1f}", str(got["collectives"]), f"{got['functions']:.1f}"]
+        print(f"{contender:12}" + "".join(f"{cell:>9}" for cell in cells), flush=True)
 
 
 def main() -> None:

@@ -23,18 +23,15 @@ BATCH = 10  # programs per job
 SECONDS = 60.0  # for one program, on a loaded machine
 
 
-def first_failure(seeds: range, world_size: int) -> tuple[int, str] | None:
-    """Return the first failing seed and the message; None if none fails."""
+def failures(seeds: range, world_size: int) -> dict[int, str]:
+    """Run the programs of a range of seeds; return the messages of those that fail."""
     try:
         pool.run_ranks(world_size, random_programs.check_range, seeds, timeout=SECONDS + 5 * len(seeds))
     except pool.RankFailure as failure:
-        failed = [seed for seed in seeds if f"seed {seed}: " in str(failure)]
-        if failed:
-            return failed[0], str(failure)
         if len(seeds) == 1:
-            return seeds[0], str(failure)
-        return next((found for seed in seeds if (found := first_failure(range(seed, seed + 1), world_size))), None)
-    return None
+            return {seeds.start: str(failure)}
+        return {key: text for seed in seeds for key, text in failures(range(seed, seed + 1), world_size).items()}
+    return {}
 
 
 def main() -> int:
@@ -50,20 +47,15 @@ def main() -> int:
             print(f"seed {seed}:\n{random_programs.plan_of(seed, options.world_size)}\n")
         return 0
     failed: list[int] = []
-    seed, begin = options.seed, time.monotonic()
-    while seed < end:
-        seeds = range(seed, min(seed + BATCH, end))
-        found = first_failure(seeds, options.world_size)
-        if found is None:
-            seed = seeds.stop
-        else:
-            failed.append(found[0])
-            print(
-                f"\nseed {found[0]} FAILED:\n{random_programs.plan_of(found[0], options.world_size)}\n{found[1]}\n",
-                flush=True,
-            )
-            seed = found[0] + 1
-        print(f"seeds {options.seed} to {seed - 1}: {len(failed)} failed, {time.monotonic() - begin:.0f} s", flush=True)
+    begin = time.monotonic()
+    for start in range(options.seed, end, BATCH):
+        seeds = range(start, min(start + BATCH, end))
+        for seed, text in failures(seeds, options.world_size).items():
+            failed.append(seed)
+            print(f"\nseed {seed} FAILED:\n{random_programs.plan_of(seed, options.world_size)}\n{text}\n", flush=True)
+        print(
+            f"seeds {options.seed} to {seeds[-1]}: {len(failed)} failed, {time.monotonic() - begin:.0f} s", flush=True
+        )
     print(f"{options.count} programs on {options.world_size} ranks, seeds {options.seed} to {end - 1}: ", end="")
     print(f"{len(failed)} failed{': ' if failed else ''}{', '.join(map(str, failed))}")
     return 1 if failed else 0

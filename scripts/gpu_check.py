@@ -51,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_situations import ALONE, TOGETHER, Situation, fitting, means
+from gpu_situations import ALONE, TOGETHER, Situation, expect, fitting, means
 from torch import Tensor, nn
 
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
@@ -221,11 +221,6 @@ class Training:
             return self.model(x)
         wide = {name: param.double() for name, param in self.model.named_parameters()}
         return torch.func.functional_call(self.model, wide, (x,))
-
-
-def expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
 
 
 @contextmanager

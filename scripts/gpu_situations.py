@@ -423,36 +423,6 @@ def background_save(device: torch.device) -> str:
     return f"contexts on {after}, {pinned_bytes():,} page-locked bytes in torch's allocator"
 
 
-def overlap(device: torch.device) -> str:
-    """Read from a trace how much communication overlaps with compute, and the priorities of the streams."""
-    engine = streams_module.streams_for(device)
-    for stream in (engine._gather, engine._reduce):
-        raw = torch.cuda.Stream(
-            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-        )
-        expect(raw.priority < 0, f"a stream of collectives has priority {raw.priority}")
-    model = tower(device, width=4096)
-    train(model, device, 3, 4096)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        train(model, device, 2, 4096)
-        torch.cuda.synchronize(device)
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            communicates = "nccl" in event.name.lower()
-            spans[communicates].append((event.time_range.start, event.time_range.end))
-    total = sum(end - start for start, end in spans[True])
-    expect(total > 0, "the trace has no kernel of NCCL")
-    beside = sum(
-        max(0.0, min(end, other_end) - max(start, other_start))
-        for start, end in spans[True]
-        for other_start, other_end in spans[False]
-    )
-    expect(beside > 0.8 * total, f"{beside / total:.0%} of the communication has compute beside it")
-    return f"{min(beside / total, 1):.0%} of {total / 1e3:.1f} ms of communication have compute beside them"
-
-
 def allocator(device: torch.device) -> str:
     """Count retries (none) and reserved memory, which does not grow after the second step."""
     model, reserved = tower(device), []
@@ -524,7 +494,7 @@ class Situation(NamedTuple):
     on: str = "accelerator"  # or "any" device, "nccl" for groups whose collectives it serves
     ranks: int = 1  # at least
     devices: int = 1  # at least
-    timed: bool = False  # needs a device per rank
+    alone: bool = False  # needs a device per rank
     kills: bool = False  # the last rank
 
 
@@ -539,8 +509,7 @@ TOGETHER = (
     Situation(failed_and_deleted),
     Situation(forked),
     Situation(forms_of_state),
-    Situation(background_save, "nccl", timed=True),
-    Situation(overlap, "nccl", ranks=2, timed=True),
+    Situation(background_save, "nccl", alone=True),
     Situation(allocator, "nccl"),  # gloo allocates memory of its own
     Situation(other_device, devices=2),
 )
@@ -558,5 +527,5 @@ def fitting(situations: tuple[Situation, ...], device: torch.device, backend: st
     devices = torch.accelerator.device_count() if device.type != "cpu" else 1
     places = {"any", *(["accelerator"] if device.type == "cuda" else []), *(["nccl"] if "nccl" in backend else [])}
     return [
-        s for s in situations if s.on in places and ranks >= s.ranks and devices >= (ranks if s.timed else s.devices)
+        s for s in situations if s.on in places and ranks >= s.ranks and devices >= (ranks if s.alone else s.devices)
     ]
