@@ -24,11 +24,6 @@ FOUND = {
         ("if rank == 0 and", "alone call model.module.state_dict(), optimizer.state_dict(), and all ranks have", False),
         ("torch.save", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
     ],
-    "vision": [
-        ("gradient_as_bucket_view", "without gradient_as_bucket_view", True),
-        ("gradient_as_bucket_view", "pass auto_wrap_policy=", False),
-        ("if dist.get_rank() == 0", "`if dist.get_rank() == 0` lets some ranks alone", False),
-    ],
     "imagenet": [
         ("output_device", "without output_device: outputs stay", True),
         ("output_device", "pass auto_wrap_policy=", False),

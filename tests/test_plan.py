@@ -448,8 +448,6 @@ WRONG = {
     ("--strategy", "FULL"): "argument --strategy: 'FULL' is none of FULL_SHARD, SHARD_GRAD_OP",
     ("--precision", "int8"): "argument --precision: invalid choice: 'int8' (choose from",
     ("--optimizer", "Adm"): "argument --optimizer: module 'torch.optim' has no attribute 'Adm'",
-    ("--optimizer", "LBFGS"): "LBFGS'> cannot be tried on a 1-D parameter",
-    ("--memory", "16"): "memory must be at least 1 kB, as in 80GB or 512MB, but got '16'",
     ("--batch-tokens", "0x0"): "batch_tokens must be a number of tokens, or a shape such as (8, 1024), but got [0, 0]",
     ("--device", "gpu"): "Expected one of cpu",
 }

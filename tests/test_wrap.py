@@ -84,6 +84,7 @@ CALLABLES: dict[str, Callable[[Any], Callable[..., bool]]] = {
         wrap.size_based_auto_wrap_policy, min_num_params=70, force_leaf_modules={Block}, exclude_wrap_modules=set()
     ),
     "module policy": lambda wrap: wrap.ModuleWrapPolicy([Block, nn.Linear]),
+    "custom policy": lambda wrap: wrap.CustomPolicy(lambda m: {"a": 1} if isinstance(m, nn.Linear) else False),
     "or": lambda wrap: partial(
         wrap._or_policy,
         policies=[
@@ -186,16 +187,6 @@ def test_size_policy_defaults_are_attributes(monkeypatch: pytest.MonkeyPatch) ->
     assert size_based_auto_wrap_policy(linear, True, 100_000_000)
     monkeypatch.setattr(size_based_auto_wrap_policy, "FORCE_LEAF_MODULES", {nn.Linear})
     assert not size_based_auto_wrap_policy(linear, True, 100_000_000)
-
-
-def test_policy_objects_are_callable() -> None:
-    linear, norm = nn.Linear(1, 1), nn.LayerNorm(1)
-    custom = CustomPolicy(lambda m: {"a": 1} if m is linear else False)
-    for policy in (ModuleWrapPolicy({nn.Linear}), custom):
-        assert callable(policy)
-        assert policy(module=norm, recurse=True, nonwrapped_numel=1)
-        assert policy(linear, False, 1)
-        assert not policy(module=norm, recurse=False, nonwrapped_numel=1)
 
 
 # Effects of auto_wrap
@@ -381,14 +372,6 @@ def helpers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
 
 
-class NotCallablePolicy(our_wrap._Policy):
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
-        targets = [m for m in root_module.modules() if isinstance(m, nn.Linear)]
-        return {module: {"preserve_rng_state": False} for module in [root_module, *targets]}
-
-
 @pytest.mark.usefixtures("helpers")
 @pytest.mark.parametrize(
     "kwargs",
@@ -408,15 +391,6 @@ def test_activation_checkpointing_before_and_after_wrapping(kwargs: dict[str, An
     apply_activation_checkpointing(after, checkpoint_wrapper_fn=checkpoint_wrapper, **kwargs)
     auto_wrap(after, ModuleWrapPolicy({CheckpointWrapper}), set(), set(), Wrapper, {})
     assert wrapped_paths(after) == ["0", "1.0", "2"]
-
-
-def test_activation_checkpointing_with_a_policy_object_that_is_not_callable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_wrap, "_Policy", our_wrap._Policy)
-    for name in ("_construct_wrap_fn", "_post_order_apply"):
-        monkeypatch.setattr(torch_wrap_utils, name, getattr(our_wrap, name))
-    root = mlp()
-    apply_activation_checkpointing(root, checkpoint_wrapper_fn=checkpoint_wrapper, auto_wrap_policy=NotCallablePolicy())
-    assert wrapped_paths(root, CheckpointWrapper) == ["0", "1.0", "2"]
 
 
 def test_wrapped_child_can_be_replaced_afterwards() -> None:

@@ -23,25 +23,6 @@ def main(rank):
         torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
 """
 
-VISION = """
-import torch
-import torch.distributed as dist
-
-def evaluate(model, steps):
-    model.eval()
-    return sum(model(batch(step)).square().mean() for step in range(steps))
-
-def main():
-    model = make_model()
-    model_without_ddp = model
-    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model_without_ddp = model.module
-    loss = model(x).square().mean()
-    evaluate(model, 2)
-    if dist.get_rank() == 0:
-        torch.save(model_without_ddp.state_dict(), "vision.pt")
-"""
-
 IMAGENET = """
 import torch
 import torch.nn.parallel
@@ -119,7 +100,6 @@ if rank == 0:
 
 SCRIPTS = {
     "hand-written": HAND_WRITTEN,
-    "vision": VISION,
     "imagenet": IMAGENET,
     "ema": EMA,
     "amp": AMP,
