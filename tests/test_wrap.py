@@ -84,7 +84,6 @@ CALLABLES: dict[str, Callable[[Any], Callable[..., bool]]] = {
         wrap.size_based_auto_wrap_policy, min_num_params=70, force_leaf_modules={Block}, exclude_wrap_modules=set()
     ),
     "module policy": lambda wrap: wrap.ModuleWrapPolicy([Block, nn.Linear]),
-    "custom policy": lambda wrap: wrap.CustomPolicy(lambda m: {"a": 1} if isinstance(m, nn.Linear) else False),
     "or": lambda wrap: partial(
         wrap._or_policy,
         policies=[
