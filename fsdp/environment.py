@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -107,12 +106,8 @@ def unknown() -> list[str]:
     """Return a message for each variable that begins with ``FSDP_`` and is unknown."""
     names = [variable.name for variable in VARIABLES]
     found = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in FOREIGN.union(names))
-    messages = []
-    for name in found:
-        like = difflib.get_close_matches(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in names], 1)
-        meant = f"did you mean {PREFIX}{like[0]}?" if like else f"there are {', '.join(names)}"
-        messages.append(f"the environment variable {name} is none of fsdp's, and is ignored: {meant}")
-    return messages
+    known = ", ".join(names)
+    return [f"the environment variable {name} is none of fsdp's, and is ignored: there are {known}" for name in found]
 
 
 def alike() -> dict[str, str]:

@@ -445,7 +445,7 @@ def test_the_command_prints_json_and_accepts_a_function_of_inputs() -> None:
 WRONG = {
     ("--wrap", "Bloc"): "the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList, Tanh",
     ("--inputs", "missing:batch"): "argument --inputs: No module named 'missing'",
-    ("--strategy", "FULL"): "argument --strategy: 'FULL' is none of FULL_SHARD, SHARD_GRAD_OP",
+    ("--strategy", "FULL"): "argument --strategy: invalid choice: 'FULL' (choose from",
     ("--precision", "int8"): "argument --precision: invalid choice: 'int8' (choose from",
     ("--optimizer", "Adm"): "argument --optimizer: module 'torch.optim' has no attribute 'Adm'",
     ("--batch-tokens", "0x0"): "batch_tokens must be a number of tokens, or a shape such as (8, 1024), but got [0, 0]",

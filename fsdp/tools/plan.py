@@ -468,7 +468,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     add("--memory", metavar="80GB", help="memory of a rank: find the smallest number of ranks that fits")
     add("--wrap", metavar="CLASS,...", help="classes of modules that become units")
-    add("--strategy", type=_named_strategies, metavar="NAME,...", help="FULL_SHARD and so on; default: all")
+    add("--strategy", type=str.upper, choices=ShardingStrategy.__members__, nargs="+", help="default: all")
     add("--precision", choices=_DTYPES, help="compute and reduce in this dtype")
     add("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim (default AdamW), or none")
     add("--batch-tokens", type=_shape, metavar="8x1024", help="count the activations of such a batch of token ids")
@@ -487,7 +487,7 @@ def run(options: argparse.Namespace) -> int:
         model,
         world_size=options.world_size,
         policy=options.wrap and policy_of(model, options.wrap.split(",")),
-        strategy=options.strategy,
+        strategy=options.strategy and [ShardingStrategy[name] for name in options.strategy],
         precision=options.precision and MixedPrecision(param_dtype=_DTYPES[options.precision]),
         optimizer=options.optimizer,
         batch_tokens=options.batch_tokens,
@@ -507,14 +507,6 @@ def resolved(name: str) -> Any:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _named_strategies(names: str) -> list[ShardingStrategy]:
-    try:
-        return [ShardingStrategy[name] for name in names.upper().split(",")]
-    except KeyError as error:
-        choices = ", ".join(ShardingStrategy.__members__)
-        raise argparse.ArgumentTypeError(f"{error} is none of {choices}") from error
 
 
 def _optimizer(name: str) -> Any:
