@@ -15,15 +15,6 @@ from tests.harness.training_scripts import SCRIPTS
 
 # Findings of each script: (text of the line, part of the advice, whether a change is proposed).
 FOUND = {
-    "hand-written": [
-        ("import DistributedDataParallel", "import FullyShardedDataParallel", True),
-        ("model = DDP(", "wrap by FullyShardedDataParallel", True),
-        ("model = DDP(", "pass auto_wrap_policy=", False),
-        ("optimizer.load_state_dict", "FSDP.optim_state_dict_to_load(model, optimizer, saved", False),
-        ("clip_grad_norm_", "call `model.clip_grad_norm_(max_norm)`", True),
-        ("if rank == 0 and", "alone call model.module.state_dict(), optimizer.state_dict(), and all ranks have", False),
-        ("torch.save", "FSDP.optim_state_dict(model, optimizer)` on all ranks", False),
-    ],
     "imagenet": [
         ("output_device", "without output_device: outputs stay", True),
         ("output_device", "pass auto_wrap_policy=", False),

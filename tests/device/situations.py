@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import fsdp.export
@@ -38,7 +37,7 @@ from fsdp.optim import WholeParamOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 from tests.device import lag, pool
 from tests.device.gpu_scripts import SITUATIONS
-from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on
+from tests.device.pairs import Block, Pair, fill, offload, on
 
 CASES: dict[str, pool.Case] = dict(SITUATIONS)
 
@@ -392,33 +391,6 @@ def autocast(device: torch.device) -> str | None:
         worst = max((a.detach() - b.detach()).abs().max().item() for a, b in pairs)
     assert worst < 2e-3, f"differ by {worst}"
     return f"differ by {worst:.0e}"
-
-
-@case
-def dropout_checkpoint(device: torch.device) -> str | None:
-    """Recompute a forward with the same dropout."""
-
-    class Part(nn.Module):
-        def __init__(self, checkpointed: bool) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-            self.checkpointed = checkpointed
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
-
-    results = []
-    for checkpointed in (False, True):
-        torch.manual_seed(4)
-        parts = nn.Sequential(Part(checkpointed), Part(checkpointed)).double()
-        model = FSDP(parts, auto_wrap_policy=ModuleWrapPolicy({Part}), device_id=device)
-        lag.C.set_lateness(40, {})
-        torch.manual_seed(9)
-        for _ in range(2):
-            model(torch.ones(4, WIDTH, dtype=torch.float64, device=device)).square().mean().backward()
-        results.append([p.grad.cpu() for p in model.parameters()])
-    for one, other in zip(*results, strict=True):
-        assert_close(one, other, "a gradient")
 
 
 @case

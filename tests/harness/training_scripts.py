@@ -5,24 +5,6 @@ The scripts in `tests/ddp_scripts` run.
 
 from __future__ import annotations
 
-HAND_WRITTEN = """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(rank):
-    model = DDP(make_model(), device_ids=[rank] if torch.cuda.is_available() else None, broadcast_buffers=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    saved = torch.load(path)
-    model.module.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    loss = model(x).square().mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    if rank == 0 and step % 3 == 2:
-        torch.save({"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, path)
-"""
-
 IMAGENET = """
 import torch
 import torch.nn.parallel
@@ -99,7 +81,6 @@ if rank == 0:
 """
 
 SCRIPTS = {
-    "hand-written": HAND_WRITTEN,
     "imagenet": IMAGENET,
     "ema": EMA,
     "amp": AMP,
