@@ -33,7 +33,7 @@ Workloads:
 The table has, for each contender: the median time of a step on the slowest rank, with the fastest and slowest round;
 processor time, page faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and
 the bytes that a rank receives in them; and the time relative to the first contender, as the median over rounds.
-``--json`` writes the measurements, ``--plot`` draws them (an SVG), ``--markdown`` prints tables.
+``--json`` writes the measurements, ``--plot`` draws them (an SVG).
 ``bench_scale.py`` measures host time alone, with up to 4096 ranks.
 """
 
@@ -525,33 +525,22 @@ def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[f
 HEAD = ("ms", "fastest", "slowest", "CPU ms", "faults", "PSS MB", "calls", "MB in", "ratio")
 
 
-def rows(found: dict[str, list[list[float]]]) -> dict[str, list[str]]:
-    """Return the cells of the table's row of each contender, one for each word of :data:`HEAD`."""
+def show(workload: str, found: dict[str, list[list[float]]]) -> None:
+    """Print a row for each contender, with a cell for each word of :data:`HEAD`."""
+    print(f"\n{workload:13}" + "".join(f"{word:>9}" for word in HEAD))
     base = next(iter(found.values()))
-    shown = {}
     for contender, rounds in found.items():
         wall, cpu, faults, memory, calls, received = (list(values) for values in zip(*rounds))
         ratio = statistics.median(one[0] / other[0] for one, other in zip(rounds, base))
         times = [1e3 * seconds for seconds in (statistics.median(wall), min(wall), max(wall), statistics.median(cpu))]
-        shown[contender] = [f"{time:.1f}" for time in times] + [
+        cells = [f"{time:.1f}" for time in times] + [
             f"{statistics.median(faults):.0f}",
             f"{max(memory) / 1e6:.0f}",
             f"{calls[0]:.0f}",
             f"{received[0] / 1e6:.1f}",
             f"{ratio:.2f}",
         ]
-    return shown
-
-
-def show(workload: str, found: dict[str, list[list[float]]]) -> None:
-    print(f"\n{workload:13}" + "".join(f"{word:>9}" for word in HEAD))
-    for contender, cells in rows(found).items():
         print(f"{contender:13}" + "".join(f"{cell:>9}" for cell in cells), flush=True)
-
-
-def in_markdown(workload: str, found: dict[str, list[list[float]]]) -> str:
-    lines = [[workload, *HEAD], ["---"] * (len(HEAD) + 1), *([name, *cells] for name, cells in rows(found).items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
@@ -598,14 +587,11 @@ def main() -> None:
     parser.add_argument("--use-orig-params", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     results = {}
     for workload in options.workloads:
         results[workload] = measure(options, workload)
         show(workload, results[workload])
-    if options.markdown:
-        print(*(f"\n{in_markdown(workload, found)}" for workload, found in results.items()), sep="\n")
     if options.plot is not None:
         options.plot.write_text(drawn(results))
     if options.json is not None:

@@ -312,6 +312,7 @@ model = FSDP(net, sharding_strategy=Strategy.FULL_SHARD)
 """,
     "FSDP2 beside FSDP1": """
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, MixedPrecisionPolicy as Policy
+from torch.distributed.fsdp import register_fsdp_forward_method, UnshardHandle
 """,
 }
 

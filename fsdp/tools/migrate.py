@@ -28,7 +28,10 @@ from fsdp.tools.migrate_source import Edit, Source
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _FSDP1 = "torch.distributed.fsdp"
 _HERE = {  # modules of torch, and their names that this package has
-    _FSDP1: {*api.__all__, "FullyShardedDataParallel", "FlatParameter"},
+    _FSDP1: {
+        *api.__all__,
+        *("FullyShardedDataParallel", "FlatParameter", "UnshardHandle", "register_fsdp_forward_method"),
+    },
     f"{_FSDP1}.api": set(vars(api)),
     f"{_FSDP1}.fully_sharded_data_parallel": set(vars(fully_sharded_data_parallel)),
     f"{_FSDP1}.sharded_grad_scaler": set(vars(sharded_grad_scaler)),
@@ -36,10 +39,7 @@ _HERE = {  # modules of torch, and their names that this package has
 }
 _WRAPPERS = {f"{module}.FullyShardedDataParallel" for module in (*_HERE, "fsdp", "fsdp.fully_sharded_data_parallel")}
 _IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
-_FSDP2 = {
-    *("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "UnshardHandle"),
-    *("register_fsdp_forward_method", "share_comm_ctx"),
-}
+_FSDP2 = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "share_comm_ctx")
 _OF_FSDP2 = (
     "of torch's FSDP2, and not in this package. Write `model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({...}), "
     "mixed_precision=MixedPrecision(...))`, with the result assigned; it has the methods of an FSDPModule"
