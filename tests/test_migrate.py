@@ -89,7 +89,7 @@ def test_aliases_of_the_inner_module_are_found() -> None:
     text = """
 from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(net)
-raw_model = model.module
+raw_model = model if single else model.module
 ema = EMA(model.module)
 if master_process:
     raw_model.generate(4)
