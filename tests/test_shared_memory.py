@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -26,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import threads
 from fsdp.comm.collectives import Communicator, Event, Gather
@@ -34,13 +32,12 @@ from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import streams_for
 from fsdp.comm.transport import shared_memory
-from fsdp.comm.transport.channel import _SLOTS, Channel
+from fsdp.comm.transport.channel import Channel
 from fsdp.comm.transport.segment import HEADER, Mapping, Segment
 from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.comm.waiting.board import Board
-from fsdp.comm.waiting.work import OutOfStep, TimedOut
-from fsdp.flat import flat_param
+from fsdp.comm.waiting.work import OutOfStep
 from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
@@ -178,40 +175,14 @@ def test_memory_is_reused_only_after_all_ranks_have_read_it() -> None:
 @on_ranks(2)
 @impatient
 def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
-    """Rank 0 gathers a unit again after a change of the shard, and writes to summoned parameters and to gradients of
-    `no_sync` that were reduced."""
+    """Rank 0 writes to summoned parameters, and to gradients of `no_sync` that were reduced."""
     enable_shared_memory()
     group, rank = new_group(), dist.get_rank()
     model = make_model(group)
     step(model)
-    assert channel_of(group).collectives.number == 4 + 3 + 4  # gathers of both passes, and reductions
     before = full_parameters(model)
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
-    handle, pool = unit.handles[0], unit.context.unsharder.pool
-    gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
-    for _ in range(2):  # the first memory was allocated before the ranks knew that they share memory
-        gather(Event("gather", 1))
-        handle.copy.wait()
-        values = handle.full.clone()
-        handle.copy.release(pool, None)
-    gather(Event("gather", 2))
-    if rank == 0:
-        handle.copy.wait()
-        handle.shard.add_(1)
-        gather(Event("gather", 3))
-        dist.barrier()
-    else:
-        dist.barrier()
-        handle.copy.wait()
-        assert torch.equal(handle.full, values)
-        gather(Event("gather", 3))
-    handle.copy.wait()
-    half = handle.layout.shard_numel
-    assert torch.equal(handle.full[:half], values[:half] + 1) and torch.equal(handle.full[half:], values[half:])
-    handle.copy.release(pool, None)
-    if rank == 0:
-        handle.shard.copy_(values[:half])
 
     def late(gather: Any, shards: Any) -> Any:
         vectors = gather(shards)
@@ -231,7 +202,7 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     for name, after in full_parameters(model).items():
         factor = 2 if name in ("3.weight", "3.bias") else 1
         assert torch.equal(after, before[name] * factor), name
-    full, total = pool.empty(16, dtype=torch.float32, device=CPU).fill_(1 + rank), torch.empty(8)
+    full, total = unit.context.unsharder.pool.empty(16, dtype=torch.float32, device=CPU).fill_(1 + rank), torch.empty(8)
     pending = unit.communicator.reduce(total, full, Event("reduce", 4), to_write=True)
     if rank == 1:
         with contextlib.suppress(RuntimeError):
@@ -240,45 +211,6 @@ def test_a_rank_that_reads_late_does_not_see_later_writes() -> None:
     full.zero_()
     store.set("overwritten", "")
     assert total.tolist() == [1.5] * 8
-
-
-@on_ranks(2)
-def test_consensus_rounds_run_in_shared_memory() -> None:
-    """Rounds complete in order without a collective, and a new round works after a failure."""
-    enable_shared_memory()
-    group, rank = new_group(), dist.get_rank()
-    full, communicator = torch.empty(2), communicator_of(group)
-    communicator.gather([Gather(full, torch.ones(1))], Event("gather", 1)).wait()
-    lane = Lane.of(group)
-    issued = lane.issued
-    assert lane.ask("the same", 7, largest=-5 - rank).result() == -5
-    assert lane.ask("another", rank).result() is None
-    several = [lane.ask(f"question {number}", 1 << 61, largest=rank + number) for number in range(20)]
-    gathered = communicator.gather([Gather(full, torch.ones(1))], Event("gather", 2))
-    if rank == 0:
-        dist.barrier()
-    gathered.wait()  # waiting for a gather answers rounds, too
-    if rank == 1:
-        dist.barrier()
-    assert [vote.result() for vote in several] == list(range(1, 21))
-    for number in range(100):
-        vote = lane.ask("many", number, largest=number)
-        if rank or number % 30 == 0:
-            assert vote.result() == number
-    assert lane.issued == issued
-    for recorded in ([0, 1], [0], [1], []):  # the functions of these ranks are replaced
-        time.sleep(0 if rank in recorded else 0.1)
-        with record_collectives() if rank in recorded else nullcontext() as log:
-            assert lane.ask("recorded", 3, largest=rank).result() == 1
-        if recorded == [0, 1]:
-            assert log.labels("all_reduce") == ["recorded"]
-    if rank == 0:
-        asked = lane.ask("alone", 3)
-    dist.barrier()
-    Sharing.of(group).renew()
-    assert lane.ask("together", 4, largest=rank).result() == 1
-    if rank == 0:
-        assert asked.result() is None
 
 
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
@@ -337,7 +269,9 @@ def test_ranks_train_correctly_after_a_failure() -> None:
     assert held_nbytes_at_rest() <= HEADERS
 
 
-def die_in_a_forward() -> str:
+def die_in_a_forward() -> tuple[str, float]:
+    enable_shared_memory()
+    started = time.monotonic()
     model = make_model(new_group(20))
     step(model)
     if dist.get_rank() == 1:
@@ -345,31 +279,11 @@ def die_in_a_forward() -> str:
         unit.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError) as error:
         step(model)
-    return str(error.value)
+    return str(error.value), time.monotonic() - started
 
 
-def die_between_two_gathers() -> str:
-    rank, communicator = dist.get_rank(), communicator_of(new_group(20))
-    full, shard = torch.empty(6), torch.full((3,), float(rank))
-    first = communicator.gather([Gather(full, shard)], Event("gather unit 'the first'", 1))
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    first.wait()  # the dead rank's post is complete
-    assert full.tolist() == [0.0] * 3 + [1.0] * 3
-    with pytest.raises(RuntimeError) as error:
-        communicator.gather([Gather(full, shard)], Event("gather unit 'the second'", 1)).wait()
-    return str(error.value)
-
-
-def words_and_seconds(dies: Callable[[], str]) -> tuple[str, float]:
-    enable_shared_memory()
-    started = time.monotonic()
-    return dies(), time.monotonic() - started
-
-
-@pytest.mark.parametrize("dies", [die_in_a_forward, die_between_two_gathers])
-def test_a_dead_rank_is_named_at_once_with_the_unit_that_waits_for_it(dies: Callable[[], str]) -> None:
-    words, died = run_fresh(2, words_and_seconds, dies)
+def test_a_dead_rank_is_named_at_once_with_the_unit_that_waits_for_it() -> None:
+    words, died = run_fresh(2, die_in_a_forward)
     assert died == Died(-signal.SIGKILL)
     ended = "the process of rank 1 has ended: it failed, or left out this call, which takes all ranks"
     assert "gather unit" in words[0] and ended in words[0], words[0]
@@ -453,35 +367,6 @@ def test_memory_has_no_file_name_and_is_released_at_rest() -> None:
     assert out.tolist() == [3.0] * 10 and held_nbytes_at_rest() <= HEADERS and segment.lent_at(address) is None
 
 
-@needs_swaps
-@on_ranks(2)
-def test_small_units_keep_their_memory_during_a_step() -> None:
-    """A block is at least one page, which is larger than the largest buffer of such units."""
-    enable_shared_memory()
-    units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
-    model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
-    found = []
-    with mock.patch.object(threads, "IDLE", 5.0), mock.patch.object(Mapping, "give_back") as given:
-        for _ in range(4):
-            given.reset_mock()
-            model(torch.ones(2, 3)).sum().backward()
-            model.zero_grad()
-            found.append(given.called)
-    assert found[1:] == [False] * 3
-
-
-@on_ranks(2)
-def test_an_unread_post_is_not_overwritten() -> None:
-    enable_shared_memory()
-    posts = Sharing.of(group := new_group()).connect().collectives  # type: ignore[union-attr]
-    posts.number += _SLOTS  # as if this rank had made that many posts
-    late = pytest.raises(RuntimeError, match="gather: other ranks are too far behind")
-    with mock.patch.object(channel_of(group), "timeout", 0.05), late:
-        posts.next("gather")
-    posts.number -= 1
-    assert posts.next("gather") == posts.number + 1
-
-
 @on_ranks(1)
 def test_groups_that_threads_use_first_at_the_same_time_have_posts_of_their_own() -> None:
     """Else ranks take the collective of one model for that of another."""
@@ -502,30 +387,6 @@ def test_groups_that_threads_use_first_at_the_same_time_have_posts_of_their_own(
         for thread in several:
             thread.join()
     assert len(set(headers)) == len(several) and len(set(map(id, segments))) == 1, headers
-
-
-def test_a_released_storage_is_reused() -> None:
-    segment = Segment()
-    first = segment.allocate(100)
-    address = first.data_ptr()
-    assert segment.free(first) and segment.allocate(50) is first
-    assert segment.lent_at(address) is not None
-    del first
-    assert segment.lent_at(address) is None and len(segment._free) == 1
-    second = segment.allocate(100)
-    assert second.data_ptr() == address and segment.free(second)
-    for_users = segment.allocate(100, keep=False)
-    assert for_users.data_ptr() == address and for_users is not second
-    del second
-    assert segment.lent_at(address) is not None and not segment._free
-    del for_users
-    assert segment.lent_at(address) is None and len(segment._free) == 1
-    third = segment.allocate(100)
-    assert segment.free(third)
-    segment.trim()
-    del third
-    assert not segment._blocks and not segment._free and segment.lent_at(address) is None
-    assert not segment.free(torch.empty(100).untyped_storage())
 
 
 @on_ranks(2)
@@ -604,23 +465,6 @@ def test_a_fast_rank_waits_for_a_slow_one_before_it_takes_more_memory() -> None:
         pending.wait()
 
 
-@on_ranks(2)
-def test_the_next_collective_finishes_those_that_all_ranks_have_posted() -> None:
-    """Without a wait: a rank that computes for long has read what its peers wait to reuse."""
-    enable_shared_memory()
-    group = new_group()
-    communicator, out = communicator_of(group), torch.empty(2)
-    communicator.gather([Gather(torch.empty(2), torch.ones(1))], Event("first", 0)).wait()
-    read = channel_of(group).collectives.number + 1
-    first = communicator.reduce(out, torch.ones(4), Event("reduce", 1))
-    dist.barrier()
-    larger = communicator.reduce(torch.empty(1 << 13), torch.ones(1 << 14), Event("reduce", 2))  # in other memory
-    dist.barrier()
-    assert channel_of(group).is_read(read) and out.tolist() == [1.0, 1.0]
-    first.wait()
-    larger.wait()
-
-
 @needs_swaps
 @on_ranks(2, 3)
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
@@ -647,24 +491,6 @@ def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     model(torch.ones(2, 300, requires_grad=True)).sum().backward()
     assert max(found) < 10 * whole + HEADERS, max(found) / whole  # reduction inputs are not copied
     assert held_nbytes_at_rest() <= HEADERS
-
-
-@needs_swaps
-@on_ranks(2)
-def test_a_call_between_steps_releases_spare_memory_at_once() -> None:
-    """Unless it gathers nothing, and may be part of each step."""
-    enable_shared_memory()
-    _, model, whole = make_wide_units(3)
-    with mock.patch.object(threads, "IDLE", 5.0):
-        model(torch.ones(2, 300)).sum().backward()
-        model.reduce_gradients()
-        model.clip_grad_norm_(1.0)
-        fsdp.mean_factor(model, 2)
-        next(iter(fsdp.join(model, [1])))
-        model.zero_grad()
-        assert held_nbytes() > whole, "nothing is kept for the next step"
-        model.state_dict()
-        assert held_nbytes() < HEADERS
 
 
 @needs_swaps
@@ -697,126 +523,6 @@ def test_memory_kept_for_the_next_step_is_released_when_no_step_follows() -> Non
 
 
 @on_ranks(2)
-def test_an_abandoned_post_is_released() -> None:
-    """Each rank drops a post before it sees the posts of its peers, as when a pass fails and the model is deleted."""
-    enable_shared_memory()
-    group = new_group()
-    rank, (nbytes, part) = dist.get_rank(), (1 << 20, 1 << 19)
-    communicator = communicator_of(group)
-    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
-    before = held_nbytes_at_rest()
-    gathered = own_segment().allocate(nbytes)
-    full = torch.empty(0).set_(gathered)  # type: ignore[call-overload]
-    for turn in range(2):
-        if rank == turn:
-            pending = communicator.gather([Gather(full, torch.ones(part // 4))], Event("under way", 2))
-        dist.barrier()
-    del full, gathered
-    own_segment().trim()
-    assert held_nbytes() >= before + nbytes, "a rank may not have read it yet"
-    dist.barrier()
-    del pending
-    dist.barrier()
-    own_segment().trim()
-    assert held_nbytes() == before
-    total = torch.empty(4)
-    communicator.gather([Gather(total, torch.full((2,), float(rank)))], Event("next", 3)).wait()
-    assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
-    group = dist.new_group()  # rank 1 leaves it without this post
-    communicator = communicator_of(group)
-    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
-    before = held_nbytes_at_rest()
-    if rank == 0:
-        communicator.gather([Gather(torch.empty(2 * part // 4), torch.ones(part // 4))], Event("alone", 2))
-        own_segment().trim()
-        assert held_nbytes() > before
-    dist.barrier()
-    dist.destroy_process_group(group)
-    del communicator, group
-    gc.collect()
-    dist.barrier()
-    own_segment().trim()
-    assert held_nbytes() == before
-
-
-def test_a_segment_is_not_trimmed_during_a_call() -> None:
-    """A garbage collection on the calling thread must not wait for that thread's lock."""
-    own = Segment()
-    own.leave(own.take(1 << 20))
-    held_nbytes = own.held_nbytes
-    with own._lock:
-        own.keep(0, 0)
-        own.trim()
-    assert own.held_nbytes == held_nbytes
-    own.keep(0, 0)
-    assert own.held_nbytes < held_nbytes
-
-
-@on_ranks(2)
-def test_memory_that_ranks_of_another_group_never_read_delays_no_call() -> None:
-    """Rank 1 never waits for a gather of one group, as after a divergence that the program survives."""
-    enable_shared_memory()
-    communicator, waits, until = communicator_of(new_group()), list[Channel](), Channel.until
-    model = make_model(new_group())
-    step(model)
-    full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
-    pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("under way", 1))
-    if dist.get_rank() == 0:
-        del full, pending
-
-    def record(self: Channel, holds: Callable[[], bool], seconds: float) -> bool:
-        waits.append(self)
-        return until(self, holds, seconds)
-
-    with mock.patch.object(Channel, "until", record):
-        step(model)
-        model.state_dict()
-        own_segment().allocate(1 << 20, channel_of(model.process_group))
-    assert set(waits) == {channel_of(model.process_group)}
-
-
-@on_ranks(2)
-def test_late_readers_are_waited_for_once() -> None:
-    """They are waited for again after they have read."""
-    enable_shared_memory()
-    group = new_group()
-    communicator, waits = communicator_of(group), list[float]()
-    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 0)).wait()
-    channel = channel_of(group)
-
-    def give_up(holds: Callable[[], bool], seconds: float) -> bool:
-        waits.append(seconds)
-        return False
-
-    for turn in range(1, 3):
-        pending = communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("late", turn))
-        with mock.patch.object(channel, "until", give_up):
-            for _ in range(3):
-                channel.wait_for_readers(channel.collectives.number)
-        assert waits == [10.0] * turn
-        dist.barrier()
-        pending.wait()
-        dist.barrier()
-
-
-@on_ranks(2)
-def test_memory_is_returned_at_the_end_of_a_call_though_a_rank_reads_late() -> None:
-    enable_shared_memory()
-    group = new_group()
-    communicator = communicator_of(group)
-    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 0)).wait()
-    before = held_nbytes_at_rest()
-    for give_back in (own_segment().trim, functools.partial(own_segment().keep, 0, 0)):
-        full = torch.empty(0).set_(own_segment().allocate(1 << 20))  # type: ignore[call-overload]
-        pending = communicator.gather([Gather(full, torch.ones(1 << 17))], Event("gather", 1))
-        time.sleep(0.3 * dist.get_rank())
-        pending.wait()
-        del full, pending
-        give_back(channel_of(group))
-        assert held_nbytes() == before
-
-
-@on_ranks(2)
 def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None:
     enable_shared_memory()
     group, piece, calls = new_group(), Mapping.piece, list[int]()
@@ -845,63 +551,6 @@ def test_garbage_collection_of_a_model_during_a_wait_does_not_deadlock() -> None
     assert full.tolist() == [1.0] * 1000 + [2.0] * 1000
 
 
-@needs_swaps
-@on_ranks(2)
-def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
-    enable_shared_memory()
-    group, piece, waits = new_group(), Mapping.piece, dist.get_rank() == 1
-    store, told = group_store(group), list[bool]()
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(200, 3000), nn.Linear(3000, 200), unit())  # the root's memory is too large to keep
-    model = wrap(net, wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=group)
-    step(model)
-
-    def late(self: Mapping, *where: Any) -> torch.Tensor:
-        """Let rank 1 read, after rank 0 has failed, the data that rank 0 has gathered."""
-        until = time.monotonic() + 5
-        while waits and not told and time.monotonic() < until and not store.check(["failed"]):
-            time.sleep(0.01)
-        told.append(store.check(["failed"]) or not waits)
-        return piece(self, *where)
-
-    def fail(*_: Any) -> None:
-        raise ArithmeticError("failed on purpose")
-
-    handle = net[0].register_forward_pre_hook(fail)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Mapping, "piece", late)
-        with pytest.raises(ArithmeticError):
-            model(torch.ones(2, 200))
-    if not waits:
-        store.set("failed", "")
-    assert told and all(told), "a rank that has failed waits for others to read its memory"
-    handle.remove()
-    step(model)
-
-
-@on_ranks(2)
-def test_proposals_of_a_transport_before_a_failure_do_not_count_after_it() -> None:
-    """Rank 1 is interrupted before it counts the proposal of all ranks, and starts anew before rank 0."""
-    enable_shared_memory()
-    group, rank = new_group(), dist.get_rank()
-    channel = Sharing.of(group).connect()
-    assert channel is not None
-    channel.propose_elsewhere().wait()
-    dist.barrier()
-    if rank == 0:
-        assert channel.goes_elsewhere()
-    for turn in (1, 0):
-        if rank == turn:
-            channel.renew()
-            posts = channel.collectives, channel.questions
-            assert [each.number for each in posts] + [posts[0].proposals[rank]] == [1 << 32] * 3
-            proposal = channel.propose_elsewhere()
-            assert rank == 0 or not proposal.is_completed()
-        dist.barrier()
-    proposal.wait(timedelta(seconds=10))
-    assert channel.goes_elsewhere()
-
-
 @on_ranks(2)
 def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers() -> None:
     enable_shared_memory()
@@ -923,23 +572,6 @@ def test_a_rank_interrupted_during_the_decision_uses_the_transport_of_its_peers(
     communicator = communicator_of(group)
     communicator.gather([Gather(full, torch.full((2,), float(rank)))], Event("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
-
-
-@on_ranks(2)
-@impatient
-def test_a_rank_that_waits_for_the_decision_looks_at_its_peers() -> None:
-    """A peer may end, or be in a different call, between the meeting before and the decision."""
-    enable_shared_memory()
-    group, look = new_group(), mock.Mock(side_effect=OutOfStep("rank 1 has ended"))
-    sharing, soon = Sharing.of(group), timedelta(seconds=0.2)
-    if dist.get_rank() == 0:
-        with pytest.raises(OutOfStep, match="rank 1 has ended"):
-            sharing.connect(look)
-        with mock.patch.object(shared_memory, "group_timeout", lambda _: soon), pytest.raises(TimedOut):
-            sharing.connect()
-    dist.barrier()
-    time.sleep(0.5 * dist.get_rank())
-    assert sharing.connect() is not None
 
 
 # -- when it is used -----------------------------------------------------------------------------------------------
