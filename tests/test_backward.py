@@ -198,28 +198,21 @@ def _check_chain(
                 clear(model)
 
 
-@pytest.mark.parametrize("outer", KINDS)
-@on_ranks(2)
-def test_passes_with_checkpointed_units_and_segments(outer: str) -> None:
-    """Five orders of passes, with the unit checkpointed, segments of it, both or neither; all units rest after each.
-
-    In half of them a released buffer is filled with NaN, by `FSDP_DEBUG=1`: no pass reads it.
-    """
-    for number, segment in enumerate(KINDS, start=KINDS.index(outer)):
-        strategies = 3 if segment == outer else 2  # without sharding a checkpoint gathers nothing
-        _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies], debugged=number // 2 % 2)
-
-
 @ALL_SMALL
 @on_ranks(2)
-def test_overlapping_and_partial_passes(all_small: bool) -> None:
-    """Three passes at a time, overlapping pairs, retained graphs, no backward, gradients of inputs alone."""
+def test_orders_of_forwards_and_backwards(all_small: bool) -> None:
+    """Overlapping pairs, retained graphs, no backward, gradients of inputs alone; all units rest after each.
+
+    With and without checkpoints outside and inside of the units, and with released buffers filled with NaN.
+    """
+    nests = [("none", "none"), ("non-reentrant", "reentrant"), ("reentrant", "non-reentrant")]
     with gradient_sizes(all_small):
-        for number, outer in enumerate(KINDS):
-            _check_chain("none", outer, MORE, by_turns(number)[: 3 if outer == "none" else 2])
+        for number, (segment, outer) in enumerate(nests):
+            programs = [*SKETCH, *MORE][max(number - 1, 0) :: 1 if outer == "none" else 2]
+            modes = by_turns(number + all_small)[: 2 if outer == "none" else 1]
+            _check_chain(segment, outer, programs, modes, debugged=number % 2)
         for outer in ("none", "non-reentrant"):  # reentrant checkpoints refuse autograd.grad
-            _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none"))
-        _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debugged=0)
+            _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none")[all_small::2])
 
 
 # -- number of collectives, and states ---------------------------------------------------------------------------
@@ -353,20 +346,6 @@ def test_create_graph_is_refused_and_changes_nothing() -> None:
 
 
 @on_ranks(2)
-def test_a_second_backward_without_retain_graph_is_an_error() -> None:
-    """Torch's own, and the following step is right."""
-    reference = Reference(seeded(mlp), one_pass)
-    for mode in MODES:
-        model = wrapped(seeded(mlp), mode, MlpBlock)
-        loss = loss_of(model, torch.randn(3, WIDTH))
-        loss.backward()
-        with pytest.raises(RuntimeError, match=r"backward through the graph a second time"):
-            loss.backward()
-        clear(model)
-        reference.check(model, f"the step after, {describe(mode)}")
-
-
-@on_ranks(2)
 def test_function_transforms_are_refused() -> None:
     """The following step is right."""
     reference = Reference(seeded(mlp), one_pass)
@@ -375,13 +354,6 @@ def test_function_transforms_are_refused() -> None:
         with pytest.raises(RuntimeError, match=r"inside of torch.vmap or .* Transform functions inside of its f"):
             torch.vmap(model)(torch.randn(3, WIDTH))
         reference.check(model, f"the step after, {describe(mode)}")
-
-
-def _penalty(model: nn.Module, data: Data) -> Iterator[Any]:
-    x = data.tensor(0, 3, WIDTH)
-    (grad,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)
-    (grad.square().sum() + loss_of(model, x)).backward()
-    yield {"x": x.grad}
 
 
 def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -399,11 +371,6 @@ def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
 def test_create_graph_up_to_an_output_is_allowed() -> None:
     """The graph of the gradient does not enter a wrapped module."""
     check_parity(seeded(mlp), _penalty_on_output, MlpBlock)
-
-
-@on_ranks(2)
-def test_gradient_penalty_without_sharding() -> None:
-    check_parity(seeded(mlp), _penalty, MlpBlock, modes=[(NONE, True), (NONE, False)], ulps=8)
 
 
 # -- structures --------------------------------------------------------------------------------------------------
@@ -499,36 +466,6 @@ def test_structure_trains_as_the_plain_model(name: str) -> None:
                 clear(model)
 
 
-@on_ranks(2)
-def test_unit_inside_two_checkpoints() -> None:
-    warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: checkpoint(m.block, y, use_reentrant=inner), m.first(x), use_reentrant=outer)
-
-    def twice() -> nn.Module:
-        return Net(forward, first=MlpBlock(WIDTH, WIDTH), block=SegmentBlock(WIDTH, "non-reentrant"))
-
-    for inner, outer in itertools.product((True, False), (True, False)):
-        build = seeded(twice)
-        for number, program in enumerate((one_pass, two_passes, backward_twice), start=inner + outer):
-            modes = by_turns(number)[: 3 if program is one_pass else 2]
-            case = f"reentrant={(inner, outer)}, {program.__name__}"
-            check_parity(build, program, MlpBlock, SegmentBlock, modes=modes, case=case)
-
-
-def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Call a child before the root's first forward; the child's graph outlives the root's first pass."""
-    x, y = data.tensor(0, 3, 13), data.tensor(1, 3, WIDTH)
-    first, second = (loss_of(model.blocks[1], x) for _ in range(2))
-    first.backward()
-    yield {"x": x.grad}
-    loss_of(model, y).backward()
-    yield {"y": y.grad}
-    second.backward()
-    yield {"x": x.grad}
-
-
 def _child_after(model: nn.Module, data: Data) -> Iterator[Any]:
     """Call a child after the root, alone and between the root's forward and backward."""
     x, y = data.tensor(0, 3, 13), data.tensor(1, 3, WIDTH)
@@ -560,5 +497,4 @@ def test_child_may_be_used_before_the_parent_is_wrapped() -> None:
 
 @on_ranks(2)
 def test_child_may_be_called_directly() -> None:
-    for program in (_child_before, _child_after):
-        check_parity(seeded(mlp), program, MlpBlock, case=program.__name__)
+    check_parity(seeded(mlp), _child_after, MlpBlock)

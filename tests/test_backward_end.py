@@ -24,18 +24,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import fsdp
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, assert_at_rest, gradient_sizes
-from tests.harness.models import LoraBlock, Net, Unit
+from tests.harness.lockstep import ALL_SMALL, CLEAR, STEP, Data, Reference, assert_at_rest, gradient_sizes
+from tests.harness.models import Net, Unit
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import check_parity, seeded
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
-from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, describe
+from tests.harness.strategies import FULL, MODES, NONE, describe
 
 WIDTH, VOCABULARY = 6, 11
-Build = Callable[[], nn.Module]
-Program = Callable[[nn.Module, Data], Iterator[Any]]
 
 
 class Block(nn.Module):
@@ -50,130 +48,6 @@ class Block(nn.Module):
 def tokens(data: Data, index: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * index + data.rank)
     return torch.randint(VOCABULARY, (3, 5), generator=generator)
-
-
-def steps(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Run two steps on token ids, so that no input of the root needs a gradient."""
-    for index in range(2):
-        output = model(tokens(data, index))
-        output.square().mean().backward()
-        yield {"output": output.detach()}
-        yield STEP
-
-
-# -- inputs of a unit --------------------------------------------------------------------------------------------------
-
-
-MIDDLES: dict[str, Callable[[], nn.Module]] = {
-    "frozen norm": lambda: nn.LayerNorm(WIDTH).requires_grad_(False),
-    "frozen linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
-    "LoRA layer": lambda: LoraBlock(WIDTH),
-    "detached weight": lambda: Net(  # used only detached in one term, before a trained layer
-        lambda m, x: m.linear(x @ m.gate.weight.detach()) + m.gate(x.detach()),
-        gate=nn.Linear(WIDTH, WIDTH, bias=False),
-        linear=nn.Linear(WIDTH, WIDTH),
-    ),
-}
-
-
-def language_model(middle: str) -> nn.Module:
-    """Build a model whose root owns a layer between the units and a trainable head; token ids need no gradient."""
-    return Net(
-        lambda m, ids: m.head(m.middle(m.blocks(m.embed(ids)))),
-        embed=nn.Embedding(VOCABULARY, WIDTH),
-        blocks=nn.Sequential(Block(), Block()),
-        middle=MIDDLES[middle](),
-        head=nn.Linear(WIDTH, 3),
-    )
-
-
-def hiding(how: str) -> nn.Module:
-    """Build a unit that gets its input through an attribute or a closure, and applies a frozen layer to it first."""
-
-    def forward(m: Any, ids: Tensor) -> Tensor:
-        x = m.first(m.embed(ids))
-        if how == "closure":
-            return m.head(m.hidden(lambda: x))
-        getattr(m.hidden, "module", m.hidden).state = x
-        return m.head(m.hidden())
-
-    hidden = Unit(
-        lambda m, give=None: m.linear(torch.tanh(m.frozen(m.state if give is None else give()))),
-        frozen=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
-        linear=nn.Linear(WIDTH, WIDTH),
-    )
-    embed = nn.Embedding(VOCABULARY, WIDTH)
-    return Net(forward, embed=embed, first=Block(), hidden=hidden, head=nn.Linear(WIDTH, 3))
-
-
-@pytest.mark.parametrize("debug", ["0", "1"])
-@on_ranks(2)
-def test_frozen_and_detached_weights_stay_until_they_are_read(debug: str) -> None:
-    """Also where no argument of the unit needs a gradient, and where `FSDP_DEBUG=1` poisons released memory."""
-    cases: list[tuple[str, Build, dict[str, Any]]] = []
-    for middle in MIDDLES:
-        make = seeded(language_model, middle)
-        cases.append((f"{middle}, units between", make, {"wrap_policy": ModuleWrapPolicy({Block})}))
-        cases.append((f"{middle}, all units", make, {"wrap_policy": ModuleWrapPolicy({Block, nn.Embedding})}))
-        cases.append((f"{middle}, ignored between", make, {"ignored": "blocks"}))
-    for how in ("attribute", "closure"):
-        policy = ModuleWrapPolicy({Block, Unit})
-        cases.append((f"input through {how}", seeded(hiding, how), {"wrap_policy": policy}))
-    for number, (case, build, options) in enumerate(cases):
-        reference = Reference(build, steps)
-        turns = number // 2 % 2
-        for strategy in (FULL, GRAD_OP) if debug == "0" else (FULL, GRAD_OP)[turns : turns + 1]:
-            orig = (number + (strategy is FULL)) % 2 == 0
-            model, kwargs = build(), dict(options)
-            if (ignored := kwargs.pop("ignored", None)) is not None:
-                for param in model.get_submodule(ignored).parameters():
-                    param.requires_grad_(False)  # their gradients would not be reduced
-                kwargs["ignored_modules"] = [model.get_submodule(ignored)]
-                frozen = seeded(lambda build=build: _frozen(build(), "blocks"))
-                reference = Reference(frozen, steps)
-            with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
-                reference.check(wrap(model, strategy, orig, **kwargs), f"{case}, {strategy.name}, orig={orig}")
-
-
-def _frozen(model: nn.Module, path: str) -> nn.Module:
-    model.get_submodule(path).requires_grad_(False)
-    return model
-
-
-def segments(reentrant: bool) -> nn.Module:
-    """Build checkpointed segments that use the root's parameters around units, recomputed after its last layers."""
-
-    def segment(m: Any, block: nn.Module, x: Tensor) -> Tensor:
-        return block((m.norm(x) if reentrant else x) @ m.gate.weight.detach())
-
-    def forward(m: Any, ids: Tensor) -> Tensor:
-        x = m.embed(ids)
-        for block in m.blocks:
-            x = checkpoint(segment, m, block, x, use_reentrant=reentrant)
-        return m.head(m.norm(m.gate(x)))
-
-    return Net(
-        forward,
-        embed=nn.Embedding(VOCABULARY, WIDTH),
-        blocks=nn.ModuleList([Block(), Block()]),
-        gate=nn.Linear(WIDTH, WIDTH),
-        norm=nn.LayerNorm(WIDTH),
-        head=nn.Linear(WIDTH, 3),
-    )
-
-
-@on_ranks(2)
-def test_root_stays_until_checkpointed_segments_are_recomputed() -> None:
-    """Neither gradients nor saved tensors show that a recomputation will read the root's parameters."""
-    torch.set_default_dtype(torch.float64)
-    for reentrant, strategy, orig in itertools.product((True, False), (FULL, GRAD_OP), (True, False)):
-        build = seeded(segments, reentrant)
-        model = wrap(build(), strategy, orig, wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
-        # Each nested graph task is reduced by itself: three uses on two ranks are six terms, which either order of
-        # adding them rounds five times, by half a unit of what is summed.
-        ulps, after = (5, REASSOCIATED) if reentrant else (0, None)
-        what = f"reentrant={reentrant}, {strategy.name}, orig={orig}"
-        Reference(build, steps).check(model, what, ulps=ulps, ulps_after_step=after)
 
 
 # -- kinds of arguments ------------------------------------------------------------------------------------------------
@@ -237,53 +111,6 @@ def test_selective_checkpointing_sees_no_operation_of_the_engine() -> None:
 
 
 # -- side outputs ------------------------------------------------------------------------------------------------------
-
-
-def with_aside(marked: bool) -> nn.Module:
-    """Build a unit that stores a part of the loss, and whose output is not part of it, or only later."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.first(x)
-        output = m.last(y)
-        side = torch.tanh(m.inner(y)) @ m.last.weight
-        m.kept = fsdp.mark_side_output(side) if marked else side
-        return output
-
-    embed = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
-    aside = Unit(forward, first=nn.Linear(WIDTH, WIDTH), inner=Block(), last=nn.Linear(WIDTH, WIDTH))
-    return Net(lambda m, ids: m.after(m.aside(m.embed(ids))), embed=embed, aside=aside, after=Block())
-
-
-def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
-    aside = next(m for m in model.modules() if isinstance(m, Unit))
-    for index, both in enumerate((False, True, False)):
-        output = model(tokens(data, index))
-        loss = aside.kept.square().mean()
-        (loss + output.square().mean() if both else loss).backward()
-        yield {"side": aside.kept.detach()}
-        yield CLEAR
-
-
-def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Compute the loss from the output of a nested unit alone, and run two backwards through each graph."""
-    taken: list[Tensor] = []
-    inner = next(m for m in model.modules() if isinstance(m, Unit)).inner
-    inner.register_forward_hook(lambda module, args, output: taken.append(output))
-    for index in range(2):
-        model(tokens(data, index))
-        loss = taken.pop().square().mean()
-        loss.backward(retain_graph=True)
-        yield {}
-        loss.backward()
-        yield {}
-        yield CLEAR
-
-
-@on_ranks(2)
-def test_backward_through_marked_side_outputs_and_nested_units() -> None:
-    """A unit and the units around it are gathered when the gradient of a marked tensor arrives."""
-    for marked, program in ((True, _side_loss), (False, _taken_by_a_hook)):
-        check_parity(seeded(with_aside, marked), program, Block, Unit, modes=MODES[:2], case=f"marked={marked}")
 
 
 @on_ranks(2)
@@ -481,45 +308,21 @@ def apart(*, in_part: bool = False) -> Unit:
     return unit
 
 
-def segmented(*, clamped: bool, plainly: int) -> Unit:
-    """Build a unit with a weight used in two segments, each with a nested backward, and between them.
-
-    The first `plainly` calls have no segments.
-    """
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        def segment(x: Tensor) -> Tensor:
-            return torch.tanh(x * m.weight)
-
-        m.plainly -= 1
-        if m.plainly >= 0:
-            return segment(segment(x) * m.weight + x)
-        y: Tensor = checkpoint(segment, x, use_reentrant=True)
-        return checkpoint(segment, y * m.weight + x, use_reentrant=True)
-
-    unit = Unit(forward, weight=nn.Parameter(torch.ones(WIDTH)), plainly=plainly, clamped=clamped)
-    if clamped:
-        unit.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return unit
-
-
 @ALL_SMALL
 @on_ranks(2)
 def test_unit_may_be_entered_other_than_by_the_last_output(all_small: bool) -> None:
-    """Calls with a dropped output, graphs that outlive a call, branches on threads, backwards inside the backward."""
+    """Calls with a dropped output, graphs that outlive a call, branches on threads."""
     modules: list[tuple[Callable[[], nn.Module], Any]] = [
         (lambda: remembers("state"), _remembering),
         (lambda: remembers("weight"), _remembering),
         (apart, steps_of_vectors),
-        *((partial(segmented, clamped=c, plainly=n), steps_of_vectors) for c in (False, True) for n in (0, 1)),
     ]
     kinds = ModuleWrapPolicy({Block, Unit})
     for (number, (make, program)), strategy in itertools.product(enumerate(modules), (FULL, NONE)):
         build = seeded(lambda make=make: nn.Sequential(Block(), make(), Block()))
-        ulps = 8 if hasattr(make(), "plainly") else 0  # each nested backward ends in a reduction
         with gradient_sizes(all_small):
             model = wrap(build(), strategy, True, wrap_policy=kinds)
-            Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
+            Reference(build, program).check(model, f"{number}, {strategy.name}")
 
 
 class Without(torch.autograd.Function):

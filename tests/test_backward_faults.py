@@ -8,7 +8,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from typing import Any
 from unittest import TestCase, mock
 
@@ -18,16 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
-from tests.harness.lockstep import CLEAR, STEP, Data, Reference, gradient_sizes
+from tests.harness.lockstep import CLEAR, STEP, Data, gradient_sizes
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.models import Net, Unit, in_turn
-from tests.harness.oracle import assert_bit_equal
 from tests.harness.passes import KINDS, WIDTH, check_parity, clear, loss_of, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_gradients
 from tests.harness.strategies import MODES, by_turns, describe
 
 
@@ -159,41 +155,6 @@ def test_step_after_an_exception_gathers_as_often_as_usual() -> None:
             assert gathers() == usual[1] == usual[0], f"after {fault}, {describe(mode)}"
 
 
-_ends: list[Callable[[], None]] = []  # held final callbacks of the backwards so far
-
-
-def _after_a_late_end(model: nn.Module, data: Data) -> Iterator[Any]:
-    """Destroy the graph task of a failed backward in the middle of the next backward."""
-    Trap.set("backward 1")
-    with pytest.raises(Fault):
-        loss_of(model, data.tensor(0, 3, WIDTH)).backward()
-    yield CLEAR
-
-    def release(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda grad: _ends.clear())
-
-    x = data.tensor(1, 3, WIDTH)
-    handle = model.blocks[1].register_forward_hook(release)
-    loss_of(model, x).backward()
-    handle.remove()
-    yield {"x": x.grad}
-
-
-@on_ranks(2)
-def test_failed_backward_may_be_destroyed_during_the_next_pass() -> None:
-    """A device's thread can hold the failed graph task meanwhile."""
-    reference = Reference(seeded(trapped_model, "none"), _after_a_late_end)
-    queue = hooks.at_end_of_backward
-
-    def queue_and_hold(end: Callable[[], None]) -> None:
-        _ends.append(end)
-        queue(end)
-
-    with mock.patch.object(hooks, "at_end_of_backward", queue_and_hold):
-        for mode in MODES:
-            reference.check(wrapped(seeded(trapped_model, "none"), mode, Unit), describe(mode))
-
-
 @on_ranks(2)
 def test_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
     """Autograd's thread for an accelerator may be the last to hold a failed backward, while the program goes on.
@@ -322,33 +283,6 @@ def test_a_parameter_assigned_after_a_failed_backward_is_kept() -> None:
                 model(x)
 
 
-@on_ranks(2)
-def test_error_while_a_backward_gathers_ahead_is_raised() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return m.last(torch.tanh(m.frozen(torch.tanh(m.first(x)))))
-
-    def build() -> nn.Module:
-        return Net(forward, **{name: trapped(index) for index, name in enumerate(("first", "frozen", "last"))})
-
-    model = wrapped(build, MODES[0], Unit)
-    frozen = model.module.frozen
-    frozen.requires_grad_(False)  # so that the backward leaves it at its input, not at its last gradient
-    x = torch.ones(3, WIDTH)
-    loss_of(model, x).backward()
-    unsharder = model._fsdp_unit.context.unsharder
-    prefetch = unsharder.prefetch
-
-    def fail(unit: Any, *, begins: bool = False) -> None:
-        if unit is frozen._fsdp_unit and not begins and unsharder.passes.in_backward:
-            raise Fault
-        prefetch(unit, begins=begins)
-
-    loss = loss_of(model, x)
-    with mock.patch.object(unsharder, "prefetch", fail), pytest.raises(Fault):
-        loss.backward()
-    loss_of(model, x).backward()
-
-
 @pytest.mark.serial  # it waits a limited time for threads to free memory
 @needs_meter
 @on_ranks(2)
@@ -377,33 +311,3 @@ def test_faults_leave_no_memory_behind() -> None:
             if cycle == 0:
                 before = meter.at_rest()
         assert (more := meter.beyond(before, allowed)) <= allowed, f"{more:,} bytes more, {describe(mode)}"
-
-
-@pytest.mark.parametrize("after", [0, 1])
-@on_ranks(2)
-def test_held_gradients_of_a_failed_backward_are_dropped(after: int) -> None:
-    """Small gradients are held until the last one arrives, which a failed backward never delivers."""
-    torch.manual_seed(0)
-
-    def fails_once(m: Any, x: Tensor) -> Tensor:
-        def reached(grad: Tensor) -> None:
-            m.remaining -= 1
-            if m.remaining == -1:
-                raise ZeroDivisionError
-
-        y = x.clone()
-        y.register_hook(reached)
-        return y
-
-    # In one unit; 64 bytes are small.
-    plain = nn.Sequential(nn.Linear(4, 4), Net(fails_once, remaining=after), nn.Linear(4, 4))
-    model = FullyShardedDataParallel(deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
-    x = torch.randn(2, 4)
-    for each in (plain, model):
-        for _ in range(after):
-            each(x).sum().backward()
-        with pytest.raises(ZeroDivisionError):
-            each(x).sum().backward()
-        each.zero_grad()
-        each(x).sum().backward()
-    assert_bit_equal(full_gradients(model), {name: param.grad for name, param in plain.named_parameters()})

@@ -11,93 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fsdp import ShardingStrategy
-from fsdp.runtime.nested import tensors_in
 from tests.harness.lockstep import Data, Reference, assert_at_rest
 from tests.harness.models import MlpBlock, Net, Unit
 from tests.harness.passes import WIDTH, check_parity, seeded, wrapped
 from tests.harness.pool import on_ranks
 from tests.harness.strategies import MODES, by_turns, describe
-
-
-class Holder:
-    def __init__(self, wide: Tensor, narrow: Tensor) -> None:
-        self.inner = [wide, {"narrow": narrow}]
-        self.itself = self
-
-
-PACKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "tuple": lambda a, b: (a, None, b),
-    "object": Holder,
-    "nested": lambda a, b: ({"x": [a], "y": 1}, [], {"text": (b, b)}),
-}
-
-
-def unpack(value: Any) -> tuple[Tensor, Tensor]:
-    """Find the wide and the narrow tensor of a nest, by their last dimension."""
-    found = {tensor.shape[-1]: tensor for tensor in tensors_in(value)}
-    return found[WIDTH], found[3]
-
-
-def packed_model(kind: str) -> nn.Module:
-    """Build blocks that take and return two tensors in a container, and keep their outputs for comparison."""
-
-    def block_forward(m: Any, packed: Any) -> Any:
-        wide, narrow = unpack(packed)
-        wide = torch.tanh(m.wide(wide))
-        narrow = torch.tanh(m.narrow(narrow)) + wide[:, :3]
-        m.kept = PACKS[kind](wide, narrow)
-        m.kept_nodes = [t.grad_fn for t in unpack(m.kept)]
-        return m.kept
-
-    def forward(m: Any, x: Tensor, *, side: Any) -> Any:
-        value = PACKS[kind](x, unpack(side)[1])
-        for block in m.blocks:
-            output = block(value)
-            if output is not block.kept or [t.grad_fn for t in unpack(output)] != block.kept_nodes:
-                raise AssertionError(f"{kind}: the output is not the module's own")
-            value = output
-        wide, narrow = unpack(value)
-        m.kept = PACKS[kind](m.head(wide), narrow * 2)
-        return m.kept
-
-    blocks = [Unit(block_forward, wide=nn.Linear(WIDTH, WIDTH), narrow=nn.Linear(3, 3)) for _ in range(3)]
-    return Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(WIDTH, WIDTH))
-
-
-def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
-    def program(model: nn.Module, data: Data) -> Iterator[Any]:
-        x, y = data.tensor(0, 4, WIDTH), data.tensor(1, 4, 3)
-
-        def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            output = model(x, side=PACKS[kind](x, y))
-            assert output is model.kept
-            return unpack(output)
-
-        wide, narrow = call(x, y)
-        (wide.square().mean() + narrow.square().mean()).backward()  # all outputs are used
-        yield {"x": x.grad, "y": y.grad}
-        wide, narrow = call(x, y.detach())  # one output is not used, one input needs no gradient
-        wide.square().mean().backward()
-        yield {"x": x.grad, "y": y.grad}
-        wide, narrow = call(x.detach(), y)  # parameters of the root are not reached
-        narrow.square().mean().backward()
-        yield {"x": x.grad, "y": y.grad}
-        wide, narrow = call(x.detach(), y.detach())
-        wide.mul_(2.0)  # callers change outputs in place, a leaf of the graph or not
-        narrow.add_(1.0)
-        (wide.square().mean() + narrow.square().mean()).backward()
-        yield {"wide": wide.detach()}
-
-    program.__name__ = kind
-    return program
-
-
-@on_ranks(2)
-def test_containers_of_inputs_and_outputs() -> None:
-    """Outputs stay the module's objects; some are changed in place or unused. All containers are in test_nested.py."""
-    for number, kind in enumerate(PACKS):
-        check_parity(seeded(packed_model, kind), _packed_program(kind), Unit, modes=by_turns(number), case=kind)
-
 
 IN_PLACE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
     "input changed": lambda m, x, y: (torch.tanh(m.linear(x.mul_(2.0))) * m.gain, y),

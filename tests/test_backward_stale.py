@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -21,35 +20,6 @@ from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, describe
 
 # -- stale copies ------------------------------------------------------------------------------------------------
-
-
-Params = list[nn.Parameter]
-
-
-@torch.no_grad()
-def _scale_in_place(params: Params, factor: float) -> None:
-    for p in params:
-        p.mul_(factor)
-
-
-@on_ranks(2)
-def test_autocast_uses_parameters_written_since_the_last_forward() -> None:
-    """One block of autocast spans several forwards, and keeps a cast of each weight."""
-    x = torch.randn(3, WIDTH)
-    for mode, grads in itertools.product(MODES, (True, False)):
-        if mode[0] is NONE:
-            continue  # autocast keeps casts of these parameters as of a plain model's
-        plain, model = seeded(mlp)(), wrapped(seeded(mlp), mode, MlpBlock)
-        held = list(model.parameters())
-        outputs = []
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grads):
-            for _ in range(3):
-                outputs.append(model(x))
-                _scale_in_place(held, 0.5)
-        for index, output in enumerate(outputs):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert torch.equal(output, plain(x)), f"forward {index}, gradients {grads}, {describe(mode)}"
-            _scale_in_place(list(plain.parameters()), 0.5)
 
 
 @needs_meter
