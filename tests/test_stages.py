@@ -1,4 +1,4 @@
-"""The stage table: registered parameters and allocated bytes at each stage of a unit's life.
+"""The stage table: allocated bytes at each stage of a unit's life.
 
 The bytes reported by the allocator are compared with formulas over the numbers of elements of the plain model. With N
 ranks, a root of R bytes (parameters outside of units), n units of U bytes each and P = R + n * U, the sharded
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,13 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm import host_memory
 from fsdp.comm.versions import STORAGES_SWAP
-from fsdp.runtime import arrivals
 from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, needs_meter
@@ -53,9 +50,7 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
-from tests.harness.small import error_of
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
-from tests.harness.summoned import pieces
 
 # torch records its last 2000 native collectives, about 1 KiB each, which the meter would count. Set before any rank
 # starts, because ranks inherit the environment.
@@ -356,196 +351,6 @@ def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_or
         if abs(nbytes - expected[stage]) > NOISE
     ]
     assert not wrong, f"{len(wrong)} of {len(measured)} stages are off by more than {NOISE:,}:\n" + "\n".join(wrong)
-
-
-# -- registered parameters --------------------------------------------------------------------------------------------
-
-
-class Small(Block):
-    """A block with few elements."""
-
-    def __init__(self, index: int) -> None:
-        nn.Module.__init__(self)
-        self.index = index
-        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
-        self.scale = nn.Parameter(torch.ones(1))  # on one rank only
-
-
-class Registration:
-    """Two small units under a root, their parameters before wrapping, and checks of the parameters on their modules."""
-
-    def __init__(self, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-        net = nn.Sequential(Small(0), Small(1), nn.Linear(5, 3))
-        self.originals = dict(net.named_parameters())
-        for index, parameter in enumerate(self.originals.values()):
-            parameter.note = index  # type: ignore[attr-defined]  (stands for whatever users hang on parameters)
-        self.values = {name: parameter.detach().clone() for name, parameter in self.originals.items()}
-        self.modules = dict(net.named_modules())
-        self.strategy, self.use_orig_params = strategy, use_orig_params
-        self.model = wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Small}))
-        self.is_sharded = self.model.sharding_strategy is not NO_SHARD
-        self.flat = {unit.name: unit.buckets[0].flat_param for unit in shard_info(self.model)}
-        self.pointers = {name: flat.data_ptr() for name, flat in self.flat.items()}
-        self.parts = pieces(self.model, self.values)
-        self.world_size = dist.get_world_size()
-        self.seen: list[str] = []
-
-    def numel_of(self, unit: str) -> int:
-        return sum(value.numel() for name, value in self.values.items() if self.unit_of(name) == unit)
-
-    def unit_of(self, name: str) -> str:
-        first = name.split(".")[0]
-        return first if first in ("0", "1") else ""
-
-    def registered(self, name: str) -> Any:
-        path, _, attribute = name.rpartition(".")
-        return getattr(self.modules[path], attribute)
-
-    def check(self, stage: str, running: set[str]) -> None:
-        """Check that running units show leaves, and sharded units show their placeholders."""
-        self.seen.append(stage)
-        self.check_flat_parameters()
-        self.check_names(running)
-        for name in self.originals:
-            what = f"{stage}: {name}"
-            if self.unit_of(name) in running:
-                self.check_leaf(name, what)
-            elif self.use_orig_params:
-                self.check_original(name, what)
-            elif self.is_sharded:
-                self.check_placeholder(name, what)
-            else:
-                self.check_leaf(name, what)  # a placeholder is never removed
-
-    def check_flat_parameters(self) -> None:
-        """Check that the optimizer's parameters have the shard as data, at the same address at every stage."""
-        for unit, flat in self.flat.items():
-            numel = self.numel_of(unit)
-            assert flat.data_ptr() == self.pointers[unit] and isinstance(flat, FlatParameter)
-            assert type(flat) is nn.Parameter and flat.is_leaf and flat.requires_grad
-            if not self.use_orig_params:  # without alignment, the plain chunk rule
-                assert flat.shape == (-(-numel // self.world_size) if self.is_sharded else numel,)
-
-    def check_names(self, running: set[str]) -> None:
-        """Check that names, and objects except of running units, are the same as before."""
-        found = dict(self.model.named_parameters())
-        top = "_fsdp_wrapped_module."
-        prefixes = {"": top, "0": f"{top}0.{top}", "1": f"{top}1.{top}"}
-        if self.use_orig_params:
-            expected = [prefixes[unit := self.unit_of(name)] + name.removeprefix(f"{unit}.") for name in self.originals]
-            assert list(found) == expected
-            return
-        assert set(found) == {prefix + "_flat_param" for prefix in prefixes.values()}
-        for unit, prefix in prefixes.items():
-            flat = found[prefix + "_flat_param"]
-            if unit not in running:
-                assert flat is self.flat[unit]
-                continue
-            assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
-            assert flat.shape == (self.numel_of(unit),) and flat.requires_grad and flat.grad is None
-
-    def check_leaf(self, name: str, what: str) -> None:
-        leaf, original = self.registered(name), self.originals[name]
-        assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.requires_grad, what
-        assert leaf is not original and leaf.note == original.note, what
-        assert leaf.shape == self.values[name].shape and torch.equal(leaf, self.values[name]), what
-        its = [self.registered(other) for other in self.originals if self.unit_of(other) == self.unit_of(name)]
-        if self.unit_of(name) == "" or any(each.nbytes > arrivals.SMALL for each in its):
-            # An inner unit with only small parameters keeps its gradients there until the backward has passed it.
-            assert leaf.grad is None, f"{what}: what has arrived is in the slots and nowhere else"
-
-    def check_original(self, name: str, what: str) -> None:
-        original = self.originals[name]
-        assert self.registered(name) is original and type(original) is nn.Parameter and original.is_leaf, what
-        flat = self.flat[self.unit_of(name)]
-        assert original.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() or not original.numel(), what
-        if self.is_sharded:
-            assert original.dim() == 1 and torch.equal(original, self.parts[name]), what
-        else:
-            assert torch.equal(original, self.values[name]), what
-
-    def check_placeholder(self, name: str, what: str) -> None:
-        placeholder, value = self.registered(name), self.values[name]
-        assert isinstance(placeholder, Tensor) and not isinstance(placeholder, nn.Parameter), what
-        found = (placeholder.shape, placeholder.dtype, placeholder.device, placeholder.requires_grad)
-        assert found == (value.shape, value.dtype, value.device, True), what
-        assert placeholder.numel() == value.numel() and placeholder.stride() == value.stride(), what
-        assert str(tuple(value.shape)) in repr(placeholder), what
-        own_name = name.split(".", 1)[1] if self.unit_of(name) else name
-        for kind, use in USES.items():
-            error = error_of(use, placeholder)
-            words = rf"parameter '{own_name}' of .* is sharded; .* Call the wrapped"
-            assert error.startswith("RuntimeError") and re.search(words, error), f"{what}: {kind} gave {error}"
-
-
-USES: dict[str, Callable[[Tensor], Any]] = {
-    "arithmetic": lambda p: p + 1,
-    "in a function": lambda p: F.relu(p),
-    "in place": lambda p: p.detach().zero_(),
-    "copy": lambda p: p.clone(),
-    "as a value": lambda p: p.sum().item(),
-    "compared": lambda p: torch.equal(p, p),
-    "as a view": lambda p: p.view(-1, 1),
-}
-
-
-def check_gradients(r: Registration, kind: str | None) -> None:
-    """Check that `.grad` is None, the reduced shard, or with `no_sync` unsharded in the true shape."""
-    if not r.use_orig_params:
-        for unit, flat in r.flat.items():
-            if kind is None:
-                assert flat.grad is None
-            else:
-                assert flat.grad is not None and flat.grad.dtype == flat.dtype
-                assert flat.grad.shape == (flat.shape if kind == "reduced" else (r.numel_of(unit),))
-        return
-    for name, original in r.originals.items():
-        absent = r.is_sharded and original.numel() == 0 and kind == "reduced"
-        if kind is None or absent:
-            assert original.grad is None, name
-        else:
-            assert original.grad is not None, name
-            assert original.grad.shape == (original.shape if kind == "reduced" else r.values[name].shape), name
-
-
-@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
-@on_ranks("world_size")
-def test_parameters_registered_on_the_modules_at_each_stage(
-    world_size: int, strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    passes = ["forward 0", "forward 1", "between", "backward 1", "backward 0"]
-    synced, unsynced = [*passes, "after backward"], [p for p in passes if p != "between"]
-    end = ["after backward in no_sync", "forward 0", "forward 1"]
-    r = Registration(strategy, use_orig_params)
-    model = r.model
-    r.check("built", set())
-
-    def inside(stage: str) -> None:
-        _, index = stage.split()
-        running = {index, ""}  # the root's forward is running as well
-        check_gradients(r, None)
-        r.check(stage, running)
-
-    for _ in range(2):
-        with observing(inside):
-            loss = model(torch.ones(2, 5)).sum()
-            r.check("between", set())  # even where the strategy keeps the memory
-            loss.backward()
-        r.check("after backward", set())
-        check_gradients(r, "reduced")
-        model.zero_grad()
-    with model.no_sync(), observing(inside):
-        model(torch.ones(2, 5)).sum().backward()
-    r.check("after backward in no_sync", set())
-    check_gradients(r, "unsharded")
-    model.zero_grad()
-    check_gradients(r, None)
-    with torch.no_grad():
-        model(torch.ones(2, 5))
-    r.check("after a forward without gradients", set())
-    seen = r.seen
-    assert seen[: 1 + 2 * len(synced)] == ["built", *synced, *synced]
-    assert seen[1 + 2 * len(synced) :] == [*unsynced, end[0], "after a forward without gradients"]
 
 
 # -- how many units are gathered at a time -------------------------------------------------------------------------
