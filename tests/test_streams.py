@@ -25,12 +25,8 @@ from torch import Tensor, nn
 import fsdp.flat.memory as memory_module
 from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, full_params
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.full_copy import FullCopy
-from fsdp.flat.memory import MemoryPool
 from fsdp.optim import WholeParamOptimizer
-from fsdp.runtime.reduction import BucketGradients, ReductionQueue, Slots
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
@@ -390,51 +386,6 @@ def test_reductions_do_not_wait_for_replicas() -> None:
     assert len(averages) == len(reductions) == 5
     waited = [c.label for c in reductions if c.clock.get(replica, 0) >= averages[0].time]
     assert not waited, waited
-
-
-@contextmanager
-def on_stream(tracer: StreamTracer, owner: type, name: str, stream: str) -> Iterator[None]:
-    """Run a method of the engine on a wrong stream, except for the pools of the reductions."""
-    real = getattr(owner, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if owner is MemoryPool and tracer.current is tracer.compute:
-            return real(self, *args, **kwargs)
-        with tracer.on(tracer.compute if stream == "compute" else getattr(tracer.streams, stream)):
-            return real(self, *args, **kwargs)
-
-    with mock.patch.object(owner, name, method):
-        yield
-
-
-MISPLACED = (
-    (MemoryPool, "allocate", "compute"),
-    (MemoryPool, "allocate", "reduce"),
-    (MemoryPool, "trim", "compute"),
-    (FullCopy, "release", "compute"),
-    (Communicator, "gather", "compute"),
-    (ReductionQueue, "allocate", "reduce"),
-    (BucketGradients, "open", "reduce"),
-    (Slots, "write", "reduce"),
-    (BucketGradients, "reduce", "reduce"),
-)
-
-
-@needs_swaps
-@on_ranks(1)
-def test_work_on_the_wrong_stream_is_detected() -> None:
-    force_sharded()
-    races: dict[str, list[str]] = {}
-    for owner, name, stream in MISPLACED:
-        found = races[f"{owner.__name__}.{name} on the {stream} stream"] = []
-        for kind, model in (("pooled", Chain), ("pooled", BlockTower), ("poisoned", Chain)):
-            if not found:
-                with memory(kind), trace_streams(check=False) as tracer, on_stream(tracer, owner, name, stream):
-                    training = Training(tracer, model())
-                    training.steps()
-                    training.several_forwards()
-                found += tracer.races
-    assert [what for what, found in races.items() if not found] == []
 
 
 # -- memory of the host ----------------------------------------------------------------------------------------------
