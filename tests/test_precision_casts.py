@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,104 +23,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, register_forward_method
+from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.comm import collectives
 from fsdp.comm.collectives import sum_in_rank_order
-from fsdp.comm.versions import REDUCE_SCATTER
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
+from fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
 from tests.harness.lockstep import assert_local_gradients
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
 from tests.harness.pool import on_ranks
 from tests.harness.precision import BF16, FP16, FP32, FP64, WIDTH, Pair, by_foreach, loss_of, reduced, same
-from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
-from tests.harness.small import torchs
-from tests.harness.strategies import EVERY_MODE, FULL, MODES, NONE, Mode
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.strategies import FULL, MODES, NONE, Mode
 from tests.harness.versions import needs
-
-# -- how often a shard is cast -------------------------------------------------------------------------------------
-
-
-CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter in inference mode
-
-
-class CountShardCasts(TorchDispatchMode):
-    """Counts casts of float32 shards (1-D tensors) to bfloat16, by number of elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.casts: Counter[int] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func in CASTS and args[0].dim() == 1 and (args[0].dtype, result.dtype) == (FP32, BF16):
-            self.casts[args[0].numel()] += 1
-        return result
-
-    def take(self) -> set[int]:
-        """Return how often each shard was cast since the last call: one number if all were cast alike."""
-        found, self.casts = set(self.casts.values()), Counter()
-        return found
-
-
-@pytest.mark.parametrize("mode", [mode for mode in EVERY_MODE if mode.strategy is not NONE], ids=str)
-@on_ranks(2)
-def test_a_shard_is_cast_once_per_gather(mode: Mode) -> None:
-    """Units that stay gathered, and summoned parameters, are not cast."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        for layer in m.layers:
-            x = torch.tanh(layer(x))
-        return torch.nn.functional.linear(x, m.head.weight)
-
-    x, resharded = torch.ones(2, 7), mode.strategy is FULL
-    policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
-    layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])  # shards of many sizes
-    net = Net(forward, layers=layers, head=nn.Linear(17, 3, bias=False))
-    model = wrap(net, *mode, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
-    _, *inner = shards = [handle.layout.shard_numel for handle in handles_of(model)]
-    assert len(set(shards)) == 4
-    for _ in range(2):  # the second pass prefetches
-        model(x).sum().backward()
-    with CountShardCasts() as counter:
-        for _ in range(3):
-            loss = model(x).sum()
-            assert set(counter.casts) == set(shards) and counter.take() == {1}
-            loss.backward()
-            assert set(counter.casts) == (set(inner) if resharded else set())
-            assert counter.take() <= {1}
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                model(x)
-            assert counter.take() == {1}
-        with model.no_sync():
-            model(x).sum().backward()
-        counter.take()
-        model(x).sum().backward()
-        assert counter.take() == ({1, 2} if resharded else set()), "kept by the backward"
-        with FullyShardedDataParallel.summon_full_params(model):
-            model(x)
-        assert counter.take() == set(), "in full precision"
-
-
-@on_ranks(2)
-def test_a_changed_unit_computes_with_new_values_in_another_tree() -> None:
-    """The backward never runs; then the shards change and the unit joins another tree."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"mixed_precision": MixedPrecision(param_dtype=BF16), "device_id": torch.device("cpu")}
-    x = torch.randn(2, 8)
-    inner = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
-    inner(x)
-    with torch.no_grad():
-        for param in inner.parameters():
-            param.mul_(2)
-    expected = deepcopy(inner)(x)
-    outer = wrap(nn.Sequential(inner), wrap_policy=None, **options)
-    assert_bit_equal({"output": outer(x).detach()}, {"output": expected.detach()}, "in a tree around it")
-
 
 # -- inputs and outputs --------------------------------------------------------------------------------------------
 
@@ -306,31 +221,6 @@ def test_buffers_are_cast_once_and_stay_the_same_objects(mode: Mode) -> None:
     assert dtypes(copied.module.plain) == cast_to(BF16)
 
 
-@on_ranks(1)
-def test_buffers_of_units_without_parameters_and_after_module_casts() -> None:
-    x = torch.ones(2, WIDTH)
-    for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(buffer_dtype=BF16)):
-        net = with_buffers(parameters=False)
-        model = wrap(net, mixed_precision=precision)
-        assert model(x).dtype == (precision.param_dtype or FP32)
-        assert dtypes(net) == cast_to(BF16)
-        assert original_dtypes(model, net) == OWN
-    net = with_buffers()
-    model = wrap(net, use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
-    for change, own in (
-        (model.train, OWN),
-        (model.double, cast_to(FP64)),
-        (model.float, cast_to(FP32)),
-        (model.half, cast_to(FP16)),
-    ):
-        change()
-        model(x).sum().backward()
-        assert dtypes(net) == cast_to(BF16)
-        assert original_dtypes(model, net) == own
-    model.to(torch.device("cpu"))
-    assert original_dtypes(model, net) == cast_to(FP16)
-
-
 # -- batch norms and the like --------------------------------------------------------------------------------------
 
 
@@ -477,29 +367,6 @@ def test_checkpointing_around_and_inside_a_unit_of_another_precision(mode: Mode)
 
 
 @on_ranks(2)
-def test_registered_forward_methods_use_mixed_precision() -> None:
-    """Inputs, parameters and outputs are cast as in a forward."""
-
-    class Coder(nn.Linear):
-        def encode(self, x: Tensor, shift: Tensor) -> Tensor:
-            return torch.tanh(self(x) + shift)
-
-    x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
-    for mode, output_dtype in itertools.product(MODES, (None, FP32)):
-        module = Coder(WIDTH, WIDTH)
-        plain = deepcopy(module).to(BF16)
-        model = wrap(module, *mode, mixed_precision=MixedPrecision(BF16, output_dtype=output_dtype))
-        register_forward_method(model, "encode")
-        output = model.encode(x, shift=shift)
-        expected = plain.encode(x.to(BF16), shift.to(BF16))
-        same(output, expected.to(output_dtype or BF16), str(mode))
-        loss_of(output.float()).backward()
-        loss_of(expected.float()).backward()
-        grads = {name: p.grad.float() for name, p in named_parameters(plain).items()}  # type: ignore[union-attr]
-        assert_local_gradients(model, grads, 0, str(mode))
-
-
-@on_ranks(2)
 def test_parameters_of_several_dtypes_in_one_unit() -> None:
     """Trained parameters are reduced in their own dtypes; frozen and integer ones are only gathered."""
 
@@ -556,31 +423,6 @@ def test_low_precision_models_train_in_their_own_dtype() -> None:
         assert {param.dtype for param in pair.model.parameters()} == {dtype}
 
 
-@on_ranks(2)
-def test_outputs_and_accumulated_gradients_equal_torchs() -> None:
-    rank = dist.get_rank()
-    for fields in (
-        {"param_dtype": BF16},
-        {"param_dtype": BF16, "reduce_dtype": FP32, "buffer_dtype": BF16},
-        {"param_dtype": BF16, "reduce_dtype": FP32, "keep_low_precision_grads": True},
-        {"reduce_dtype": BF16},
-        {"param_dtype": FP16, "reduce_dtype": FP32},
-    ):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 5))
-        reference = torchs(deepcopy(net), mixed_precision=TorchMixedPrecision(**fields))
-        result = wrap(net, mixed_precision=MixedPrecision(**fields))
-        for step in range(3):
-            x = torch.randn(2, 3, WIDTH)[rank]
-            outputs = [model(x) for model in (result, reference)]
-            same(outputs[0], outputs[1], f"{fields}, step {step}")
-            for output in outputs:
-                loss_of(output).backward()
-            flats = [model._flat_param.grad for model in (result, reference)]
-            numel = min(flat.numel() for flat in flats)  # padding at the end depends on the alignment
-            same(flats[0][:numel], flats[1][:numel], f"{fields}, step {step}, accumulated gradient")
-
-
 # -- sums over many ranks ------------------------------------------------------------------------------------------
 
 
@@ -633,22 +475,3 @@ def test_blocked_sums_equal_sums_of_the_whole(dtype: torch.dtype, ranks: int) ->
     kept, total = [piece.clone() for piece in pieces], torch.empty_like(pieces[0])
     sum_in_rank_order(total, pieces, divisor=3)
     assert_bit_equal({"sum": total, **dict(zip("abc", pieces))}, {"sum": expected, **dict(zip("abc", kept))})
-
-
-@on_ranks(2, 3, 4)
-def test_error_bound_of_sums_by_the_backend(world_size: int) -> None:
-    """Gloo's reductions in 16 bits stay within the bound in the docstring of `sum_in_rank_order`."""
-    rank = dist.get_rank()
-    for name, values in adversaries(world_size).items():
-        wide = values.double()
-        exact = wide.sum(0)
-        largest = torch.maximum(wide.clamp(min=0).sum(0), -wide.clamp(max=0).sum(0))  # of all partial sums
-        for operation in ("all_reduce", REDUCE_SCATTER):
-            if operation == "all_reduce":
-                total = values[rank].clone()
-                dist.all_reduce(total)
-            else:
-                total = torch.empty_like(values[rank])
-                getattr(dist, operation)(total, values[rank].repeat(world_size))
-            error = (total.double() - exact).abs()
-            assert (error <= (world_size - 1) / 2 * unit_of(largest)).all(), (name, operation)

@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from copy import deepcopy
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -21,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
 from tests.harness.meter import Meter, needs_meter
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.pool import on_ranks
-from tests.harness.precision import BF16, FP16, FP32, FP64, WIDTH, Block, Pair, by_foreach, loss_of, same
-from tests.harness.process_groups import delay_collectives
+from tests.harness.precision import BF16, FP32, FP64, WIDTH, Block, Pair, by_foreach, loss_of, same
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, STRATEGIES
 
@@ -161,43 +159,6 @@ def test_graphs_of_train_and_eval_mode_coexist() -> None:
         pair.step(f"{case}, after the error")
 
 
-class CastingBlock(Block):
-    """Casts the input to the compute dtype and the output back."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.linear.weight.dtype)).to(x.dtype)
-
-
-@on_ranks(2)
-@full_precision_in_eval()
-def test_precision_follows_the_mode_of_each_unit() -> None:
-    """The mode of the unit's own module decides."""
-    for strategy, use_orig_params in MODES:
-        torch.manual_seed(0)
-        net = nn.Sequential(CastingBlock(), CastingBlock(), nn.Linear(WIDTH, 3))
-        plain = deepcopy(net)
-        options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({CastingBlock})}
-        model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, FP32, BF16), **options)
-        for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
-            model.train()
-            replica = deepcopy(plain).to(BF16)
-            for index, training in enumerate(modes):
-                model[index].train(training)
-                if not training:
-                    replica[index] = deepcopy(plain[index])
-            x = torch.randn(3, WIDTH)
-            output = model(x)
-            same(output, replica(x.to(BF16)), f"{strategy.name}, {modes}")
-            assert [net[i].module.seen for i in range(2)] == [{BF16} if mode else {FP32} for mode in modes]
-            loss_of(output).backward()
-            loss_of(replica(x.to(BF16))).backward()
-            grads = {name: param.grad.float() for name, param in named_parameters(replica).items()}  # type: ignore[union-attr]
-            assert_local_gradients(model, grads, 0, f"{strategy.name}, {modes}")
-            model.zero_grad()
-            for index in range(2):
-                net[index].module.seen = set()
-
-
 @on_ranks(1)
 def test_full_precision_in_eval_is_chosen_at_wrapping() -> None:
     """Units of one tree with different choices are refused; without the switch eval mode uses mixed precision."""
@@ -293,29 +254,6 @@ def test_keep_low_precision_grads(world_size: int) -> None:
 
 
 # -- after the backward --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("offload", [False, True])
-@on_ranks(2)
-def test_gradients_are_complete_when_backward_returns(offload: bool) -> None:
-    """With reductions that start late and complete only when waited for."""
-    precisions = (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(FP16, FP32, FP16))
-    for number, (strategy, use_orig_params) in enumerate(MODES):
-        for precision in precisions if strategy is FULL else [precisions[(number + number // 2 + offload) % 2]]:
-            pair = Pair(strategy, use_orig_params, precision, cpu_offload=CPUOffload(offload))
-            with delay_collectives(seed=int(use_orig_params), max_ms=4.0):
-                for step in range(3):
-                    inputs = pair.inputs()
-                    loss_of(pair.model(inputs[dist.get_rank()])).backward()
-                    sums = [param.grad.sum().item() for param in pair.model.parameters() if param.grad is not None]
-                    SGD(pair.model.parameters(), 0.1).step()  # immediately
-                    assert all(value == value for value in sums)
-                    grads = pair.gradients(inputs, precision.param_dtype)
-                    assert_local_gradients(pair.model, grads, 0, f"{strategy.name}, step {step}")
-                    pair.model.zero_grad()
-                    for param, grad in zip(pair.plain.parameters(), grads.values(), strict=True):
-                        param.data.sub_(grad, alpha=0.1)
-                    assert_local_parameters(pair.model, dict(named_parameters(pair.plain)), 0, strategy.name)
 
 
 def fail(*args: Any) -> None:
