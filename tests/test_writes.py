@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
-from fsdp.api import TrainingState
+from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, both_modes, describe
 from tests.harness.writes import batch, build, layer_of, loss_of, pair, summon
@@ -71,73 +69,6 @@ def test_forward_can_use_all_of_its_parameters() -> None:
         step(model)
         with summon(model):  # with summoned parameters, in the original dtype
             model(batch())
-
-
-@on_ranks(2)
-def test_gradients_of_parameters_frozen_after_no_sync_are_reduced() -> None:
-    """The frozen bucket has no new gradient; the accumulated one is reduced with the second bucket's."""
-    for mode in MODES:
-        torch.manual_seed(3)
-        plain = Net(  # two buckets in one unit
-            lambda m, x: m.narrow(x) + m.broad(x.double()).float(),
-            narrow=nn.Linear(5, 3),
-            broad=nn.Linear(5, 3).double(),
-        )
-        model = wrap(copy.deepcopy(plain), *mode)
-        for net in (plain, model):
-            with contextlib.nullcontext() if net is plain else net.no_sync():
-                loss_of(net, 0).backward()
-            for param in net.parameters():
-                param.requires_grad_(param.dtype is not torch.float64)
-            with record_collectives() as log:
-                loss_of(net, 1).backward()
-        reduced = [r for r in log.records if str(r.label).startswith("reduce") and "int" not in str(r.dtype)]
-        assert len(reduced) == 2, f"{describe(mode)}: not each bucket once, but {reduced}"
-        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, describe(mode))
-
-
-CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
-    "changed in place": lambda linear: linear.weight.mul_(0.5),
-    "given other data": lambda linear: setattr(linear.weight, "data", linear.weight.data * 0.5),
-    "replaced": lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach() * 0.5)),
-    "frozen": lambda linear: linear.weight.requires_grad_(False),
-}
-
-
-@on_ranks(2)
-def test_changing_a_parameter_inside_of_a_forward_raises() -> None:
-    """The error names the parameter, unless the write can be kept."""
-    for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
-        for words, change in CHANGES.items():
-            plain, model = pair(mode)
-            layer = layer_of(model, 0)
-
-            def inside(layer: Any = layer, change: Any = change) -> None:
-                with torch.no_grad():
-                    change(layer.linear)
-
-            layer.inside = inside
-            for grad in (True, False):
-                if mode[0] is NONE and words == "changed in place":  # NO_SHARD has no second copy
-                    with torch.no_grad():
-                        model(batch())
-                        plain.layers[0].linear.weight.mul_(0.5)
-                    continue
-                pattern = rf"'linear.weight' of unit 'layers.0' was {words} inside.*register_buffer.*summon_full_params"
-                with pytest.raises(RuntimeError, match=pattern), torch.set_grad_enabled(grad):
-                    model(batch())
-            layer.inside = lambda: None
-            if words != "replaced" or mode != (NONE, True):
-                assert_alike(model, plain, f"{words}, {describe(mode)}")
-        # a write to summoned parameters is written back
-        plain, model = pair(mode)
-        layer = layer_of(model, 0)
-        with summon(model), torch.no_grad():
-            layer.inside = lambda layer=layer: layer.linear.weight.mul_(0.5)
-            model(batch())
-            layer.inside = lambda: None
-            plain.layers[0].linear.weight.mul_(0.5)
-        assert_alike(model, plain, describe(mode))
 
 
 class Calling(nn.Module):
@@ -299,19 +230,6 @@ def test_parameters_shared_after_wrapping_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_unit_that_is_unsharded_ahead_computes_with_what_was_loaded() -> None:
-    for mode in MODES:
-        plain, model = pair(mode)
-        state = {name: value * 0.5 for name, value in plain.state_dict().items()}
-        model(batch())
-        for unit in (model, *model.layers):
-            unit.unshard()
-        for net in (plain, model):
-            net.load_state_dict(state)
-        assert torch.equal(model(batch()), plain(batch())), describe(mode)
-
-
-@on_ranks(2)
 def test_an_assigned_parameter_gets_the_gradients() -> None:
     """With `use_orig_params=True` an optimizer may hold it already."""
     for strategy in (FULL, NONE):
@@ -364,82 +282,6 @@ def test_a_parameter_assigned_inside_of_a_forward_takes_effect_at_once() -> None
 
 
 @on_ranks(2)
-def test_state_dict_hooks_that_write_nothing_leave_a_backward_possible() -> None:
-    for mode in MODES:
-        _, model = pair(mode)
-        layer_of(model, 0).register_state_dict_pre_hook(lambda *_: None)
-        loss = loss_of(model)
-        model.state_dict()
-        loss.backward()
-
-
-class Casting(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-@on_ranks(2)
-def test_a_parameter_replaced_after_a_reshard_is_kept() -> None:
-    """The parameter is assigned on a resharded module, before a second reshard, which must not undo the assignment."""
-    for what, mixed in itertools.product(("summoned", "of another tree"), (False, True)):
-        options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed else {}
-        inner = wrap(Casting(5, 5), FULL, True, **options)
-        outer: Any = wrap(nn.Sequential(inner), FULL, True) if what != "of another tree" else inner
-        x = batch()
-        if what == "summoned":
-            with summon(outer):
-                pass
-        else:
-            outer(x)
-        inner.module.bias = nn.Parameter(torch.full_like(inner.module.bias, 7.0))
-        if what == "of another tree":
-            outer = wrap(nn.Sequential(inner), FULL, True)
-        outer(x)
-        with summon(outer):
-            assert inner.module.bias.tolist() == [7.0] * 5, (what, mixed)
-
-
-@on_ranks(2)
-def test_parameters_replaced_while_summoned_are_kept() -> None:
-    """In `summon_full_params` and in `apply`; parameters frozen there stay frozen."""
-    for mode, how in itertools.product(MODES, ("summon", "apply")):
-        plain, model = pair(mode)
-        what = f"{how}, {describe(mode)}"
-
-        def replace(module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(module.weight.detach() * 0.5)
-                module.bias.data = module.bias.data + 1
-
-        plain.apply(replace)
-        if how == "apply":
-            model.apply(replace)
-        else:
-            with summon(model):
-                for module in model.modules():
-                    replace(module)
-        assert_alike(model, plain, what)
-
-        def spoil(module: nn.Module) -> None:
-            if isinstance(module, nn.Linear):
-                module.weight = nn.Parameter(torch.zeros(2, 3))
-
-        words = r"Cannot writeback '(linear\.)?weight' of .*: its shape became \(2, 3\)"
-        with pytest.raises(RuntimeError, match=words):
-            model.apply(spoil)
-        assert_alike(model, plain, what)
-        for writeback in (True, False):
-            with summon(model, writeback=writeback):
-                model.requires_grad_(False)
-            assert not any(param.requires_grad for param in model.parameters()), (mode, writeback)
-            model.requires_grad_(True)
-        if not mode[1]:
-            words = r"'linear.weight', 'linear.bias' of unit 'layers.0' are one flat"
-            with pytest.raises(RuntimeError, match=words), summon(model):
-                layer_of(model, 0).linear.weight.requires_grad_(False)
-
-
-@on_ranks(2)
 def test_deepcopy_of_a_module_needs_its_wrapper_or_summoned_parameters() -> None:
     for mode in MODES:
         plain, model = pair(mode)
@@ -474,33 +316,6 @@ def test_deepcopy_of_a_module_needs_its_wrapper_or_summoned_parameters() -> None
 
 
 @on_ranks(2)
-def test_state_is_taken_while_parameters_are_summoned_on_cpu() -> None:
-    """Inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
-    elsewhere = mock.patch("fsdp.runtime.full_params.is_device", lambda device: True)
-    for use_orig_params in (True, False):
-        plain, model = pair((FULL, use_orig_params))
-        for rank0_only in (True, False):
-            options = {"offload_to_cpu": True, "rank0_only": rank0_only, "writeback": not rank0_only}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                summoned = summon(model, **options)
-            with elsewhere, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with summoned:
-                    model.reset_iter_state()
-                    assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
-                    if rank0_only:
-                        continue
-                    state = model.state_dict()
-                    assert_bit_equal(state, plain.state_dict())
-                    layer_of(model, 0).linear.weight.data.mul_(2)
-                    with torch.no_grad():
-                        plain.layers[0].linear.weight.mul_(2)
-                    assert_bit_equal(model.state_dict(), plain.state_dict())
-        assert_alike(model, plain, f"{use_orig_params=}")
-
-
-@on_ranks(2)
 def test_writes_to_summoned_flat_parameters_take_effect() -> None:
     """Gradients are kept, and values written between a forward and the backward are refused."""
     for strategy in (FULL, GRAD_OP, NONE):
@@ -521,26 +336,6 @@ def test_writes_to_summoned_flat_parameters_take_effect() -> None:
             layer_of(model, 1).linear.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match=r"unit 'layers\.1' was changed in place, or replaced, between"):
             loss.backward()
-
-
-@on_ranks(2)
-def test_a_state_dict_hooks_writes_to_copies_do_not_reach_the_model() -> None:
-    _, model = pair((FULL, True))
-    before = model.state_dict()
-
-    def double(module: Any, *_: Any) -> None:
-        for param in module.parameters():
-            if type(param) is nn.Parameter:
-                param.detach().mul_(2.0)
-
-    handle = layer_of(model, 0).register_state_dict_pre_hook(double)
-    of_rank_0 = FullStateDictConfig(rank0_only=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, of_rank_0):
-        made = model.state_dict()
-    handle.remove()
-    assert_bit_equal(model.state_dict(), before)
-    if made:
-        assert torch.equal(made["layers.0.linear.weight"], before["layers.0.linear.weight"] * 2)
 
 
 @on_ranks(2)
