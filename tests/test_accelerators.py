@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import fsdp.checkpoint.save_checkpoint as save_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.comm.groups as groups_module
 import fsdp.comm.transport.native as native_module
@@ -29,15 +28,11 @@ import fsdp.comm.waiting.work as work_module
 import fsdp.flat.ownership as ownership_module
 from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm import host_memory, threads
-from fsdp.comm.collectives import Communicator, Event, combine
-from fsdp.comm.consensus import Ranks
-from fsdp.comm.groups import Groups
-from fsdp.comm.host_memory import HostBuffers, place
+from fsdp.comm.collectives import Event, combine
+from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import HostStreams
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting.waits import Wait
 from fsdp.comm.waiting.work import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
@@ -149,23 +144,6 @@ def test_divergence_ends_the_wait_of_the_device() -> None:
         assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
 
 
-def test_watcher_follows_gathers_and_reductions() -> None:
-    """Reductions too, as a program may wait for the device right after the last reduction of a backward."""
-    streams = mock.Mock(asynchronous_work=False, is_capturing=lambda: False)
-    group: Any = mock.Mock(spec=["rank", "size"], **{"rank.return_value": 0, "size.return_value": 2})
-    communicator = Communicator(Groups(group, 0, 2, None, 0, 1), streams)
-    with (
-        mock.patch.multiple(dist, **{name: mock.Mock(return_value=None) for name in (ALL_GATHER, REDUCE_SCATTER)}),
-        mock.patch.object(work_module, "watcher") as watcher,
-    ):
-        part = collectives_module.Gather(torch.ones(4), torch.ones(2))
-        works = [
-            communicator.gather([part], Event("gather", 0)),
-            communicator.reduce(torch.ones(2), torch.ones(4), Event("reduce", 1)),
-        ]
-    assert [call.args[1] for call in watcher.follow.call_args_list] == works
-
-
 def test_watcher_is_paused_during_graph_capture() -> None:
     """A query of an event would invalidate a capture."""
     watcher, queried = Watcher(), threading.Event()
@@ -191,21 +169,6 @@ def test_watcher_thread_ends_with_the_process_and_begins_again() -> None:
         assert not thread.is_alive() and watcher._thread is None
 
 
-def test_watcher_thread_allows_captures_before_its_first_query() -> None:
-    """CUDA forbids queries by a thread during a capture unless that thread has changed its capture mode.
-
-    The thread does so once, before its first query, and wakes up once for many collectives.
-    """
-    watcher, over = Watcher(), threading.Event()
-    calls: list[str] = []
-    events = [mock.Mock(query=lambda number=number: calls.append(f"look {number}") or True) for number in range(3)]
-    events[-1].query = lambda: calls.append("look 2") or over.set() or True
-    for event in events:
-        watcher.follow(event, mock.Mock(), lambda: calls.append("prepare"))
-    assert over.wait(30)
-    assert calls[0] == "prepare" and calls.count("prepare") == 1 and calls[-1] == "look 2"
-
-
 @on_ranks(1)
 def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     """Gloo's collectives for accelerators block the host, up to the timeout of the group."""
@@ -222,15 +185,6 @@ def test_host_that_gloo_blocks_for_an_accelerator_looks_at_its_peers() -> None:
     with named, calls as started, late, pytest.raises(OutOfStep, match="rank 1 has ended"):
         lane.collective("all_reduce", Event("reduce unit 'a'"), torch.ones(1, device="meta"), asynchronous=False)
     assert started.call_args.kwargs["async_op"] is True
-
-
-@on_ranks(2)
-def test_gloo_reduces_gradients_of_an_accelerator_to_means() -> None:
-    communicator = Communicator(Groups.of(new_group(), replicate=False), HostStreams())
-    communicator._on_host = False
-    rank, out = dist.get_rank(), torch.empty(3)
-    communicator.reduce(out, torch.arange(6.0) + rank, Event("reduce unit 'a'")).wait()
-    assert torch.equal(out, torch.arange(6.0)[3 * rank : 3 * rank + 3] + 0.5)
 
 
 # -- copies between the host and the device ----------------------------------------------------------------------------
@@ -372,15 +326,6 @@ def test_side_group_of_gloo_connects_at_the_first_message() -> None:
         groups_module.make_control_group(dist.group.WORLD, CPU, 3)
 
 
-def test_save_uses_the_streams_of_the_models_device() -> None:
-    """Streams of the accelerator would open a context there, also for training on CPU."""
-    assert save_module._device_of(nn.Linear(2, 2)) == CPU == save_module._device_of(nn.ReLU())
-    assert save_module._device_of(nn.Linear(2, 2, device="meta")) == CPU
-    away = torch.device("cuda", 1)
-    with mock.patch.object(save_module, "units_of", return_value=[mock.Mock(device=CPU), mock.Mock(device=away)]):
-        assert save_module._device_of(nn.Linear(2, 2)) == away  # though offloaded parameters are on CPU
-
-
 def test_unreferenced_host_memory_is_reused() -> None:
     """Gradients on the host stay in the same memory from step to step, unless the user keeps them."""
     made: list[int] = []
@@ -499,46 +444,3 @@ def test_host_memory_honours_pin_memory(pinned: bool) -> None:
             counts.append(len(tracer.streams.pinned))
     assert counts == [2] * 4
     assert {pinned for _, pinned in tracer.streams.pinned} == {pinned}
-
-
-class HostOfAccelerator:
-    """Stand-in for an accelerator's streams that records allocations of host memory and waits for copies."""
-
-    def __init__(self) -> None:
-        self.allocated: list[Tensor] = []
-        self.waited = 0
-
-    def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
-        self.allocated.append(torch.zeros(nbytes, dtype=torch.uint8))
-        return self.allocated[-1]
-
-    def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, int]:
-        return place(into, tensor).fill_(1), 0
-
-    @contextmanager
-    def on_host(self, event: int) -> Iterator[None]:
-        self.waited += 1
-        yield
-
-
-def test_save_stages_into_one_block_of_host_memory() -> None:
-    """One block per tensor, each rounded up, would be kept for ever."""
-    saving = save_module.Save(Ranks.of(None), "", None, trusted=False)
-    saving.divide(
-        {
-            "a": torch.empty(5, dtype=torch.bfloat16, device=AWAY),
-            "e": RaggedTensor(torch.empty(6, device=AWAY), (4, 6), 0),
-            "f": torch.empty(0, device=AWAY),
-        }
-    )
-    saving.share.pack("b", {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3})
-    streams = HostOfAccelerator()
-    with mock.patch.object(save_module, "streams_for", return_value=streams):
-        saving._stage()
-    assert [block.numel() for block in streams.allocated] == [64 + 128 + 64] and streams.waited == 4
-    storage = streams.allocated[0].untyped_storage()._cdata
-    (_, (inner, own)), pieces = saving.share.packed["b"], {piece.key: piece.values for piece in saving.share.pieces}
-    copies = [pieces["a"], inner, pieces["e"]]
-    assert all(copy.untyped_storage()._cdata == storage and bool((copy == 1).all()) for copy in copies)
-    assert [tuple(copy.shape) for copy in copies] == [(5,), (3, 7), (1, 6)]
-    assert pieces["f"].shape == (0,) and torch.equal(own, torch.ones(2))
