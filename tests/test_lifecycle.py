@@ -28,20 +28,17 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
 from fsdp.comm.collectives import Communicator
-from fsdp.comm.lane.history import History
-from fsdp.flat.memory import MemoryPool, SharedPool
 from fsdp.runtime import unit as units
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.meter import NOISE, Meter, needs_meter
-from tests.harness.models import ZOO, Net, Unit
+from tests.harness.models import ZOO, Unit
 from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
-from tests.harness.versions import needs_swaps
 
 # torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
 # Set before any rank starts, because ranks inherit the environment.
@@ -282,24 +279,6 @@ def test_memory_stays_flat_over_a_hundred_steps(
     assert resources() == before, "file descriptors or threads"
 
 
-@needs_meter
-@on_ranks(2)
-def test_memory_stays_flat_over_build_train_delete_cycles() -> None:
-    """The first 6 of 18 cycles meet each strategy and mode once; threads and open files stay equal, too."""
-    meter = Meter()
-    live = [meter.at_rest()]
-    before = resources()
-    with collector_off():
-        for cycle in range(18):
-            model = build(STRATEGIES[cycle % 3], cycle % 2 > 0)
-            train(model)
-            del model
-            live.append(live[-1] + meter.beyond(live[-1]))
-    growth = [nbytes - min(live[1:7]) for nbytes in live[7:]]
-    assert max(growth) < NOISE, growth
-    assert resources() == before, "file descriptors or threads"
-
-
 # -- tensors that outlive a forward --------------------------------------------------------------------------------
 
 
@@ -340,30 +319,6 @@ def test_hooks_do_not_accumulate_on_a_reused_input(strategy: ShardingStrategy, u
 
     assert max_over_thirty_steps(step) <= 1
     assert all(passed) and torch.equal(x.grad, y.grad)
-
-
-@needs_meter
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(2)
-def test_hooks_do_not_accumulate_on_a_returned_parameter(use_orig_params: bool) -> None:
-    """The parameter outlives the graphs that return it, as regularizers and tied heads need it."""
-
-    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = m.inner(x)
-        return m.head(x), weight
-
-    inner = Unit(lambda m, x: (m.layer(x), m.layer.weight), layer=nn.Linear(7, 7))
-    net = Net(forward, inner=inner, head=nn.Linear(7, 3))
-    model = wrap(net, ShardingStrategy.NO_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Unit}))
-
-    def step(number: int) -> int:
-        output, weight = model(torch.ones(2, 7))
-        if number % 2:
-            (output.sum() + weight.sum()).backward()
-            model.zero_grad()
-        return len(weight._backward_hooks or ())
-
-    assert max_over_thirty_steps(step) == 0
 
 
 # -- an interrupt while a collective is issued -------------------------------------------------------------------------
@@ -444,59 +399,6 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
     step(9)
 
 
-@on_ranks(2)
-@impatient
-def test_training_resumes_after_an_interrupt_before_one_rank_has_noted_an_event() -> None:
-    """The peer has noted the event, and would follow it without a message in the next step."""
-    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 3))
-    model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
-    step, note, counter = steps_of_both(plain, model), History.note, itertools.count()
-
-    def interrupt(self: History, number: int) -> None:
-        if next(counter) == 1 and dist.get_rank() == 1:
-            raise KeyboardInterrupt
-        note(self, number)
-
-    with mock.patch.object(History, "note", interrupt), pytest.raises((KeyboardInterrupt, RuntimeError)):
-        model(torch.ones(2, 4))
-    step(0)
-    step(1)
-
-
-@contextmanager
-def interrupted_free(index: int) -> Iterator[None]:
-    """Interrupt the free of that index after the buffer was freed."""
-    owner: Any = SharedPool if os.environ["FSDP_COLLECTIVES"] == "shared" else MemoryPool
-    free, counter = owner.free, itertools.count()
-
-    def interrupt(self: MemoryPool, *args: Any) -> None:
-        free(self, *args)
-        if next(counter) == index:
-            raise KeyboardInterrupt
-
-    with mock.patch.object(owner, "free", interrupt), pytest.raises(KeyboardInterrupt):
-        yield
-
-
-@pytest.mark.parametrize("transport", ["native", pytest.param("shared", marks=needs_swaps)])
-@on_ranks(2)
-@impatient
-def test_training_resumes_after_an_interrupt_in_freeing_a_buffer(transport: str) -> None:
-    """Freeing a shared buffer may wait for slow ranks."""
-    os.environ["FSDP_COLLECTIVES"] = transport
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(4)])
-    policy = ModuleWrapPolicy({nn.Sequential})
-    model = wrap(copy.deepcopy(plain), wrap_policy=policy, process_group=new_group())
-    step = steps_of_both(plain, model)
-    for number in range(12):
-        step(number)
-        with interrupted_free(number):
-            for _ in range(2):
-                model(torch.ones(2, 4)).sum().backward()
-        model.zero_grad()
-
-
 # -- copies --------------------------------------------------------------------------------------------------------
 
 
@@ -533,19 +435,6 @@ def test_pickling_is_refused_and_training_goes_on(use_orig_params: bool) -> None
     assert_at_rest(model, "after the refusal")
     words = str(caught.value)
     assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words
-
-
-@on_ranks(2)
-def test_inner_units_are_resharded_when_their_tree_is_deleted() -> None:
-    """The forward of the tree had left them gathered for its backward."""
-    case = ZOO["mlp"]
-    model = wrap(case, SHARD_GRAD_OP, True)
-    unit = model.module.blocks[0]._fsdp_unit
-    loss = case.loss(model, case.make_batch(0, 2))
-    assert unit.is_gathered
-    del model, loss
-    gc.collect()
-    assert not unit.is_gathered
 
 
 @on_ranks(2)
