@@ -30,7 +30,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.comm import threads
@@ -42,19 +41,17 @@ from fsdp.comm.transport import native
 from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.waiting.waits import Wait
 from fsdp.comm.waiting.work import OutOfStep
-from fsdp.flat.memory import PooledTensor
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
-from tests.harness.models import ZOO, Net, in_turn
+from tests.harness.models import ZOO, Net
 from tests.harness.oracle import Schedule, adamw, assert_same_steps
 from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
-from tests.harness.versions import needs_swaps
 
 ROOT = "the root unit"
 
@@ -316,23 +313,6 @@ def test_complex_gradients_become_means() -> None:
         assert torch.equal(out, (means[:2] + means[2:]) / 2), way
 
 
-@needs_swaps
-@on_ranks(2)
-def test_gather_of_several_buckets_may_be_retried_after_running_out_of_memory() -> None:
-    model, attach, remaining = wrap(Piece(*BUCKETS), wrap_policy=None), PooledTensor.attach, 3
-
-    def attach_some(*args: Any) -> None:
-        nonlocal remaining
-        remaining -= 1
-        if remaining == 0:
-            raise torch.OutOfMemoryError("there is no more")
-        attach(*args)
-
-    with mock.patch.object(PooledTensor, "attach", attach_some), pytest.raises(torch.OutOfMemoryError):
-        model(torch.ones(2, 5))
-    assert model(torch.ones(2, 5)).isfinite().all()
-
-
 @pytest.mark.parametrize("way", ["native", "direct", "shared"])
 @on_ranks(2)
 def test_wait_for_a_late_rank_checks_for_divergence_and_may_be_repeated(way: str) -> None:
@@ -376,48 +356,6 @@ def test_large_messages_use_the_direct_exchange() -> None:
             with record_collectives() as log:
                 model(torch.ones(1, numel)).sum().backward()
         assert [record.op for record in data(log)] == expected, (numel, way)
-
-
-# -- a unit used twice ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
-@on_ranks(2)
-def test_collectives_of_a_unit_used_twice(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """One gather for each forward and one for the backward; one reduction."""
-    expected: Counter[str] = Counter()
-    for unit in ("unit 'first'", "unit 'second'", "unit 'shared'", ROOT):
-        if strategy is FULL_SHARD:
-            expected[f"gather {unit}"] = 1 if unit == ROOT else 3 if unit == "unit 'shared'" else 2
-        elif strategy is SHARD_GRAD_OP:
-            expected[f"gather {unit}"] = 1
-        expected[f"reduce {unit}"] = 1
-    case = ZOO["used-twice"]
-    model = wrap(case, strategy, use_orig_params)
-    for step in range(3):
-        with record_collectives() as log:
-            case.loss(model, case.make_batch(step, 2)).backward()
-        assert Counter(order(log)) == expected, f"step {step}"
-        assert_at_rest(model, f"step {step}")
-
-
-# -- order ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_cast_does_not_change_the_order() -> None:
-    """Each unit is still reduced when the last gradient arrives, by other nodes of the graph."""
-    for use_orig_params in (False, True):
-        model = wrap(
-            chain(Piece(), Piece(), Piece()), FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece})
-        )
-        orders = []
-        for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
-            model.to(dtype)
-            with record_collectives() as log:
-                model(torch.ones(2, 5, dtype=dtype)).sum().backward()
-            orders.append(order(log))
-        assert orders[1:] == [orders[1]] * 3, orders
 
 
 # -- an order that changes -----------------------------------------------------------------------------------------
@@ -501,71 +439,6 @@ def test_change_of_order_costs_at_most_one_gather_in_each_pass(change: str) -> N
                 needed, back = len(set(current)) + 1, 0
             assert needed <= forward <= needed + changed, f"step {step}, forward: {forward} gathers, needs {needed}"
             assert back <= backward <= back + changed, f"step {step}, backward: {backward} gathers, needs {back}"
-
-
-# -- checkpointing -------------------------------------------------------------------------------------------------
-
-SEGMENT = 4
-GATHERED = 2  # units at a time, one of them prefetched
-
-
-def checkpointed(position: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> nn.Module:
-    """Build units with activation checkpointing inside, outside, or over a segment of all of them."""
-    stem, units = nn.Linear(5, 5), nn.Sequential()
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    for _ in range(SEGMENT):
-        unit: nn.Module = Piece()
-        if position == "inside":
-            unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
-        unit = wrap(unit, strategy, True, **options)
-        units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if position == "outside" else unit)
-    segment = ("reentrant" if reentrant else "non-reentrant") if position == "segment" else "none"
-    return Net(lambda m, x: in_turn([m.units], m.stem(x), segment), stem=stem, units=units)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("position", ["inside", "outside", "segment"])
-@on_ranks(2)
-def test_gathers_under_checkpointing(position: str, reentrant: bool) -> None:
-    """A recomputed unit is gathered once for recomputation and backward, so that checkpointing costs no gather.
-
-    A segment of k units is recomputed as a whole before the backward: all but the last two are gathered once more.
-    """
-    for strategy in (FULL_SHARD, SHARD_GRAD_OP):
-        gathers = SEGMENT
-        if strategy is FULL_SHARD:
-            gathers = 2 * SEGMENT
-            if position == "segment":
-                gathers += SEGMENT - GATHERED
-        expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
-        model = wrap(checkpointed(position, reentrant, strategy), strategy, True)
-        for step in range(3):
-            with record_collectives() as log:
-                model(torch.ones(2, 5)).sum().backward()
-            assert_at_rest(model, f"step {step}")
-            labels = [label.split(" unit ")[0] if " unit " in label else label for label in order(log)]
-            assert Counter(labels) == expected, f"{strategy}, step {step}"
-
-
-@on_ranks(2)
-def test_recomputed_unit_counts_once_in_the_prefetch_distance() -> None:
-    """One gather serves the recomputation and the backward, of the unit and of each prefetched one."""
-    options = {"backward_prefetch_distance": 2}
-    model = wrap(checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
-    logs: list[CollectiveLog] = []
-    for index, unit in enumerate(module for module in model.modules() if isinstance(module, Piece)):
-        unit.register_forward_pre_hook(lambda *_, index=index: logs[-1].mark(f"forward unit 'units.{index}'"))
-    for _ in range(3):
-        with record_collectives() as log:
-            logs.append(log)
-            model(torch.ones(2, 5)).sum().backward()
-    for log in logs[1:]:
-        last: dict[str, int] = {}
-        for index, (event, entry) in enumerate(log.events):
-            last[str(entry) if event == "mark" else f"{event} {log.records[int(entry)].label}"] = index
-        for index in range(SEGMENT - 1, 1, -1):
-            ahead, before = f"issue gather unit 'units.{index - 2}'", f"forward unit 'units.{index - 1}'"
-            assert last[ahead] < last[before], f"{ahead} comes too late"
 
 
 # -- late collectives ----------------------------------------------------------------------------------------------

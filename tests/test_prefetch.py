@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.runtime.order import ExecutionOrder
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.chains import Chain, Outer, Part, batch
 from tests.harness.lockstep import assert_at_rest
@@ -222,27 +221,6 @@ DISTANCES = (0, 1, 3)
 CHOICES = [Choice(forward, PRE, UNITS - forward) for forward in DISTANCES]
 CHOICES += [Choice(1, prefetch, backward) for prefetch in (PRE, POST) for backward in DISTANCES]
 CHOICES += [Choice(2, None, 0), Choice(2, PRE, 2, limited=False), Choice(0, POST, 2, limited=False)]
-
-
-def test_passes_without_gathers_are_recorded() -> None:
-    """They prefetch nothing; a unit at an unexpected position resumes the record from there."""
-    first, second, third = units = ["first", "second", "third"]
-    order: ExecutionOrder[str] = ExecutionOrder()
-    order.start(first, backward=False)
-    for unit in units:
-        order.record(unit)
-    order.stop()
-    order.record(third)  # ignored after stop
-    order.start(first, backward=True)
-    assert order.upcoming(1) == []
-    order.start(first, backward=False)
-    assert order.upcoming(1) == [first]
-    order.record(second)
-    assert order.upcoming(2) == [third]
-    order.start(first, backward=False)
-    assert order.upcoming(2) == [second]
-    order.start(first, backward=False)
-    assert order.upcoming(2) == []
 
 
 @pytest.mark.parametrize("delayed", [False, True])
