@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp.fully_sharded_data_parallel import _get_grad_norm
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Gain, MlpBlock, Net
 from tests.harness.oracle import assert_bit_equal, clean_name
@@ -286,21 +285,6 @@ def test_ignored_parameters_count_once() -> None:
         torch.testing.assert_close(plain.head.bias.grad, torch.full_like(plain.head.bias, (2.0 + rank) / 4))
 
 
-@on_ranks(2)
-def test_one_collective_per_shard_group() -> None:
-    """Usually one all-reduce of one number, labelled; none where no parameter is sharded."""
-    for kind, expected in (("sharded", 1), ("mixed", 1), ("mixed, whole root", 1), ("replicated", 0)):
-        for orig in (True, False):
-            model = tree(kind, orig)
-            backward(model)
-            for p in (2.0, math.inf):
-                with record_collectives() as log:
-                    model.clip_grad_norm_(1.0, p)
-                assert log.ops() == ["all_reduce"] * expected, (kind, orig, p)
-                assert log.labels() == ["sum up the gradient norm"] * expected
-                assert log.nbytes() <= 16
-
-
 @on_ranks(4)
 def test_units_sharded_over_subgroups() -> None:
     """Norms of units sharded over a pair are summed over the pair, the remaining norms over all four ranks. The pairs
@@ -384,21 +368,6 @@ def _trainable() -> nn.Module:
     del model.unused
     model.frozen.requires_grad_(True)
     return model
-
-
-def test_private_norm_of_a_list_is_local() -> None:
-    """`_get_grad_norm(params, norm_type, zero, device)` returns this rank's part alone."""
-    params = [
-        nn.Parameter(torch.ones(3)),
-        nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
-        nn.Parameter(torch.ones(1)),
-    ]
-    zero = torch.tensor(0.0)
-    assert _get_grad_norm(params, 2.0, zero, torch.device("cpu")) is zero
-    params[0].grad, params[1].grad = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.bfloat16)
-    norm = _get_grad_norm(params, 2.0, zero, torch.device("cpu"))
-    assert norm.dtype == torch.float32 and float(norm) == 5.0
-    assert float(_get_grad_norm(params, math.inf, zero, torch.device("cpu"))) == 4.0
 
 
 # -- errors and warnings ---------------------------------------------------------------------------------------------

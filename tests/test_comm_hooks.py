@@ -18,9 +18,7 @@ from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS, defaul
 
 import fsdp
 from fsdp import MixedPrecision
-from fsdp.comm import collectives
 from fsdp.comm.versions import REDUCE_SCATTER
-from fsdp.runtime import comm_hook
 from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.models import ZOO
@@ -29,7 +27,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, handles_of, wrap
 from tests.harness.small import torchs
-from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, by_turns
+from tests.harness.strategies import FULL, MODES, NONE, by_turns
 
 CASE = ZOO["mlp"]
 SCHEDULE = Schedule(steps=3)
@@ -141,47 +139,6 @@ def _parts(model: nn.Module, sharded: bool = False) -> dict[str, Tensor]:
     return parts
 
 
-@on_ranks(3)
-def test_values_that_a_hook_leaves_in_padding_are_dropped() -> None:
-    for strategy in (FULL, GRAD_OP, NONE):
-        model, other = wrap(CASE, strategy), wrap(CASE, strategy)
-        model.register_comm_hook(State(), noisy)
-        backward(model)
-        backward(other)
-        gaps = 0
-        for unit, plain in zip(fsdp.shard_info(model), fsdp.shard_info(other)):
-            for bucket, reference in zip(unit.buckets, plain.buckets):
-                ours, theirs = bucket.flat_param.grad, reference.flat_param.grad
-                assert ours is not None and theirs is not None
-                expected = theirs + 1
-                for start, end in bucket.layout.shard_gaps(bucket.rank):
-                    gaps += end - start
-                    expected[start:end] = 0
-                torch.testing.assert_close(ours, expected)  # of terms near 1, so nothing cancels
-        assert gaps or strategy is NONE or dist.get_rank() < 2
-
-
-def noisy(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
-    grad.add_(1.0)
-    native(state, grad, shard)
-
-
-@on_ranks(2)
-def test_one_state_and_both_call_forms_in_a_mixed_tree() -> None:
-    for orig in (True, False):
-        models = []
-        for _ in range(2):
-            plain = CASE.build()
-            plain.blocks[1] = wrap(plain.blocks[1], NONE, orig, wrap_policy=None)
-            models.append(wrap(plain, FULL, orig, wrap_policy=None))
-        state = State()
-        models[0].register_comm_hook(state, native)
-        for model in models:
-            backward(model)
-        assert_bit_equal(local_gradients(models[0]), local_gradients(models[1]))
-        assert sorted(map(len, state.seen)) == [1, 2]
-
-
 @on_ranks(2)
 def test_hook_may_replace_the_data_of_gradients() -> None:
     """torch's compressing hooks assign `.data` of their arguments."""
@@ -249,14 +206,6 @@ def test_torchs_default_hooks_reduce_as_the_native_path(world_size: int) -> None
         else:  # three terms, each divided, and the sum divided once more, on either side
             terms = run_plain(CASE, adamw, dist.get_world_size(), dataclasses.replace(SCHEDULE, steps=1))[0].summed
             assert_close_ulp(ours, theirs, 2 * (1 + 0.5 + 0.5), summed=terms)
-
-
-def test_all_compressing_hooks_of_torch_are_detected() -> None:
-    """By membership in torch's list."""
-    assert list(collectives.COMPRESSING_HOOKS) == LOW_PRECISION_HOOKS
-    for hook in LOW_PRECISION_HOOKS:
-        assert comm_hook.CommHook(None, hook).compresses
-    assert not comm_hook.CommHook(None, functools.partial(LOW_PRECISION_HOOKS[0])).compresses
 
 
 @on_ranks(1, 2, 3)

@@ -126,34 +126,6 @@ def test_sparse_gradients_are_coalesced_before_the_check() -> None:
                     assert torch.equal(param.grad.to_dense(), grad.float().to_dense().to(dtype) / 2)
 
 
-def test_calls_in_a_wrong_order_raise_as_in_torch() -> None:
-    scaler = single_rank_scaler(init_scale=4.0)
-    param = param_with(torch.tensor([8.0]))
-    optimizer = SGD([param], lr=1.0)
-    with pytest.raises(AssertionError, match="Attempted unscale_ but _scale is None"):
-        scaler.unscale_(optimizer)
-    scaler.scale(torch.tensor(1.0))
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.update()
-    scaler.unscale_(optimizer)
-    assert param.grad is not None and param.grad.item() == 2.0
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert param.item() == -2.0
-    with pytest.raises(RuntimeError, match=r"after step\(\)"):
-        scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="already been called"):
-        scaler.step(optimizer)
-    scaler.update()
-    scaler.update(16.0)
-    assert scaler.get_scale() == 16.0
-    scaler.update(torch.tensor([2.0]))
-    assert scaler.get_scale() == 2.0
-    with pytest.raises(AssertionError, match="new_scale should be"):
-        scaler.update(torch.ones(2))
-
-
 def test_growth_backoff_and_state_equal_the_plain_scalers() -> None:
     """Two optimizers count as one step."""
     ours, plain = (
@@ -175,19 +147,6 @@ def test_growth_backoff_and_state_equal_the_plain_scalers() -> None:
     assert other.state_dict() == ours.state_dict()
     everywhere = ShardedGradScaler(device="cpu", init_scale=32.0)  # the default group is not pickled
     assert pickle.loads(pickle.dumps(everywhere)).get_scale() == 32.0
-
-
-def test_flags_of_several_devices_are_combined() -> None:
-    """Gradients beside the scale and offloaded gradients; the meta device stands for a second device."""
-    scaler = single_rank_scaler(init_scale=4.0)
-    scaler.scale(torch.tensor(1.0))
-    optimizer = SGD([param_with(torch.tensor([8.0]))], lr=1.0)
-    for flags, expected in (((0.0, 0.0), 0.0), ((1.0, 0.0), 1.0), ((0.0, 1.0), 1.0)):
-        state = scaler._per_optimizer_states[id(optimizer)]
-        keys = torch.device("cpu"), torch.device("meta")
-        state["found_inf_per_device"] = {key: torch.tensor(flag) for key, flag in zip(keys, flags)}
-        (agreed,) = scaler._agree(optimizer).values()
-        assert agreed.item() == expected and list(state["found_inf_per_device"]) == [torch.device("cpu")]
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------

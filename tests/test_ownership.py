@@ -122,42 +122,6 @@ def test_shared_module_is_one_unit(use_orig_params: bool) -> None:
     assert_bit_equal(full_parameters(model), train_plain(make(), 2))
 
 
-class WithHead(nn.Module):
-    """Forwards unknown attributes to the inner module."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.value = inner, nn.Linear(WIDTH, 1)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "inner":
-                raise
-            return getattr(self.inner, name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.value(self.inner(x))
-
-
-@both_modes
-def test_module_with_forwarded_attributes_is_no_wrapper(use_orig_params: bool) -> None:
-    wrap = functools.partial(build, process_group=StandIn(), use_orig_params=use_orig_params)
-    model = wrap(nn.Sequential(WithHead(wrap(nn.Linear(WIDTH, WIDTH)))))
-    owned = [[unit.full_name(r) for b in unit.buckets for r in b.layout.params] for unit in shard_info(model)]
-    assert owned == [["0.value.weight", "0.value.bias"], ["0.inner.weight", "0.inner.bias"]]
-
-
-@both_modes
-def test_wrapping_a_wrapped_module_adds_an_empty_unit(use_orig_params: bool) -> None:
-    wrap = functools.partial(build, process_group=StandIn(0, 1), use_orig_params=use_orig_params)
-    inner = wrap(nn.Linear(WIDTH, 3))
-    model = wrap(inner)
-    assert not model._has_params and inner._has_params and model._all_handles == inner._all_handles
-    assert model(torch.ones(1, WIDTH)).shape == (1, 3)
-
-
 # -- ignored ------------------------------------------------------------------------------------------------------
 
 
@@ -513,15 +477,3 @@ def test_fully_shard_of_a_wrapped_module_is_refused(use_orig_params: bool) -> No
         )
         with pytest.raises(TypeError, match=words):
             fully_shard(pick(model))
-
-
-def test_param_init_fn_of_a_parent_leaves_wrapped_modules_as_they_are() -> None:
-    inner: Any = FullyShardedDataParallel(nn.Linear(3, 4), StandIn())
-    before, module = inner._flat_param.detach().clone(), nn.Sequential(inner)
-    module.scale = nn.Parameter(torch.ones(4, device="meta"))
-
-    def initialize(module: Any) -> None:
-        nn.init.ones_(module.to_empty(device="cpu").scale)
-
-    FullyShardedDataParallel(module, StandIn(), param_init_fn=initialize)
-    assert torch.equal(inner._flat_param, before)

@@ -338,23 +338,6 @@ def test_passes_frozen_parameters_and_the_argument_must_agree_between_ranks(how:
 
 
 @on_ranks(2)
-def test_a_step_that_failed_on_all_ranks_in_different_units_is_forgotten() -> None:
-    rank = dist.get_rank()
-    model, other = (
-        build(seeded(chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
-    )
-    x = Data(rank, 2).tensor(0, 3, WIDTH)
-    for step in range(3):
-        if step == 1:
-            with pytest.raises(IndexError):
-                model(x, [[0, 2, COUNT], [1, 2, COUNT]][rank])
-        for m in (model, other):
-            m.zero_grad()
-            m(x, [[0, 1, 3], [1, 2]][rank]).sum().backward()
-        assert_bit_equal(full_gradients(model), full_gradients(other))
-
-
-@on_ranks(2)
 def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
     """The model trains without it, with it, and without it again."""
     torch.set_default_dtype(torch.float64)

@@ -234,29 +234,6 @@ def test_several_backwards_reduce_together_at_the_last_one() -> None:
         twin.model.layers[0].set_is_last_backward(False)
 
 
-@on_ranks(2)
-def test_the_number_of_pending_reductions_is_configurable() -> None:
-    twin = make_twin()
-    for number in (1, 3):
-        twin.model.set_reduce_scatter_max_input_buffers(number)
-        assert twin.model._fsdp_unit.context.reductions.max_buffers == number
-        twin.backward(number)
-        twin.finish()
-    for wrong, kind in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)):
-        with pytest.raises(kind, match="max_input_buffers must be"):
-            twin.model.set_reduce_scatter_max_input_buffers(wrong)
-
-
-@on_ranks(2)
-def test_switches_of_the_root_may_differ_from_those_of_a_tree_that_it_takes_in() -> None:
-    inner = build()
-    inner.set_reduce_scatter_max_input_buffers(1)
-    inner.set_is_last_backward(False)
-    outer = FullyShardedDataParallel(nn.Sequential(inner), use_orig_params=True)
-    outer(batch(0)).sum().backward()
-    assert outer._fsdp_unit.context.reductions.max_buffers == 2
-
-
 def summed(steps: range, divisor: float) -> dict[str, Tensor]:
     """Return the gradients of a plain model over the batches of all ranks, rank by rank and step by step."""
     torch.manual_seed(4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -520,26 +520,6 @@ def test_a_rank_without_elements_of_a_parameter_saves_and_loads(tmp_path: Path) 
         momenta = {n: whole(optimizer.state[param]["momentum_buffer"]) for n, param in plain.named_parameters()}
         for uop, forms in modes.items():
             check_forms(Path(root, f"{shape}{more}{uop}"), world, uop, forms, values, momenta)
-
-
-@on_ranks(8)
-def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
-    """DTensor caches one spec for equal meshes, so the model's spec refers to the mesh of the first use."""
-    other = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["tp"]
-    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    beside = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), other, plan)
-    beside(torch.ones(2, 8)).sum().backward()
-    torch.manual_seed(0)
-    net = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh["tp"], plan)
-    model = FSDP(net, device_mesh=mesh["shard"], use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    saved = FSDP.optim_state_dict(model, optimizer)
-    assert {name: states["exp_avg"].shape for name, states in saved["state"].items()} == {
-        name: param.shape for name, param in nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).named_parameters()
-    }
 
 
 def wrap_apart(world: Layout, seed: int, embed: dict[str, Any], *, whole: bool) -> nn.Module:

@@ -506,34 +506,6 @@ def test_units_without_parameters_support_every_member(use_orig_params: bool) ->
     assert model[0].scale.dtype == torch.float64 and model(batch(0, 0).double()).dtype == torch.float64
 
 
-@both_modes
-def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU uses the chunk rule, or aligns shards to `FSDP_SHARD_ALIGNMENT` bytes; padding is zero."""
-    for setting, dtype, expected in [
-        (None, torch.float32, 7),
-        ("16", torch.float32, 8),
-        ("16", torch.bfloat16, 8),
-        ("64", torch.bfloat16, 32),
-    ]:
-        monkeypatch.delenv("FSDP_SHARD_ALIGNMENT", raising=False)
-        if setting is not None:
-            monkeypatch.setenv("FSDP_SHARD_ALIGNMENT", setting)
-        values = []
-        for rank in range(3):
-            plain = nn.Linear(3, 5).to(dtype)
-            with torch.no_grad():
-                for param in plain.parameters():
-                    param.fill_(1)
-            model = build(plain, process_group=StandIn(rank, 3), use_orig_params=use_orig_params)
-            (unit,) = shard_info(model)
-            layout = unit.buckets[0].layout
-            aligned = use_orig_params or setting is not None  # the bias begins after 15 elements or on 16 bytes
-            assert layout.params[1].offset == (16 if aligned else 15)
-            assert layout.shard_numel == model._flat_param.numel() == expected
-            values.append(model._flat_param.detach())
-        assert torch.cat(values).sum() == 20
-
-
 # -- parameters of no unit -------------------------------------------------------------------------------------------
 
 
