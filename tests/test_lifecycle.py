@@ -40,10 +40,6 @@ from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, STRATEGIES
 
-# torch records its last 2000 native collectives, about 1 KiB each, which looks like a leak until the record is full.
-# Set before any rank starts, because ranks inherit the environment.
-os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-
 
 @contextmanager
 def collector_off() -> Iterator[None]:
