@@ -12,11 +12,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +23,6 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.comm import threads
-from fsdp.comm.lane.issuing import Event, current_label
-from fsdp.comm.lane.lane import Lane
-from fsdp.comm.waiting.work import OutOfStep, Work
 from tests.harness.models import ZOO
 from tests.harness.oracle import (
     Schedule,
@@ -93,73 +87,6 @@ def test_threads_clip_save_and_load_as_processes(tmp_path: Path) -> None:
         torch.testing.assert_close(grads, named_grads(plain), rtol=1e-5, atol=1e-9)
 
 
-class WithoutTimeout(dist.Work):
-    """Work of a process group written in Python, which completes (or fails) once ``over`` is set."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__()
-        self.over, self._error, self.waits = threading.Event(), error, 0
-
-    def wait(self) -> bool:  # type: ignore[override]
-        self.waits += 1
-        assert self.over.wait(30)
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-def completing_watch(work: WithoutTimeout, error: Exception | None = None) -> mock.Mock:
-    """Return a watch of slow ranks that completes the work in flight, or raises its `error`."""
-
-    def slow() -> None:
-        if watch.error is not None:
-            raise watch.error
-        work.over.set()
-
-    def failed(error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
-        return RuntimeError(f"{label}: {error}. {on_host} {in_memory}")
-
-    wait = mock.Mock(look=slow, seconds=0.0)
-    watch = mock.Mock(timeout=30.0, carrier=None, error=error, failed=failed, waiting=lambda *_: wait)
-    watch.abort.side_effect = AssertionError("the host waits")
-    return watch
-
-
-def test_work_without_a_timeout_is_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waiting thread compares the ranks meanwhile, and gets the result of the single wait."""
-    monkeypatch.setattr(threads, "PATIENCE", timedelta(seconds=0.01))
-    work = WithoutTimeout()
-    watch = completing_watch(work, OutOfStep("gone"))
-    blocking = Work([work], watch, "gather", on_host=True)
-    for _ in range(2):
-        with pytest.raises(OutOfStep, match="gone"):
-            blocking.wait()
-    watch.error = None
-    blocking.wait()
-    assert work.waits == 1 and blocking.poll()
-    failing = WithoutTimeout(RuntimeError("closed"))
-    with pytest.raises(RuntimeError, match=r"gather: closed\. True False"):
-        Work([failing], completing_watch(failing), "gather", on_host=True).wait()
-
-
-def test_any_error_of_a_wait_reaches_the_caller_once() -> None:
-    """A process group that is written in Python may raise anything."""
-    for kind in (ValueError, RuntimeError):
-        failed = mock.Mock(**{"wait.side_effect": kind("not sent")})
-        work = Work((failed,), label="gather", ends_alone=True)
-        with pytest.raises(kind, match="not sent"):
-            work.wait()
-        work.wait()
-
-
-def test_work_that_ends_just_after_a_timeout_has_not_failed() -> None:
-    work = mock.Mock(spec=dist.Work)
-    work.wait.side_effect = RuntimeError("Operation timed out!"), True
-    work.is_completed.side_effect = lambda: work.wait.called
-    Work([work], completing_watch(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
-    assert work.wait.call_count == 2
-
-
 def stop_all(before: set[threading.Thread]) -> list[str]:
     """Stop the daemon threads that a test left, as test suites do."""
     left = sorted(set(threading.enumerate()) - before, key=lambda thread: thread.name)
@@ -190,26 +117,6 @@ def test_stopped_threads_are_restarted() -> None:
     assert len(set(states)) == 4
 
 
-def test_an_idle_thread_is_reused() -> None:
-    """The memory of each new thread is never returned."""
-    threads.in_thread(lambda: None).result(30)
-    until = time.monotonic() + 30
-    while not threads._Worker.idle and time.monotonic() < until:
-        time.sleep(0.001)
-    before = threading.enumerate()
-    assert threads.in_thread(threading.current_thread).result(30) in before
-
-
-def test_a_wait_that_is_over_is_not_reported() -> None:
-    reports: list[Any] = []
-    with mock.patch.object(threads, "in_thread", reports.append), threads.reported_if_long(0, "in save()"):
-        pass
-    later = mock.patch.object(threads, "NOTICE", timedelta(0))
-    with later, mock.patch.object(threads.logger, "warning") as warning:
-        reports[0]()
-    warning.assert_not_called()
-
-
 def test_a_fork_can_use_threads_whatever_its_parent_was_doing() -> None:
     """A lock that a thread of the parent holds is never released in the child."""
     held, over = threading.Event(), threading.Event()
@@ -229,54 +136,6 @@ def test_a_fork_can_use_threads_whatever_its_parent_was_doing() -> None:
     over.set()
     holder.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_a_waiting_thread_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread finishes the current action; later work gets another thread."""
-    monkeypatch.setattr(threads, "IDLE", 0.01)
-    before, meet, given_back = set(threading.enumerate()), threading.Event(), threading.Event()
-    result = threads.in_thread(lambda: meet.wait(30))
-    busy = set(threading.enumerate()) - before
-    assert len(busy) <= 1  # an idle thread is there
-    threading.Timer(0.1, meet.set).start()
-    if busy:
-        busy.pop().stop()  # type: ignore[attr-defined]
-        assert result.done()
-    assert result.result(30) and threads.in_thread(lambda: 5).result(30) == 5
-    for thread in threading.enumerate():
-        if isinstance(thread, threads.Daemon):  # idle now
-            thread.stop()
-    assert threads.in_thread(lambda: 6).result(30) == 6
-
-    def give_back() -> bool:
-        given_back.set()
-        return False
-
-    when_idle = threads.WhenIdle(give_back)
-    for _ in range(2):
-        when_idle.came_back()
-        assert given_back.wait(30)
-        given_back.clear()
-        stop_all({thread for thread in threading.enumerate() if not thread.name.startswith("fsdp")})
-        when_idle.asked()
-
-
-def test_labels_of_collectives_are_separate_per_thread() -> None:
-    """Passes of peers in the same process do not change the label of this rank."""
-    meet = threading.Barrier(2, timeout=30)
-
-    def label() -> tuple[str | None, str | None]:
-        inside: list[str | None] = []
-
-        def start() -> None:
-            meet.wait()
-            inside.append(current_label())
-            meet.wait()
-
-        Lane.of(dist.group.WORLD).issue(Event(f"gather of rank {dist.get_rank()}"), start, on_host=True)
-        return inside[0], current_label()
-
-    assert run_threads(2, label) == [("gather of rank 0", None), ("gather of rank 1", None)]
 
 
 # -- the harness -------------------------------------------------------------------------------------------------------
