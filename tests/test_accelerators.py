@@ -306,26 +306,6 @@ def test_error_of_the_gloo_side_group_names_the_remedy() -> None:
         groups_module.make_control_group(group, CPU, 0)
 
 
-@on_ranks(2)
-def test_side_group_of_gloo_connects_at_the_first_message() -> None:
-    """A rank of a large job opens a socket per peer that it sends to, where torch supports that."""
-    kind = dist.ProcessGroupGloo
-    lazy: Any = mock.Mock(wraps=kind.create_device)
-    loopback = mock.Mock(side_effect=lambda lazy_init: kind.create_device(interface="lo", lazy_init=lazy_init))
-    creations = mock.patch.multiple(kind, create_device=lazy, create_default_device=loopback)
-    for number, interface in enumerate(("lo", None)):  # most jobs do not name an interface
-        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=interface or ""), creations:
-            if interface is None:
-                del os.environ["GLOO_SOCKET_IFNAME"]
-            side: Any = groups_module.make_control_group(dist.group.WORLD, CPU, number)
-        values = torch.zeros(2)
-        side._allgather_base(values, torch.ones(1) + dist.get_rank()).wait()
-        assert values.tolist() == [1, 2] and lazy.call_args == mock.call(interface="lo", lazy_init=True)
-    wrong = mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nonsense")
-    with wrong, pytest.raises(RuntimeError, match=r"nonsense.*GLOO_SOCKET_IFNAME"):
-        groups_module.make_control_group(dist.group.WORLD, CPU, 3)
-
-
 def test_unreferenced_host_memory_is_reused() -> None:
     """Gradients on the host stay in the same memory from step to step, unless the user keeps them."""
     made: list[int] = []

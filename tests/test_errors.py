@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fsdp.flat.ownership as ownership
-import fsdp.flat.released as released
 from fsdp import FullyShardedDataParallel
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.wrap import ModuleWrapPolicy
@@ -257,23 +256,3 @@ def test_reads_of_tensors_kept_from_a_forward_raise_or_give_nan(debug: str) -> N
     assert len(found) == 2 * 2 * 4 * len(reads)
     for case, words in found.items():
         assert words == "NaN" or words.startswith("RuntimeError"), (case, words)
-
-
-@needs_guards
-def test_without_address_space_released_memory_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> int:
-        raise OSError
-
-    released._address_space.cache_clear()
-    monkeypatch.setattr(released, "map_at", refuse)
-    monkeypatch.setattr(released, "_storages_refuse", lambda: False)  # as in builds of torch without CUDA
-    storage = torch.ones(10).untyped_storage()
-    storage.resize_(0)
-    tensor = torch.empty(0).set_(storage)
-    released.guard_released(tensor, 40)
-    assert storage.nbytes() == 0 and storage.data_ptr() == 0
-    monkeypatch.undo()
-    released.guard_released(tensor, 40)
-    assert storage.nbytes() == 0
-    with pytest.raises(RuntimeError):
-        storage.data_ptr()

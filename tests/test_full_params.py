@@ -144,24 +144,6 @@ def test_summon_of_single_units_and_refusal_of_nested_summons(mode: Mode) -> Non
     twin.train(0)
 
 
-@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
-@on_ranks(2)
-def test_summon_between_forward_and_backward(mode: Mode) -> None:
-    """Between a forward and its backward."""
-    twin = make_twin(mode)
-    model = twin.model
-    loss = model(batch(0)).square().mean()
-    with summon(model):
-        assert_bit_equal(values(model), twin.values())
-    with summon(model, writeback=False), torch.no_grad():
-        model(batch(1))
-    loss.backward()
-    twin.backward_plain(0)
-    wanted = twin.grads()
-    assert_bit_equal(full_gradients(model), wanted)
-    assert_at_rest(model, str(mode))
-
-
 # -- write-back -----------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import inspect
 import math
-import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_ba
 from tests.harness.passes import HostReads
 from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_gradients, full_parameters, wrap
+from tests.harness.sharded import full_parameters, wrap
 from tests.harness.small import torchs
 from tests.harness.strategies import FULL, NONE
 
@@ -126,29 +125,6 @@ def test_sparse_gradients_are_coalesced_before_the_check() -> None:
                     assert torch.equal(param.grad.to_dense(), grad.float().to_dense().to(dtype) / 2)
 
 
-def test_growth_backoff_and_state_equal_the_plain_scalers() -> None:
-    """Two optimizers count as one step."""
-    ours, plain = (
-        single_rank_scaler(init_scale=8.0, growth_interval=2),
-        torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
-    )
-    for bad in (False, False, True, False, True, True, False, False):
-        for scaler in (ours, plain):
-            params = [param_with(torch.tensor([1.0])), param_with(torch.tensor([math.inf if bad else 1.0]))]
-            scaler.scale(torch.tensor(1.0))
-            optimizers = [SGD([param], lr=1.0) for param in params]  # kept alive: a scaler identifies them by id
-            for optimizer in optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            assert (params[0].item() != 0, params[1].item() != 0) == (True, not bad)
-        assert ours.get_scale() == plain.get_scale() and ours.state_dict() == plain.state_dict()
-    other = single_rank_scaler()
-    other.load_state_dict(ours.state_dict())
-    assert other.state_dict() == ours.state_dict()
-    everywhere = ShardedGradScaler(device="cpu", init_scale=32.0)  # the default group is not pickled
-    assert pickle.loads(pickle.dumps(everywhere)).get_scale() == 32.0
-
-
 # -- several ranks ---------------------------------------------------------------------------------------------------
 
 
@@ -233,21 +209,6 @@ def test_agreement_is_limited_to_the_process_group() -> None:
     scaler.update()
     assert (param.item(), scaler.get_scale()) == ((0.0, 1.0) if dist.get_rank() else (-1.0, 2.0))
     dist.destroy_process_group(own_group)
-
-
-@on_ranks(2)
-def test_float16_gradients_are_unscaled_in_place() -> None:
-    """Gradients of float16 parameters are unscaled in place."""
-    for orig in (True, False):
-        model, other = (wrap(nn.Linear(5, 3).half(), FULL, orig, wrap_policy=None) for _ in range(2))
-        scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
-        x = torch.ones(2, 5, dtype=torch.float16)
-        scaled = scaler.scale(model(x).sum())
-        assert scaled.dtype == torch.float16
-        scaled.backward()
-        other(x).sum().backward()
-        scaler.unscale_(SGD(model.parameters(), lr=1.0))
-        assert_bit_equal(full_gradients(model), full_gradients(other))
 
 
 @on_ranks(2)

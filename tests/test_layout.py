@@ -130,20 +130,6 @@ def test_every_element_is_owned_exactly_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_gaps_and_parameters_partition_the_padded_vector(seed: int) -> None:
-    for layout, _, _ in layouts(200 + seed, 1000):
-        assert layout.padded_numel == layout.world_size * layout.shard_numel
-        assert layout.numel <= layout.padded_numel
-        assert all(start < end for start, end in layout.gaps)
-        assert list(layout.gaps) == sorted(layout.gaps)
-        ranges = sorted([*layout.gaps, *((p.offset, p.end) for p in layout.params if p.numel)])
-        edges = [0, *itertools.chain.from_iterable(ranges), layout.padded_numel]
-        assert all(edges[i] == edges[i + 1] for i in range(0, len(edges), 2)), (layout, ranges)
-        assert layout.numel == (layout.params[-1].end if layout.params else 0)
-        assert [p.offset for p in layout.params] == sorted(p.offset for p in layout.params)
-
-
-@pytest.mark.parametrize("seed", range(2))
 def test_gaps_and_runs_of_shards_equal_those_of_the_vector(seed: int) -> None:
     for layout, _, _ in layouts(seed, 100):
         padding = [False] * layout.padded_numel
@@ -211,15 +197,6 @@ def test_documented_example_with_aligned_parameters() -> None:
     assert (layout.numel, layout.padded_numel, layout.shard_numel) == (21, 22, 11)
     assert layout.pieces(0) == (Piece(0, 11, 0), Piece(0, 0, 11))
     assert layout.pieces(1) == (Piece(11, 15, 0), Piece(0, 5, 5))
-
-
-def test_documented_example_without_alignment() -> None:
-    """Without alignment: 15 and 5 elements, without a gap."""
-    layout = example(world_size=2, param_alignment=1)
-    assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (15, 20)]
-    assert layout.gaps == ()
-    assert layout.pieces(0) == (Piece(0, 10, 0), Piece(0, 0, 10))
-    assert layout.pieces(1) == (Piece(10, 15, 0), Piece(0, 5, 5))
 
 
 def test_parameters_are_aligned_in_the_compute_dtype() -> None:

@@ -324,28 +324,6 @@ def inside(grouped: bool) -> nn.Module:
 
 
 @on_ranks(2)
-def test_groups_inside_groups_and_units_by_hand() -> None:
-    batch = torch.ones(2, 3)
-    plain, linears = inside(False), ModuleWrapPolicy({nn.Linear})
-    plain(batch).sum().backward()
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    inner, each = "front.1, head", ["front.0", "front.2", "back.0", "back.1", "back.3"]
-    by_hand: Any = inside(True)
-    by_hand.back[1] = FSDP(by_hand.back[1], use_orig_params=True)
-    for model, options, units in (
-        (inside(True), {}, [inner]),
-        (inside(True), {"auto_wrap_policy": linears}, [inner, *each]),
-        (by_hand, {}, [inner, "back.1"]),
-    ):
-        wrapped = FSDP(model, use_orig_params=True, **options)
-        names = [unit.name for unit in fsdp.shard_info(wrapped)]
-        assert sorted(names) == sorted(["", "front, back", *units]), names
-        wrapped(batch).sum().backward()
-        assert_bit_equal({clean(name): grad for name, grad in full_gradients(wrapped).items()}, expected, str(options))
-        assert list(wrapped.state_dict()) == list(expected)
-
-
-@on_ranks(2)
 def test_invalid_groups_are_refused() -> None:
     def error(
         *choose: Any, of: type[nn.Module] = nn.Sequential, match: str, kind: type[Exception] = ValueError, **kw: Any

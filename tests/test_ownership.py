@@ -201,22 +201,6 @@ def test_ignored_parameters_and_buffers_are_unchanged(use_orig_params: bool) -> 
         assert module.layers.module[3].weight is weight
 
 
-@both_modes
-@on_ranks(2)
-def test_modules_under_composable_replicate_are_ignored(use_orig_params: bool) -> None:
-    from torch.distributed._composable import replicate
-
-    module = net()
-    replicate(module.layers[0])
-    model = build(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
-    assert module.layers[0].weight.shape == (WIDTH, WIDTH)
-    train(model)
-    expected = train_plain(net(), 2)
-    assert torch.equal(module.layers[0].weight, expected["layers.0.weight"])
-    assert_bit_equal(full_parameters(model), {n: v for n, v in expected.items() if not n.startswith("layers.0.")})
-    assert [unit.name for unit in shard_info(model)] == ["", "layers.2", "layers.4", "head"]
-
-
 # -- the meta device -----------------------------------------------------------------------------------------------
 
 
