@@ -22,7 +22,6 @@ import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -32,15 +31,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import threads
 from fsdp.comm.collectives import PARTS, Communicator, Event, Gather
-from fsdp.comm.groups import Groups, group_store
+from fsdp.comm.groups import Groups
 from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import streams_for
 from fsdp.comm.transport import native
 from fsdp.comm.transport.shared_memory import Sharing
-from fsdp.comm.waiting.waits import Wait
-from fsdp.comm.waiting.work import OutOfStep
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
@@ -311,32 +307,6 @@ def test_complex_gradients_become_means() -> None:
         assert torch.equal(out, means[2 * rank : 2 * rank + 2]), way
         communicator.average(out, Event("average", 2)).wait()
         assert torch.equal(out, (means[:2] + means[2:]) / 2), way
-
-
-@pytest.mark.parametrize("way", ["native", "direct", "shared"])
-@on_ranks(2)
-def test_wait_for_a_late_rank_checks_for_divergence_and_may_be_repeated(way: str) -> None:
-    """Also where the backend can only wait until the end."""
-    os.environ["FSDP_COLLECTIVES"] = way
-    group, store = new_group(), group_store(dist.group.WORLD)
-    communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
-    communicator.choose(torch.device("cpu"))
-    full, shard = torch.ones(4), torch.ones(2)
-    late = OutOfStep("a rank is missing")
-    for number, kind in enumerate(("gather", "reduce")):
-        event, key = Event(kind, number), f"{kind} {way}"
-        if dist.get_rank() == 1:
-            store.wait([key])
-        if kind == "gather":
-            pending = communicator.gather([Gather(full, shard)], event)
-        else:
-            pending = communicator.reduce(shard, full, event)
-        if dist.get_rank() == 0:
-            patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.05))
-            with patience, mock.patch.object(Wait, "look", side_effect=late), pytest.raises(OutOfStep):
-                pending.wait()
-            store.set(key, "")
-        pending.wait()
 
 
 @on_ranks(2)

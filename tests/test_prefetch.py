@@ -321,20 +321,6 @@ def test_prefetched_units_that_do_not_run_are_resharded_at_the_end_of_the_forwar
 
 
 @on_ranks(2)
-def test_limit_all_gathers_counts_units_that_are_unsharded_by_hand() -> None:
-    for limited in (True, False):
-        model = wrap(chain(), FULL_SHARD, wrap_policy=ModuleWrapPolicy({Part}), limit_all_gathers=limited)
-        tracer = Tracer(model)
-        tracer.run(model, 0)
-        for unit in model.units:
-            unit.unshard()
-        live = [full.untyped_storage().nbytes() > 0 for full in tracer._fulls]
-        assert live == ([False, False, False, True, True] if limited else [True] * UNITS)
-        tracer.run(model, 1)
-        assert_at_rest(model, f"limited: {limited}")
-
-
-@on_ranks(2)
 def test_prefetch_distances_of_single_units() -> None:
     module = chain()
     policy = CustomPolicy(lambda m: {"forward_prefetch_distance": 3} if m is module.units[1] else isinstance(m, Part))
