@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel
 from fsdp.runtime.context import RootContext
 from tests.harness.lockstep import CLEAR, STEP, Data, gradient_sizes
 from tests.harness.meter import Meter, needs_meter
@@ -253,34 +253,6 @@ def test_error_in_a_backward_is_shown_once() -> None:
     notes = getattr(caught.value, "__notes__", [])
     assert len(notes) == (sys.version_info >= (3, 11))
     assert all(f"rank {dist.get_rank()}, " in note and "of the root unit" in note for note in notes)
-
-
-@on_ranks(2)
-def test_a_parameter_assigned_after_a_failed_backward_is_kept() -> None:
-    """Or refused, where it has another shape than this rank's part. The backward ends on a thread that may not reset
-    the units, which show the full parameters until the next call."""
-
-    def fail(loss: Tensor) -> None:
-        with pytest.raises(Fault):
-            loss.backward()
-
-    for mode in [mode for mode in MODES if mode[1]]:
-        plain, model = trapped_model("none"), wrapped(lambda: trapped_model("none"), mode, Unit)
-        model.load_state_dict(plain.state_dict())
-        x = torch.ones(3, WIDTH)
-        loss = loss_of(model, x)
-        Trap.set("backward 1")
-        thread = threading.Thread(target=fail, args=(loss,))
-        del loss
-        thread.start()
-        thread.join()
-        for net in (plain, model):
-            net.blocks[1].first.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.125))
-        if mode[0] is ShardingStrategy.NO_SHARD:
-            assert torch.equal(model(x), plain(x))
-        else:
-            with pytest.raises(RuntimeError, match=r"Cannot writeback 'first\.weight' of unit 'blocks\.1'"):
-                model(x)
 
 
 @pytest.mark.serial  # it waits a limited time for threads to free memory
