@@ -2,8 +2,8 @@
 loaded.
 
 `transformers` and `peft` are optional: their tests are skipped without them (`scripts/test.sh --with-libraries`
-installs them). Models have small configurations, without downloads. Small models of the same shapes
-(tests/harness/shapes.py) cover the same properties without the libraries.
+installs them). Models have small configurations, without downloads. Random models (tests/harness/random_models.py) have
+caches, adapters and auxiliary losses without the libraries.
 
 All is float64, except for adapters on a bfloat16 base, whose arithmetic is bfloat16.
 """
@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,23 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import adamw, assert_bit_equal, named_optim_state, named_parameters
 from tests.harness.pool import on_ranks
-from tests.harness.shapes import LENGTH, SHAPES, VOCABULARY, Inputs, Shape
 from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, wrap
 from tests.harness.strategies import FULL, GRAD_OP
 
-STEPS = 3
+STEPS, VOCABULARY, LENGTH = 3, 29, 5
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, a batch, the classes of the blocks, and `recompute(model, reentrant)`, which checkpoints them."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], Inputs]
+    blocks: Callable[[nn.Module], set[type[nn.Module]]]
+    recompute: Callable[[Any, bool], None]
+
 
 # All pairs of strategy, mode and kind of checkpointing (None, reentrant or not).
 Configuration = tuple[ShardingStrategy, bool, bool | None]
@@ -168,18 +181,6 @@ def check_loaded_training(shape: Shape, fresh: Any, trained: Any, state: Any, of
         assert_bit_equal(states[0][name], entry, f"{case}, after loading, {name}")
 
 
-# -- our own models in these shapes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@on_ranks(2)
-def test_shapes_of_libraries(name: str) -> None:
-    """Caches, output classes, routing, adapters, and biases passed between layers."""
-    shape = SHAPES[name]
-    chosen = CONFIGURATIONS[list(SHAPES).index(name) % 3 :: 3]  # each strategy, and each value of use_orig_params
-    train_sharded(Shape(name, lambda: shape.build().double(), shape.inputs, shape.blocks, shape.recompute), chosen)
-
-
 def count_gathered(shape: Shape) -> int:
     """Return the maximum number of unsharded inner units when a block's backward begins."""
     model = sharded(shape, FULL, True, None)
@@ -196,31 +197,6 @@ def count_gathered(shape: Shape) -> int:
         model(**inputs_of(shape, step, dist.get_rank())).loss.backward()
     assert counts
     return max(counts)
-
-
-@on_ranks(2)
-def test_caches_keep_no_unit_unsharded() -> None:
-    """Every layer receives an object with tensors of earlier layers; of six units two are unsharded at a time."""
-    assert count_gathered(SHAPES["Cached"]) <= 2
-
-
-@on_ranks(2)
-def test_output_objects_under_mixed_precision() -> None:
-    """Outputs keep the class, and attributes and keys are the same objects."""
-    shape = SHAPES["Seq2Seq"]
-    for orig in (True, False):
-        model = wrap(
-            built(shape, None),
-            FULL,
-            orig,
-            wrap_policy=ModuleWrapPolicy(shape.blocks(nn.Module())),
-            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
-        )
-        output = model(**inputs_of(shape, 0, dist.get_rank()))
-        assert type(output).__name__ == "Output" and output.loss is output["loss"]
-        assert output.logits is not None and output.logits.dtype == torch.bfloat16
-        output.loss.backward()
-        assert all(grad.isfinite().all() for grad in full_gradients(model).values() if grad is not None)
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------

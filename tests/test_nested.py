@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from fsdp.runtime.nested import map_tensors, tensors_in, to_device
 from fsdp.runtime.precision import cast_floating
-from tests.harness.shapes import Output
 
 
 class NamedList(list[Any]):
@@ -38,6 +37,30 @@ class Batch:
     x: Tensor
     losses: list[Any] = dataclasses.field(default_factory=list, init=False)
     size: int = 3
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):  # type: ignore[type-arg]
+    """A dataclass that is an ordered dictionary of fields that are not None, like Hugging Face's `ModelOutput`."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    cache: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) is not None:
+                super().__setitem__(field.name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("not for an output")
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
 def named(x: Tensor) -> NamedList:
