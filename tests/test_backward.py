@@ -1,4 +1,4 @@
-"""Gradients equal the plain model's in every order of forwards and backwards.
+"""Gradients equal the plain model's in orders of forwards and backwards, and in structures, that no random program has.
 
 Bit-equal, unless stated otherwise, to plain replicas whose gradients are averaged in rank order: the same kernels
 see the same values, a leaf's gradients are added in autograd's order, and the sum over 2 ranks has one order. On 3
@@ -21,19 +21,16 @@ from torch import Tensor, nn
 from torch.autograd import grad as imported_grad  # imported before wrapping, as by many programs
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.runtime.unit import units_in
-from tests.harness.lockstep import ALL_SMALL, STEP, Data, Reference, assert_at_rest, gradient_sizes
+from tests.harness.lockstep import ALL_SMALL, STEP, Data, Reference, gradient_sizes
 from tests.harness.models import MlpBlock, Net, SegmentBlock, Unit, in_turn
 from tests.harness.passes import (
     KINDS,
     WIDTH,
     check_parity,
     clear,
-    gathered,
     loss_of,
     mlp,
     seeded,
-    set_requires_grad,
     wrapped,
 )
 from tests.harness.pool import on_ranks
@@ -247,38 +244,6 @@ def test_number_of_gathers_and_reductions_of_checkpointed_units() -> None:
                 assert counts(log, block) == expected, f"{case}: {counts(log, block)}, expected {expected}"
                 root = log.count(label="gather the root unit"), log.count(label="reduce the root unit")
                 assert root == roots[program], f"{case}, root: {root}, expected {roots[program]}"
-
-
-@on_ranks(2)
-def test_forward_without_gradients_leaves_no_unit_gathered() -> None:
-    """A forward with gradients leaves only the units that the strategy keeps for the backward."""
-    x = torch.randn(3, WIDTH)
-    for mode in MODES:
-        if mode[0] is NONE:
-            continue
-        model = wrapped(seeded(mlp), mode, MlpBlock)
-        shards = [id(param) for param in model.parameters()]
-        seen: list[set[str]] = []
-        probe = model.head.register_forward_hook(lambda *args: seen.append(gathered(model)))  # noqa: B023
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                model(x)
-                model(x)
-            assert seen[-1] == {""}, f"after the blocks: {seen[-1]}, {describe(mode)}"  # whatever the strategy keeps
-            assert_at_rest(model, f"{describe(mode)}, {context.__name__}")
-        probe.remove()
-        output = model(x)
-        everything = {name for name, _, _ in units_in(model)}
-        assert gathered(model) == ({""} if mode[0] is FULL else everything), describe(mode)
-        assert [id(param) for param in model.parameters()] == shards, describe(mode)
-        with torch.no_grad():
-            model(x)
-        assert_at_rest(model, f"{describe(mode)}, a forward without gradients after one with them")
-        output.sum().backward()
-        assert_at_rest(model, f"{describe(mode)}, backward after that")
-        set_requires_grad(model, "", False)
-        model(x)  # gradients are enabled, and no parameter requires one
-        assert_at_rest(model, f"{describe(mode)}, a forward of frozen parameters")
 
 
 def _take_second_order(model: nn.Module, x: Tensor, how: str) -> None:

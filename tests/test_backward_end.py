@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import fsdp
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import ALL_SMALL, CLEAR, STEP, Data, Reference, assert_at_rest, gradient_sizes
@@ -368,21 +367,6 @@ def test_unit_with_late_gradients_reduces_once() -> None:
             assert sorted(reduced) == ["unit '0'", "unit '1'", "unit '2'"], (strategy, step, reduced)
 
 
-def echo() -> Unit:
-    """Build a unit in whose backward the backward of the call before runs, if it has not run yet."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        normed = m.norm(x.detach())
-        before = m.before
-        if before is not None:
-            normed.register_hook(lambda grad: before.backward())
-        result = fsdp.mark_side_output(torch.tanh(m.linear(normed)))
-        m.before = result.square().mean()
-        return x + result
-
-    return Unit(forward, norm=nn.LayerNorm(WIDTH), linear=nn.Linear(WIDTH, WIDTH), before=None)
-
-
 def penalized() -> Unit:
     """Build a unit with a weight whose penalty is differentiated by a nested backward.
 
@@ -399,26 +383,21 @@ def penalized() -> Unit:
     return Unit(forward, weight=nn.Parameter(torch.full((WIDTH,), 0.5)), shift=nn.Parameter(torch.zeros(WIDTH)))
 
 
-@pytest.mark.parametrize("unit", [echo, penalized])
 @on_ranks(2)
-def test_backward_inside_of_a_units_backward(unit: Callable[[], Unit]) -> None:
-    """It enters the unit again, or reaches a leaf without passing an output of the unit, whose gradient is held.
+def test_backward_inside_of_a_units_backward() -> None:
+    """It reaches a leaf without passing an output of the unit, whose gradient is held.
 
     Gradients of the two backwards are kept apart, and the unit reduces after both.
     """
-    build = seeded(lambda: nn.Sequential(Block(), unit(), Block()))
+    build = seeded(lambda: nn.Sequential(Block(), penalized(), Block()))
     for strategy in (FULL, NONE):
         plain = build()
         model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, Unit}))
         for step in range(3):
-            inputs = torch.randn(1 + (unit is echo), 3, WIDTH, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
             with record_collectives() as log:
                 for each in (plain, model):
-                    for x in inputs:
-                        loss = each(x).square().mean()
-                    loss.backward()
-                    for module in filter(lambda module: isinstance(module, Unit), each.modules()):
-                        module.before = None
+                    each(x).square().mean().backward()
             reduced = log.units("reduce")
             assert reduced == ["unit '2'", "unit '1'", "unit '0'"], (strategy, step, reduced)
             expected = {name: param.grad for name, param in plain.named_parameters()}

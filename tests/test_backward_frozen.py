@@ -22,7 +22,6 @@ from tests.harness.passes import (
     WIDTH,
     check_parity,
     clear,
-    gathered,
     loss_of,
     mlp,
     seeded,
@@ -31,7 +30,6 @@ from tests.harness.passes import (
 )
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL, MODES, NONE, by_turns, describe
 from tests.harness.versions import RELEASE
@@ -94,51 +92,6 @@ def test_freezing_and_unfreezing(debug: str) -> None:
             modes = (by_turns(number) if flat_too else [mode for mode in MODES if mode[1]])[: 3 if debug == "0" else 1]
             program, case = partial(_freeze, **arguments), f"{arguments}, debug={debug}"
             check_parity(seeded(make), program, unit, modes=modes, case=case)
-
-
-@on_ranks(2)
-def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
-    """The model notes the gathered units when the gradient of each block's input arrives."""
-    seen: dict[int, set[str]] = {}
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        for index, block in enumerate(m.blocks):
-            if x.requires_grad:
-                x.register_hook(lambda grad, index=index: seen.update({index: gathered(model)}))
-            x = block(x)
-        return m.head(x)
-
-    for frozen, orig in itertools.product((True, False), (True, False)):
-        blocks = [nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen) for _ in range(5)]
-        net = Net(forward, blocks=nn.ModuleList(blocks), head=nn.Linear(13, WIDTH))
-        model = wrapped(lambda: net, (FULL, orig), nn.Sequential)  # noqa: B023
-        for _ in range(3):
-            with record_collectives() as log:
-                x = torch.randn(3, 13, requires_grad=True)
-                model(x).square().mean().backward()
-            for index in range(5):  # the block whose backward begins there, and the prefetched one
-                allowed = {"", f"blocks.{index - 1}", f"blocks.{index - 2}"}
-                if index == 0:  # released at the end of the backward, as no unit lies before it
-                    allowed = {"", "blocks.0"}
-                assert seen[index] <= allowed, f"at the input of block {index}: {seen[index]}"
-            assert log.count("all_gather") == 2 * 5 + 1
-            assert log.count("reduce_scatter") == (1 if frozen else 6)
-            clear(model)
-        for unit in fsdp.shard_info(model):
-            for bucket in unit.buckets:
-                assert all(param.grad is None for param in bucket.params)
-
-
-@on_ranks(2)
-def test_lora_model_reduces_adapter_gradients_only() -> None:
-    for orig in (True, False):
-        model = wrapped(seeded(lora), (FULL, orig), LoraBlock)
-        buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
-        trained = sum(bucket.layout.padded_numel for bucket in buckets if bucket.flat_param.requires_grad)
-        with record_collectives() as log:
-            loss_of(model, torch.randn(3, WIDTH)).backward()
-        assert log.count("reduce_scatter") == 4  # one per trained bucket
-        assert log.nbytes("reduce_scatter") == 4 * trained, (log.nbytes("reduce_scatter"), trained)
 
 
 def _freeze_between(model: nn.Module, data: Data, *, way: str, every: int = 1) -> Iterator[Any]:

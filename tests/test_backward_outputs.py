@@ -1,4 +1,4 @@
-"""Gradients equal the plain model's for all kinds of inputs and outputs of units."""
+"""Gradients equal the plain model's for inputs and outputs that are changed in place or passed through."""
 
 from __future__ import annotations
 
