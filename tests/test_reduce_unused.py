@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -87,13 +86,6 @@ ORDERS: list[tuple[list[int], ...]] = [
 ]
 
 
-def random_orders(count: int) -> list[tuple[list[int], ...]]:
-    choose = random.Random(0)
-    return [
-        tuple([choose.randrange(COUNT) for _ in range(choose.randrange(6))] for _ in range(3)) for _ in range(count)
-    ]
-
-
 def build(module: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, **options: Any) -> Any:
     policy = ModuleWrapPolicy({Block, Unit})
     return wrap(module, strategy, use_orig_params, wrap_policy=policy, reduce_unused=True, **options)
@@ -167,7 +159,7 @@ def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto
         reference.check(build(make(), strategy, use_orig_params), what, ulps=ulps, ulps_after_step=after)
 
 
-@on_ranks(1, 2, 3, timeout=120)
+@on_ranks(2, 3, timeout=120)
 def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int) -> None:
     """Some or all ranks skip units anywhere, and run them in different orders; with momentum."""
     make = partial(seeded, chain)
@@ -175,7 +167,6 @@ def test_ranks_that_skip_different_units_train_as_plain_replicas(world_size: int
     if dist.get_world_size() != 2:
         return
     check(partial(run_orders, ORDERS[:5]), make, SOME_MODES[:1], way="direct")
-    check(partial(run_orders, random_orders(6)), make)
     check(partial(run_orders, ORDERS[1:]), partial(make, recompute=True))
 
 

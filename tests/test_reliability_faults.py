@@ -63,7 +63,7 @@ CHOICES: list[dict[str, Any]] = [
 KINDS = list(itertools.product((ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP), (False, True)))
 
 
-@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recompute", ["", "reentrant"])
 @on_ranks(2)
 def test_a_step_after_running_out_of_memory_equals_one_without_the_error(recompute: str) -> None:
     """Requests for gathers, prefetches and reductions fail, with and without `reset_iter_state()`."""
