@@ -1,17 +1,13 @@
-"""Calls on a wrapped model besides training: apply, moving and casting, methods, `_unshard`, resetting."""
+"""Calls on a wrapped model besides training: apply, moving and casting, methods, resetting."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp
@@ -19,12 +15,12 @@ from fsdp import FullyShardedDataParallel, shard_info
 from fsdp.api import TrainingState
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.pairs import by_turns
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_gradients, full_parameters, handles_of
+from tests.harness.sharded import full_gradients, handles_of
 from tests.harness.small import batch, error_of, values
 from tests.harness.strategies import EVERY_MODE, NO_SHARD, Mode
-from tests.harness.summoned import Problem, backward, build, make_twin, modes, modes_of_two_ranks, net, sgd, summon
+from tests.harness.summoned import Problem, backward, make_twin, modes_of_two_ranks, net, summon
 
 # -- apply ---------------------------------------------------------------------------------------------------------
 
@@ -79,8 +75,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 MOMENTS = ["built", "trained", "with gradients"]
 
 
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
+@pytest.mark.parametrize(("cast", "mode"), by_turns([*CASTS, "double"], modes_of_two_ranks(True)))
 @on_ranks(2)
 def test_cast_changes_values_and_gradients_as_in_a_plain_model(mode: Mode, cast: str) -> None:
     """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
@@ -157,44 +152,6 @@ def test_cast_of_a_parent_or_one_unit_and_cast_during_a_pass(mode: Mode) -> None
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
-@pytest.mark.parametrize("mode", modes_of_two_ranks(False))
-@on_ranks(2)
-def test_summoned_model_may_be_moved_and_cast(mode: Mode) -> None:
-    """Shards and gradients stay, and with `writeback` get the values in the dtype of the shards."""
-    twin = make_twin(mode)
-    model, plain = twin.model, twin.plain
-    twin.train(0)
-    grads = full_gradients(model)
-    casts: list[Callable[[Any], Any]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.half()]
-    casts.append(lambda m: nn.Sequential(m).double())
-    for cast in casts:
-        for options in ({"writeback": False}, {"writeback": False, "rank0_only": True}):
-            shown = copy.deepcopy(plain)
-            cast(shown)
-            with summon(model, **options):
-                cast(model)
-                if dist.get_rank() == 0 or "rank0_only" not in options:
-                    assert_bit_equal(values(model), values(shown))
-                assert model.scale.dtype == shown.scale.dtype
-                model.scale.data = plain.scale.clone()  # buffers stay as they were cast
-            assert_at_rest(model, str(mode))
-            twin.check("no write-back")
-            assert_bit_equal(full_gradients(model), grads)
-            assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
-    with summon(model):
-        model.half()
-        assert {p.dtype for p in model.parameters()} == {torch.float16}
-        model.scale.data = plain.scale.clone()  # buffers stay as they were cast
-    for param in plain.parameters():
-        param.data = param.data.half().float()
-    twin.check("written back in the dtype of the shards")
-    for step in (1, 2):
-        twin.train(step)
-    with summon(model, recurse=False):
-        assert "or with all units in it while summoned" in error_of(model.half)
-    twin.check()
-
-
 # -- forward methods -----------------------------------------------------------------------------------------------
 
 
@@ -230,81 +187,7 @@ def test_registered_forward_method_runs_unsharded(mode: Mode) -> None:
     assert "generate" not in unwrapped.__dict__
 
 
-# -- unshard and reset -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world_size", "mode"), modes(True))
-@on_ranks("world_size")
-def test_forward_uses_units_that_were_unsharded_before(world_size: int, mode: Mode) -> None:
-    """The forward gathers only the remaining units."""
-    twin = make_twin(mode)
-    model, plain = twin.model, twin.plain
-    gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    direct = os.environ.get("FSDP_COLLECTIVES") == "direct"  # one exchange gathers all buckets of a unit
-    buckets = {unit: 1 if direct else len(unit._fsdp_unit.handles) for unit in units}
-    for step in range(3):
-        twin.zero_grad()
-        with record_collectives() as log:
-            for unit in units[:2]:  # the root and the first nested unit
-                if step == 0:
-                    assert unit._unshard() is None
-                else:
-                    handle = unit._unshard(async_op=True)
-                    assert handle is not None and handle.wait() is None and handle.wait() is None
-                assert not unit._fsdp_unit.is_gathering
-            assert len(log.units("gather")) == gathers * (buckets[units[0]] + buckets[units[1]])
-            loss = model(batch(step)).square().mean()
-            assert len(log.units("gather")) == gathers * sum(buckets.values()), "gathered again"
-        loss.backward()
-        twin.backward_plain(step)
-        twin.update()
-        model._wait_unshard_streams_on_current_stream()
-        twin.check()
-        assert_at_rest(model, str(mode))
-    # Unsharded and used by a forward without gradients, or never used.
-    model._unshard()
-    model.layers[1]._unshard(async_op=True)
-    with torch.no_grad():
-        assert torch.equal(model(batch(0)), plain(batch(0)))
-    assert_at_rest(model, str(mode))
-    model._unshard()
-    model.reset_iter_state()
-    model.reset_iter_state()
-    twin.train(3)
-
-    found: list[str] = []
-    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
-    model(batch(0))
-    handle.remove()
-    assert "Cannot manually unshard parameters during forward/backward" in found[0]
-    assert found[0].startswith("AssertionError")
-    with summon(model):
-        assert error_of(model._unshard).startswith("AssertionError")
-
-
-@pytest.mark.parametrize("mode", modes_of_two_ranks(True))
-@on_ranks(2)
-def test_unit_outlives_its_tree_during_a_gather(mode: Mode) -> None:
-    """The garbage collector does not wait for the gather, and the unit trains alone."""
-    model, plain = build(mode), net()
-    inner, plain_inner = model.layers[1], plain.layers[1]
-    optimizer, plain_optimizer = sgd(inner), sgd(plain_inner)
-    with torch.no_grad():
-        model(batch(0))
-    tree = weakref.ref(inner._fsdp_unit.context)
-    inner._unshard(async_op=True)
-    del model
-    gc.collect()
-    assert tree() is None and inner._fsdp_unit.is_gathered
-    for step in range(2):
-        x = torch.randn(3, plain_inner.in_features, generator=torch.Generator().manual_seed(step))
-        for layer, its_optimizer in ((inner, optimizer), (plain_inner, plain_optimizer)):
-            layer(x).square().mean().backward()
-            its_optimizer.step()
-            its_optimizer.zero_grad()
-        assert_bit_equal(full_parameters(inner), dict(plain_inner.named_parameters()), f"step {step}")
-        assert_at_rest(inner, str(mode))
+# -- reset -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", modes_of_two_ranks(True))

@@ -335,25 +335,3 @@ def test_module_hooks_see_the_plain_models_values() -> None:
             for ours, theirs in zip(seen["sharded"], seen["plain"], strict=True):
                 assert ours[:2] == theirs[:2]
                 assert all(torch.equal(a, b) for a, b in zip(ours[2], theirs[2], strict=True)), ours[:2]
-
-
-@on_ranks(2)
-def test_synchronised_batch_norms_are_kept_in_full_precision() -> None:
-    torch.manual_seed(0)
-    plain = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
-    precision = MixedPrecision(torch.bfloat16)
-    policy = ModuleWrapPolicy({nn.Linear})
-    with pytest.warns(UserWarning, match=r"SyncBatchNorm, which are kept in full precision"):
-        model = wrap(deepcopy(plain), use_orig_params=True, wrap_policy=policy, mixed_precision=precision)
-    norm = model.module[1]
-    assert isinstance(norm, FullyShardedDataParallel) and norm.mixed_precision == MixedPrecision()
-    x = torch.randn(4, 7)
-    with pytest.raises(ValueError, match="GPU"):  # torch's own: in training it is for accelerators
-        model(x)
-    with torch.no_grad():
-        for module in (model, plain):
-            module.eval()
-        plain.bfloat16()
-        plain[1].float()
-        expected = plain[2](plain[1](plain[0](x.bfloat16()).float()).bfloat16())
-        assert torch.equal(model(x), expected)

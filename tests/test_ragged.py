@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import Box, rectangles
 from tests.harness.pool import run_ranks
 from tests.harness.ragged import numbered, random_tensor
-from tests.harness.versions import RELEASE
 
 
 def part(tensor: Tensor, box: Box) -> Tensor:
@@ -96,15 +94,6 @@ def test_copies_work_on_the_interval() -> None:
     assert "elements 2 to 9" in repr(ragged)
 
 
-def test_copies_without_values_have_the_interval() -> None:
-    """``torch.distributed.checkpoint.async_save`` copies into a new tensor over the same interval."""
-    ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
-    made = ragged.new_empty(ragged.shape)
-    assert isinstance(made, RaggedTensor) and made.interval == ragged.interval and made.local.shape == (7,)
-    with pytest.raises(RuntimeError, match="this rank holds only its elements 2 to 9"):
-        ragged.new_empty((4, 3))
-
-
 def test_operations_on_the_whole_tensor_raise() -> None:
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     for use in (
@@ -178,30 +167,17 @@ def _load(folder: str) -> None:
         assert torch.equal(plain[name], whole), name
 
 
-def _save_in_the_background(folder: str) -> None:
-    parts = cut(wholes(), dist.get_rank(), dist.get_world_size())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning of torch
-        saved = dcp.async_save({"model": parts}, checkpoint_id=folder)
-    for ragged in parts.values():
-        ragged.local.zero_()  # the checkpoint contains a copy
-    saved.result(timeout=60)  # type: ignore[union-attr]
-
-
 def _save_plain(folder: str) -> None:
     dcp.save({"model": wholes()}, checkpoint_id=folder)
 
 
 def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """Save ragged tensors, plain tensors and in the background; load at other numbers of ranks, ragged and plain."""
+    """Save ragged and plain tensors; load at other numbers of ranks, ragged and plain."""
     for saved_at in (1, 2, 3):
         run_ranks(saved_at, _save, str(tmp_path / f"{saved_at}"))
     run_ranks(2, _save_plain, str(tmp_path / "plain"))
     for loaded_at, saved in ((1, "3"), (2, "3"), (3, "2"), (3, "1"), (3, "plain"), (1, "1")):
         run_ranks(loaded_at, _load, str(tmp_path / saved))
-    if RELEASE >= (2, 9):  # older releases save the live memory of tensors on the CPU in the background
-        run_ranks(2, _save_in_the_background, str(tmp_path / "background"))
-        run_ranks(3, _load, str(tmp_path / "background"))
     payload = sum(whole.nbytes for whole in wholes().values())
     for saved_at in (1, 2, 3):
         files = list((tmp_path / f"{saved_at}").glob("*.distcp"))

@@ -1,4 +1,4 @@
-"""Numerical guarantees: uninitialized memory, padding, tied and unusual parameters."""
+"""Numerical guarantees: uninitialized memory, padding and unusual parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,16 +17,13 @@ from torch.optim import Optimizer
 
 import fsdp
 from fsdp import ShardingStrategy
-from fsdp.runtime.unit import units_in
-from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.models import ZOO, Batch, Case, Gain, Net, Unit, cross_entropy
+from tests.harness.models import ZOO, Batch, Case, Net, Unit
 from tests.harness.oracle import (
     OPTIMIZERS,
     Schedule,
     Step,
     assert_bit_equal,
     assert_close_ulp,
-    assert_equivalent,
     assert_same_steps,
     flatten_state,
     rank_batch,
@@ -114,142 +110,9 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
 
 # -- tied weights in one unit --------------------------------------------------------------------------------------
 
-ROWS, WIDTH = 37, 6  # no number of ranks here divides 37 rows
-
-
-def tied() -> Unit:
-    """Build an embedding and an output layer with one weight, which the forward checks."""
-
-    def forward(m: Any, words: Tensor) -> Tensor:
-        assert m.head.weight is m.tokens.weight and m.head.weight.shape == (ROWS, WIDTH)
-        return m.head(torch.tanh(m.mix(m.tokens(words))))
-
-    tokens, mix, head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
-    head.weight = tokens.weight
-    return Unit(forward, tokens=tokens, mix=mix, head=head)
-
-
-def make_tokens(generator: torch.Generator, size: int) -> Batch:
-    tokens = torch.randint(ROWS, (size, 5), generator=generator)
-    return Batch((tokens,), tokens.roll(1, dims=1))
-
-
-TIED = {
-    prefix: Case("tied", model, make_tokens, cross_entropy, frozenset({Unit}))
-    # a nested unit that holds both names, beside a parameter of the root
-    for prefix, model in {"": tied, "0.": lambda: nn.Sequential(tied(), Gain())}.items()
-}
-
-
-@pytest.mark.parametrize(("world_size", "prefix"), [(2, ""), (2, "0."), *zip((1, 3, 4), ("0.", "", "0."))])
-@on_ranks("world_size")
-def test_tied_weights_of_one_unit_stay_one_parameter(world_size: int, prefix: str) -> None:
-    """It stays one after wrapping, backward, step and a change of dtype, and every row trains as in the plain model."""
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    case, schedule, make_optimizer, rank = TIED[prefix], Schedule(4, batch=8), OPTIMIZERS["adamw"], dist.get_rank()
-    for strategy, mode in ways():
-        what = f"{prefix} {strategy} {mode}"
-        # An all-reduce adds in a different order.
-        same_order = strategy != "NO_SHARD" or world_size <= 2
-        dtype = torch.float32 if same_order else torch.float64
-        start = case.build(dtype=dtype).get_parameter(prefix + "tokens.weight").detach()
-        # A unit that is the root itself is not built twice.
-        policy = ModuleWrapPolicy(case.blocks) if prefix else None
-        model = wrap(case, ShardingStrategy[strategy], mode, wrap_policy=policy, dtype=dtype)
-        optimizer = make_optimizer(model.parameters())
-        assert_tied(model, mode, what)
-        steps = []
-        for step in range(schedule.steps):
-            loss = case.loss(model, rank_batch(case, schedule, step, 0, rank, world_size))
-            loss.backward()
-            assert_tied(model, mode, what)
-            steps.append(finish_step(model, optimizer, loss))
-            assert_tied(model, mode, what)
-        moved = (steps[-1].params[prefix + "tokens.weight"] != start).any(dim=1)
-        assert moved.all(), f"{what}: rows {(~moved).nonzero().flatten().tolist()} never moved"
-        plain = run_plain(case, make_optimizer, world_size, schedule, dtype=dtype)
-        if same_order:
-            assert_same_steps(steps, plain, what)
-        else:
-            assert_equivalent(steps[-1].params, plain[-1].params, what)
-        model.double()
-        assert_tied(model, mode, f"{what} in float64")
-        case.loss(model, rank_batch(case, schedule, 0, 0, rank, world_size)).backward()
-        wide = {name: value.double() for name, value in steps[-1].params.items()}
-        assert_bit_equal(full_parameters(model), wide, f"{what} in float64")
-
-
-def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
-    """Check that there is one parameter, one record of it with both names, and the same object in both modules."""
-    inner: Any = next(module for module in model.modules() if isinstance(module, Unit))
-    assert inner.head.weight is inner.tokens.weight, what
-    records = [record for bucket in buckets_of(model) for record in bucket.layout.params]
-    weight = [record for record in records if record.name.endswith("tokens.weight")]
-    assert len(weight) == 1 and weight[0].aliases == ("head.weight",), what
-    assert sum(record.numel for record in records if "weight" in record.name) == ROWS * WIDTH + WIDTH * WIDTH, what
-    if mode:
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        assert sum(name.endswith("head.weight") for name in names) == 1, what
-        assert sum(name.endswith("tokens.weight") for name in names) == 1, what
-
 
 def make_vectors(generator: torch.Generator, size: int) -> Batch:
     return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
-
-
-# -- more units at work at once than there are buffers ---------------------------------------------------------------
-
-
-def link() -> Unit:
-    """Build a unit that calls the next unit of a chain, which it does not contain, in the middle of its forward."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        x = torch.tanh(m.before(x))
-        for following in m.next:
-            x = x + following(x)
-        return torch.sin(m.after(x))
-
-    return Unit(forward, before=nn.Linear(5, 5), after=nn.Linear(5, 5), next=[])  # a list hides modules from the tree
-
-
-def chain() -> Net:
-    """Build six units of one size, each running until the last one ends; none contains another unit."""
-    links = nn.ModuleList([link() for _ in range(6)])
-    join(links)
-    return Net(lambda m, x: m.head(m.links[0](x)), links=links, head=nn.Linear(5, 5))
-
-
-def join(links: nn.ModuleList) -> None:
-    for one, following in pairwise(list(links)):
-        getattr(one, "module", one).next = [following]
-
-
-CHAIN = Case("chain", chain, make_vectors, F.mse_loss, frozenset({Unit}))
-
-
-@on_ranks(1, 2, 3)
-def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
-    """Every unit of the chain is gathered at once, whatever the bound on idle gathered units."""
-    os.environ["FSDP_COLLECTIVES"] = "direct"
-    schedule, make_optimizer = Schedule(3), OPTIMIZERS["sgd"]
-    rank = dist.get_rank()
-    plain = run_plain(CHAIN, make_optimizer, world_size, schedule)
-    for strategy, mode in ways(STRATEGIES[:2]):
-        model: Any = wrap(CHAIN, ShardingStrategy[strategy], mode)
-        join(model.module.links)  # they are wrapped by now
-        units = [unit for _, unit, _ in units_in(model)]
-        gathered: list[int] = []
-        model.module.links[-1].module.register_forward_hook(  # in the innermost of the nested calls
-            lambda *_, units=units, gathered=gathered: gathered.append(sum(unit.is_gathered for unit in units))
-        )
-        optimizer = make_optimizer(model.parameters())
-        steps = []
-        for step in range(schedule.steps):
-            loss = CHAIN.loss(model, rank_batch(CHAIN, schedule, step, 0, rank, world_size))
-            loss.backward()
-            steps.append(finish_step(model, optimizer, loss))
-        assert_same_steps(steps, plain, f"chain {strategy} {mode}")
-        assert gathered == [7] * schedule.steps, f"chain {strategy} {mode}: {gathered}"
 
 
 # -- parameters of every kind ----------------------------------------------------------------------------------------

@@ -47,9 +47,6 @@ def assert_alike(model: nn.Module, plain: nn.Module, what: str) -> None:
     assert_bit_equal(model.state_dict(), plain.state_dict(), f"{what}, one step on")
 
 
-# -- one by one --------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_forward_can_use_all_of_its_parameters() -> None:
     """`self.parameters()` inside of a forward: in full, in the compute dtype, and with gradients."""
