@@ -130,7 +130,7 @@ def by_turns(world_size: int, collectives: str, first: int) -> list[Run]:
 
 
 BASIC_RUNS = [
-    *by_turns(1, "auto", 0)[::2],
+    *by_turns(1, "auto", 0)[::3],
     *by_turns(2, "auto", 7),
     *by_turns(3, "direct", 5)[1::2],
     *by_turns(4, "direct", 2)[2::4],

@@ -173,7 +173,7 @@ RUNS = [
     for j, strategy in enumerate((FULL, GRAD_OP, NONE))
     for k, world_size in enumerate((1, 2, 3))
     if not (world_size == 3 and strategy is NONE)  # an all-reduce has an unknown order
-    if (i + j) % 3 == 0 or (world_size == 2 and (i + j) % 3 == 1)
+    if ((i + j) % 3 == 0 or (world_size == 2 and (i + j) % 3 == 1)) and (i + 2 * k) % 4 != 3
 ]
 
 

@@ -121,13 +121,12 @@ CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
 ]
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3)
 def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(world_size: int) -> None:
-    """Train in every precision, with and without accumulation; at rest no bytes are held. On 3 and 4 ranks by turns."""
+    """Train in every precision, with and without accumulation; at rest no bytes are held. On 3 ranks some cases."""
     enable_shared_memory()
-    schedule = Schedule(steps=3, micro=2)
-    ranks = dist.get_world_size()
-    for name, strategy, use_orig_params, precision in {2: CASES, 3: CASES[1::2], 4: CASES[::4]}[ranks]:
+    schedule = Schedule(steps=2, micro=2)
+    for name, strategy, use_orig_params, precision in CASES if world_size == 2 else CASES[1::2]:
         steps = []
         for way in ("direct", "shared"):
             os.environ["FSDP_COLLECTIVES"] = way
@@ -135,7 +134,7 @@ def test_training_through_shared_memory_equals_the_direct_exchange_bit_for_bit(w
             options = {"strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
             options["no_sync"] = [name != "lora", False]  # accumulators are not in the segment
             steps.append(run_fsdp(ZOO[name], adamw, schedule, process_group=group, **options))
-        assert channel_of(group).collectives.number >= 6, "nothing went through shared memory"
+        assert channel_of(group).collectives.number >= 4, "nothing went through shared memory"
         assert_same_steps(*steps, name)
     assert held_nbytes_at_rest() <= HEADERS
 
