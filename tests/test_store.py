@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,99 +20,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.checkpoint import async_save, get_optimizer_state_dict, load, load_plain, save, save_checkpoint
+from fsdp import FullyShardedDataParallel
+from fsdp.checkpoint import async_save, load, load_plain, save, save_checkpoint
 from fsdp.checkpoint.files import Disk
-from fsdp.comm import consensus
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.disk import FaultyDisk, Killed, on_disk
 from tests.harness.models import ZOO, WithExtraState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
-from tests.harness.states import Rich, Tied, full_state, whole
-from tests.harness.strategies import FULL_SHARD, NO_SHARD
+from tests.harness.states import Rich, full_state, rich, whole
+from tests.harness.strategies import FULL_SHARD
 from tests.harness.versions import needs_cpu_events
-
-
-class Saved(Rich):
-    """The model of the state dicts, with parameters of no element and of 16 bits, and extra state."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self.nothing = nn.Parameter(torch.empty(3, 0))
-        self.low = nn.Parameter(torch.randn(9, dtype=torch.float64).to(torch.bfloat16))
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": 3}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.loaded = state
-
-
-def make_saved(seed: int, strategy: ShardingStrategy, mode: bool, *, nested: bool = True) -> FullyShardedDataParallel:
-    module = Saved(seed)
-    policy = ModuleWrapPolicy({Tied}) if nested else None
-    return wrap(module, strategy, mode, wrap_policy=policy, ignored_modules=[module.ignored])
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-# -- from any number of ranks to any other -----------------------------------------------------------------------------
-
-WAYS = [(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)]
-
-
-def save_everywhere(root: str) -> None:
-    """Save a model in each of `WAYS`, with values that depend only on the number of the way."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for number, (strategy, mode) in enumerate(WAYS):
-        model = make_saved(number, strategy, mode)
-        generator = torch.Generator().manual_seed(rank)
-        extra = {"rank": rank, "random": generator.get_state(), "python": random.Random(rank).getstate()}
-        made = save(f"{root}/{world_size}-{number}", model, extra=extra if rank != 1 else None)
-        assert made == Path(f"{root}/{world_size}-{number}/checkpoint_00000001")
-
-
-def load_everywhere(root: str) -> None:
-    """Load all checkpoints on one rank; on 2 ranks two of three by turns, and the third on 4."""
-    here = dist.get_world_size()
-    for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
-        third = (world_size + number) % 3 == 0
-        if (here == 2 and third) or (here == 4 and not third):
-            continue
-        strategy, mode = WAYS[number]
-        model = make_saved(100, strategy, not mode, nested=number % 2 == 1)
-        extra = load(f"{root}/{world_size}-{number}", model)
-        assert_bit_equal(tensors(full_state(model)), tensors(Saved(number).state_dict()))
-        assert model.loaded == {"calls": 3}
-        saved = dist.get_rank() % world_size
-        assert (extra is None) == (saved == 1)
-        if extra is not None:
-            assert extra["rank"] == saved
-            assert torch.equal(extra["random"], torch.Generator().manual_seed(saved).get_state())
-            assert extra["python"] == random.Random(saved).getstate()
-
-
-def test_checkpoints_load_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """1, 2 and 3 ranks to 1, 2 and 4, to a plain model and to a plain process; strategies and modes change."""
-    for world_size in (1, 2, 3):
-        run_ranks(world_size, save_everywhere, str(tmp_path))
-    for world_size in (1, 2, 4):
-        run_ranks(world_size, load_everywhere, str(tmp_path))
-    for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
-        directory = tmp_path / f"{world_size}-{number}"
-        expected = Saved(number).state_dict()
-        plain = Saved(100)
-        load(directory, plain)
-        assert_bit_equal(tensors(plain.state_dict()), tensors(expected))
-        state, no_optimizer, extras = load_plain(directory / "checkpoint_00000001")
-        assert_bit_equal(tensors(state), tensors(expected))
-        assert (set(state), no_optimizer) == (set(expected), None)
-        assert [extra and extra["rank"] for extra in extras] == [0, None, 2][:world_size]
 
 
 # -- with the optimizer ------------------------------------------------------------------------------------------------
@@ -164,12 +86,7 @@ def test_save_and_load_with_the_optimizer_move_no_tensor_data(tmp_path: Path) ->
             load(path, module, merged)
         optimizer = torch.optim.AdamW(groups)
         load(path, module, optimizer)
-        state = get_optimizer_state_dict(module, optimizer)["state"]
-        for found in (state, saved.optimizer["state"]):
-            flat = {f"state.{name}.{key}": value for name, of in found.items() for key, value in of.items()}
-            assert_bit_equal(flat, {key: value for key, value in expected.items() if key.startswith("state.")})
-        assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})
-        assert_bit_equal(module.state_dict(), saved.model)
+        assert_bit_equal(whole(module, optimizer), expected)
 
 
 @on_ranks(2)
@@ -217,8 +134,9 @@ def operations(root: Path) -> int:
     return disk.count
 
 
-@pytest.mark.parametrize("names", ["names kept", "names lost", "a rename lost"])
-@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwriting"])
+@pytest.mark.parametrize(
+    ("fresh", "names"), [(True, "names lost"), (False, "names kept"), (False, "names lost"), (False, "a rename lost")]
+)
 def test_a_power_loss_at_any_operation_leaves_a_complete_checkpoint(tmp_path: Path, fresh: bool, names: str) -> None:
     """Either the old or the new checkpoint is there, and leftovers do not disturb the next save."""
     old, new, seen = None if fresh else (1.0, 1), (2.0, 2), []
@@ -280,14 +198,6 @@ class Interrupting(Disk):
     )
 
 
-def test_a_failed_save_raises_even_if_latest_is_damaged(tmp_path: Path) -> None:
-    save(tmp_path, small(1.0))
-    (tmp_path / "latest").write_bytes(b"\xff" * 20)
-    with on_disk(FaultyDisk(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
-        save(tmp_path, small(2.0))
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000001", "latest"]
-
-
 def test_concurrent_saves_get_separate_checkpoints(tmp_path: Path) -> None:
     """Each save makes a separate checkpoint, at whichever operation the second one begins."""
     for at in range(1, 12):  # the number of operations other than writes
@@ -321,14 +231,15 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     train(model)
     save(root, model, extra={"step": 1})
     before = {name: value.clone() for name, value in full_state(model).items()}
-    for number, kind in ((errno.ENOSPC, OSError), (errno.EROFS, OSError), (errno.EACCES, PermissionError)):
-        for failing, at in [(0, 0), (0, 1), (0, 5), (0, 9), (1, 0), (1, 1), (1, 4)]:
-            disk = FaultyDisk(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
-            with on_disk(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
-                save(root, model, extra={"step": 2})
-            dist.barrier()
-            assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
-            dist.barrier()
+    errors = itertools.cycle(((errno.ENOSPC, OSError), (errno.EROFS, OSError), (errno.EACCES, PermissionError)))
+    for failing, at in [(0, 0), (0, 1), (0, 5), (0, 9), (1, 0), (1, 1), (1, 4)]:
+        number, kind = next(errors)
+        disk = FaultyDisk(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
+        with on_disk(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
+            save(root, model, extra={"step": 2})
+        dist.barrier()
+        assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
+        dist.barrier()
     with pytest.raises(TypeError, match="on all ranks: extra is of type function, which"):
         save(root, model, extra=lambda: None if rank == 1 else 0)
     with pytest.raises(ValueError, match="rank 0: keep must be a positive number"):
@@ -430,12 +341,9 @@ def test_an_interrupted_save_raises_on_all_ranks_and_the_next_save_works(tmp_pat
             save(root, model)
     save(root, model, extra="last", keep=1)
     assert load(root, model) == "last"
-    if dist.get_rank() == 0:  # rank 0 returned from the previous call when its peers had finished it
-        consensus.Ranks.of(None)._side.spoil("rank 0 left")
-    save(root, model, extra="after", keep=1)
     with pytest.raises(RuntimeError, match=r"rank 1: it is in fsdp.checkpoint.load\(\) .* 0 in fsdp.checkpoint.save"):
         save(root, model) if dist.get_rank() == 0 else load(root, model)
-    assert load(root, model) == "after"
+    assert load(root, model) == "last"
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -449,9 +357,8 @@ def damages(path: Path) -> Iterator[str]:
         flipped[place] ^= 1
         path.write_bytes(flipped)
         yield f"flip in byte {place}"
-    for length in sorted({0, len(content) // 2, len(content) - 1}):
-        path.write_bytes(content[:length])
-        yield f"cut to {length}"
+        path.write_bytes(content[:place])
+        yield f"cut to {place}"
     path.write_bytes(content + b"x")
     yield "longer"
     path.unlink()
@@ -461,18 +368,18 @@ def damages(path: Path) -> Iterator[str]:
 
 def refuses(root: Path, what: str, *paths: Path) -> None:
     """Check that a load in one process from `root` raises an error naming one of `paths`, and changes nothing."""
-    module = Saved(100)
-    before = {name: value.clone() for name, value in tensors(module.state_dict()).items()}
+    module = Rich(100)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
     for read in (lambda: load(root, module), lambda: load_plain(root)):
         with pytest.raises((RuntimeError, FileNotFoundError)) as caught:
             read()
         told = str(caught.value).replace("no file 'latest'", str(root / "latest"))
         assert any(str(path) in told for path in paths), what
-    assert_bit_equal(tensors(module.state_dict()), before)
+    assert_bit_equal(module.state_dict(), before)
 
 
 def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
-    """A flipped bit, another length, a lost file, and two files exchanged within or between checkpoints."""
+    """A flipped bit, another length, a lost file, and a file of the checkpoint before."""
     run_ranks(2, save_two, str(tmp_path))
     older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
@@ -481,20 +388,15 @@ def test_damage_to_any_file_is_found(tmp_path: Path) -> None:
     for path in paths:
         for what in damages(path):
             refuses(tmp_path, f"{path.name}: {what}", path)
-    exchanged = [(one, other) for one, other in itertools.combinations(paths, 2)]
-    exchanged += [(path, older / path.name) for path in paths if path.parent == newer]
-    for one, other in exchanged:
-        first, second = one.read_bytes(), other.read_bytes()
-        if first != second:
-            one.write_bytes(second)
-            other.write_bytes(first)
-            refuses(tmp_path, f"{one} exchanged with {other}", one, other)
-            one.write_bytes(first)
-            other.write_bytes(second)
-    run_ranks(2, refuses_on_all_ranks, str(tmp_path))
-    module = Saved(100)
+    for path in paths[1:]:
+        content = path.read_bytes()
+        path.write_bytes((older / path.name).read_bytes())
+        if path.read_bytes() != content:
+            refuses(tmp_path, f"an older {path}", path)
+        path.write_bytes(content)
+    module = Rich(100)
     load(tmp_path, module)
-    assert_bit_equal(tensors(module.state_dict()), tensors(Saved(2).state_dict()))
+    assert_bit_equal(module.state_dict(), Rich(2).state_dict())
 
 
 def unusual(seed: int) -> WithExtraState:
@@ -522,8 +424,9 @@ def unusual(seed: int) -> WithExtraState:
 
 
 def values_of(module: WithExtraState) -> dict[str, tuple[torch.dtype, list[int], Any]]:
-    named = {**tensors(module.state_dict()), "history": module.extra["history"]}
-    return {name: (each.dtype, list(each.shape), each.to(torch.complex128).tolist()) for name, each in named.items()}
+    named = {**module.state_dict(), "history": module.extra["history"]}
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    return {name: (each.dtype, list(each.shape), each.to(torch.complex128).tolist()) for name, each in tensors.items()}
 
 
 def test_unusual_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -557,24 +460,7 @@ def test_tensors_saved_on_a_device_load_on_cpu(tmp_path: Path, monkeypatch: pyte
 
 def save_two(root: str) -> None:
     for seed in (1, 2):
-        save(root, make_saved(seed, FULL_SHARD, False), extra={"seed": seed, "rank": dist.get_rank()})
-
-
-def refuses_on_all_ranks(root: str) -> None:
-    model = make_saved(100, FULL_SHARD, True)
-    before = tensors(full_state(model))
-    path = Path(root) / "checkpoint_00000002" / "rank_1.safetensors"
-    content = path.read_bytes()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
-    dist.barrier()
-    with pytest.raises(RuntimeError, match=r"damaged: \S*rank_1.safetensors has another checksum"):
-        load(root, model)
-    assert_bit_equal(tensors(full_state(model)), before)
-    dist.barrier()
-    path.write_bytes(content)
-    dist.barrier()
+        save(root, rich(False, seed=seed), extra={"seed": seed, "rank": dist.get_rank()})
 
 
 @on_ranks(2)
@@ -622,6 +508,7 @@ def save_fully_shard(root: str) -> dict[str, Tensor]:
         optimizer.state.clear()
         load(path, model, optimizer)
         assert_bit_equal(full_state_of_fully_shard(model, optimizer), expected)
+        steps(model, optimizer, 2)  # with states that are DTensors as the parameters are
     return expected
 
 
@@ -646,37 +533,10 @@ def load_from_fully_shard(root: str) -> list[dict[str, Tensor]]:
 @needs_cpu_events
 def test_models_of_fully_shard_are_saved_and_load_into_wrapped_models(tmp_path: Path) -> None:
     """Every rank writes the local part of a DTensor; a wrapped model on a different number of ranks loads it."""
+    run_ranks(1, save_fully_shard, str(tmp_path / "one rank"))
     expected = run_ranks(2, save_fully_shard, str(tmp_path))[0]
     for world_size in (1, 3):
         for found in run_ranks(world_size, load_from_fully_shard, str(tmp_path))[0]:
             assert_bit_equal(found, expected)
     saved = load_plain(tmp_path / "sync")
     assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})
-
-
-@needs_cpu_events
-@on_ranks(1, 2)
-def test_new_states_of_models_of_fully_shard_are_distributed_as_the_parameters(world_size: int, tmp_path: Path) -> None:
-    """At one rank as well, where a step refuses plain tensors next to a `DTensor`; and in the same memory order."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = nn.Linear(6, 8)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["exp_avg"] = state["exp_avg"].permute([*range(state["exp_avg"].dim())][::-1]).contiguous()
-        state["exp_avg"] = state["exp_avg"].permute([*range(state["exp_avg"].dim())][::-1])
-    save(tmp_path, model, optimizer)
-    for used in (False, True):
-        fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
-        fresh.state.update({param: dict(state) for param, state in optimizer.state.items() if used})
-        load(tmp_path, model, fresh)
-        for param, state in optimizer.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                found, expected = fresh.state[param][name], state[name]
-                assert type(found) is type(param.data) and found.placements == expected.placements
-                assert found.to_local().stride() == expected.to_local().stride(), name
-                assert (found is expected) is used
-                assert torch.equal(found.to_local(), expected.to_local())
-        fresh.step()

@@ -60,7 +60,7 @@ def trained(value: float, *, stepped: bool = True) -> tuple[nn.Module, torch.opt
     return model, optimizer
 
 
-def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def content_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return the values on this rank."""
     values = [param.tolist() for param in model.parameters()]
     states = [[torch.as_tensor(value).tolist() for value in state.values()] for state in optimizer.state.values()]
@@ -84,7 +84,7 @@ def test_a_load_reads_into_the_present_parameters_and_states(tmp_path: Path) -> 
         states = {id(value) for state in optimizer.state.values() for value in state.values() if value.dim()}
         places = [param.data_ptr() for param in model.parameters()]
         load(tmp_path, model, optimizer, **({} if in_place else {"in_place": False}))
-        assert content(model, optimizer) == content(*expected)
+        assert content_of(model, optimizer) == content_of(*expected)
         assert [param.data_ptr() for param in model.parameters()] == places
         now = {id(value) for state in optimizer.state.values() for value in state.values() if value.dim()}
         assert (now == states) is in_place and len(now & states) == len(now) * in_place
@@ -101,7 +101,7 @@ def test_states_that_share_memory_are_loaded_apart(tmp_path: Path) -> None:
     first = next(iter(optimizer.state.values()))
     first["exp_avg"] = first["exp_avg_sq"]
     load(tmp_path, model, optimizer)
-    assert content(model, optimizer) == content(*expected)
+    assert content_of(model, optimizer) == content_of(*expected)
 
 
 @on_ranks(2)
@@ -109,7 +109,7 @@ def test_a_failure_at_any_read_of_the_first_pass_changes_nothing(tmp_path: Path)
     """On the ranks whose disk works as well, and at every read with one pass."""
     save(tmp_path, *trained(0.25))
     model, optimizer = trained(0.5)
-    before = content(model, optimizer)
+    before = content_of(model, optimizer)
     for in_place in (True, False):
         count = max(of_all_ranks(reads_of(tmp_path, in_place=in_place)))
         damaged = []
@@ -122,40 +122,40 @@ def test_a_failure_at_any_read_of_the_first_pass_changes_nothing(tmp_path: Path)
                 load(tmp_path, *trained(0.5))
                 model, optimizer = trained(0.5)
             else:
-                assert content(model, optimizer) == before, at
+                assert content_of(model, optimizer) == before, at
         assert all(of_all_ranks(damaged)) is in_place, "reads of the second pass"
         assert damaged == [*range(count + 1 - len(damaged), count + 1)]
 
 
+@pytest.mark.parametrize("how", ["fails", "changed", "interrupted"])
 @on_ranks(2)
-def test_a_disk_that_fails_in_the_second_pass_is_reported_on_all_ranks(tmp_path: Path) -> None:
-    """The error says that values are mixed, and what to do; the next load repairs the model."""
-    expected = trained(0.25)
-    save(tmp_path, *expected)
-    model, optimizer = trained(0.5)
-    last = reads_of(tmp_path)
-    words = r"hold old and new values: load again, .* in_place=False.*rank 1: Input/output error.*rank_\d\.safetensors"
-    with on_disk(fails(at=last if dist.get_rank() == 1 else 1 << 30)), pytest.raises(RuntimeError, match=words):
-        load(tmp_path, model, optimizer)
-    load(tmp_path, model, optimizer)
-    assert content(model, optimizer) == content(*expected)
-
-
-@on_ranks(2)
-def test_a_file_that_changes_between_the_passes_is_noticed(tmp_path: Path) -> None:
-    """Every value that is loaded was compared with its checksum."""
-    made = save(tmp_path, *trained(0.25)) / f"rank_{dist.get_rank()}.safetensors"
-    last = reads_of(tmp_path)
-    whole = made.read_bytes()
+def test_a_failure_in_the_second_pass_is_reported_on_all_ranks_and_the_next_load_repairs(
+    how: str, tmp_path: Path
+) -> None:
+    """The error says that values are mixed, and what to do. Also where a file has another checksum by then."""
+    expected, odd = trained(0.25), dist.get_rank() == 1
+    made = save(tmp_path, *expected) / f"rank_{dist.get_rank()}.safetensors"
+    content, last = made.read_bytes(), reads_of(tmp_path)
+    told = {"fails": "in_place=False.*rank 1: Input/output error", "changed": "has another checksum", "interrupted": ""}
 
     def before(count: int, number: int) -> None:
-        if count == last and dist.get_rank() == 0:
-            made.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        if odd and count >= last:
+            if how == "changed":
+                made.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            else:
+                raise KeyboardInterrupt if how == "interrupted" else OSError(errno.EIO, os.strerror(errno.EIO))
 
-    words = r"hold old and new values: load again, .*rank 0: .*rank_0\.safetensors has another checksum"
+    words = rf"hold old and new values: load again, .*{told[how]}"
+    error = (
+        pytest.raises(KeyboardInterrupt) if how == "interrupted" and odd else pytest.raises(RuntimeError, match=words)
+    )
     model, optimizer = trained(0.5)
-    with on_disk(WatchedReads(before)), pytest.raises(RuntimeError, match=words):
+    with on_disk(WatchedReads(before)), error:
         load(tmp_path, model, optimizer)
+    made.write_bytes(content)
+    dist.barrier()
+    load(tmp_path, model, optimizer)
+    assert content_of(model, optimizer) == content_of(*expected)
 
 
 @on_ranks(2)
@@ -167,7 +167,7 @@ def test_the_second_pass_reads_the_files_that_were_verified(tmp_path: Path) -> N
     model, optimizer = trained(0.5)
     with on_disk(WatchedReads(lambda count, number: made.unlink() if count == last else None)):
         load(tmp_path, model, optimizer)
-    assert content(model, optimizer) == content(*expected)
+    assert content_of(model, optimizer) == content_of(*expected)
 
 
 @on_ranks(2)
@@ -182,25 +182,7 @@ def test_a_block_that_fails_is_read_twice_again(tmp_path: Path) -> None:
         model, optimizer = trained(0.5)
         with on_disk(fails(at=at, times=2)):
             load(tmp_path, model, optimizer)
-        assert content(model, optimizer) == content(*expected)
-
-
-@on_ranks(2)
-def test_an_interrupted_second_pass_is_reported_on_the_other_ranks(tmp_path: Path) -> None:
-    save(tmp_path, *trained(0.25))
-    last = reads_of(tmp_path)
-    model, optimizer = trained(0.5)
-
-    def before(count: int, number: int) -> None:
-        if count == last and dist.get_rank() == 1:
-            raise KeyboardInterrupt
-
-    error = pytest.raises(RuntimeError, match="hold old and new values: load again")
-    if dist.get_rank() == 1:
-        error = pytest.raises(KeyboardInterrupt)
-    with on_disk(WatchedReads(before)), error:
-        load(tmp_path, model, optimizer)
-    load(tmp_path, model, optimizer)
+        assert content_of(model, optimizer) == content_of(*expected)
 
 
 def load_while_rank_1_dies(root: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import enum
 import errno
@@ -38,7 +37,6 @@ from fsdp.checkpoint import (
     rank_file,
     save,
     set_state_dict,
-    values,
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.rank_file import Piece
@@ -104,19 +102,6 @@ def test_a_users_file_or_directory_named_latest_is_not_replaced(tmp_path: Path, 
     with pytest.raises(FileExistsError, match=r"expected a file that names the latest checkpoint; .*/latest"):
         save(tmp_path, with_extra())
     assert contents(tmp_path) == {theirs: b"my notes"}
-
-
-def test_checkpoint_numbers_may_exceed_eight_digits(tmp_path: Path) -> None:
-    """Numbers of nine digits follow those of eight."""
-    made = save(tmp_path, with_extra(1.0))
-    os.rename(made, tmp_path / "checkpoint_99999999")
-    text = (tmp_path / "latest").read_text()
-    (tmp_path / "latest").write_text(text.replace(made.name, "checkpoint_99999999"))
-    assert load_plain(tmp_path).model["weight"].tolist() == [1.0] * 3
-    assert save(tmp_path, with_extra(2.0), keep=2).name == "checkpoint_100000000"
-    assert save(tmp_path, with_extra(3.0), keep=2).name == "checkpoint_100000001"
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint_100000000", "checkpoint_100000001", "latest"]
-    assert load_plain(tmp_path).model["weight"].tolist() == [3.0] * 3
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -227,7 +212,6 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
                 patch.setattr(where, name, replaced)
                 assert (load(root, with_extra()) if loads else load_plain(root).extra[0]) == 2, name
             replacing.append(True)
-        assert not (root / "checkpoint_00000002").exists()
 
         def lost(*args: Any, real: Any = real, root: Path = root, **kw: Any) -> Any:
             files.disk.remove(next(root.glob("checkpoint_*")))
@@ -236,16 +220,6 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"removed while it was read|damaged"):
             patch.setattr(where, name, lost)
             load(root, with_extra())
-
-    def read(directory: Path, manifest: Any) -> Path:
-        if directory == tmp_path / "old":  # the manifest was there, and now the directory is empty
-            raise FileNotFoundError(directory)
-        return directory
-
-    found = iter([tmp_path / "old", tmp_path / "new"])
-    assert files.read_latest(tmp_path, read, lambda path: (next(found), mock.ANY)) == tmp_path / "new"
-    with pytest.raises(RuntimeError, match="old was removed while it was read"):  # a program may take it for a start
-        files.read_latest(tmp_path, read, lambda path: (tmp_path / "old", mock.ANY))
 
 
 @on_ranks(2)
@@ -314,18 +288,20 @@ FORGED: list[tuple[str, str, str]] = [  # the file, a part of it, and a forged r
 ]
 
 
-@pytest.mark.parametrize(("name", "there", "forged"), FORGED)
-def test_forged_numbers_raise_an_error_that_names_the_file(tmp_path: Path, name: str, there: str, forged: str) -> None:
+def test_forged_files_with_right_checksums_raise_an_error_that_names_the_file(tmp_path: Path) -> None:
     """Anybody can compute checksums. Whatever the numbers are, the load raises a RuntimeError that names the file."""
     made = save(tmp_path, with_extra(1.0))
-    content = (made / name).read_bytes()
-    changed = with_header(content, there, forged) if name == RANK else content.replace(there.encode(), forged.encode())
-    assert changed != content
-    forge(made, name, changed)
     words = rf"{re.escape(str(made))}.* (was not written by this package|has 0 of 3 elements of 'model\.weight')"
-    for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
-        with pytest.raises(RuntimeError, match=words):
-            read()
+    for name, there, forged in FORGED:
+        true = (made / name).read_bytes()
+        changed = with_header(true, there, forged) if name == RANK else true.replace(there.encode(), forged.encode())
+        assert changed != true
+        forge(made, name, changed)
+        for read in (lambda: load(tmp_path, with_extra()), lambda: load_plain(tmp_path)):
+            with pytest.raises(RuntimeError, match=words):
+                read()
+        forge(made, name, true)
+    load(tmp_path, with_extra())
 
 
 def test_elements_that_are_stored_twice_do_not_stand_for_others(tmp_path: Path) -> None:
@@ -357,10 +333,8 @@ def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
 MAKERS: dict[str, Any] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "Adamax": lambda params: torch.optim.Adamax(params, lr=0.01),
 }
 
 
@@ -521,11 +495,8 @@ def test_a_view_is_saved_without_the_rest_of_its_storage(tmp_path: Path) -> None
     assert module.extra["deep"][0].tolist() == [2, 3]
 
 
-def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the data, whose numbers would make the header too large for readers of safetensors.
-
-    Files that have them in the header load as well.
-    """
+def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path) -> None:
+    """The order of the data, whose numbers would make the header too large for readers of safetensors."""
     kinds: list[Any] = [
         [*range(-5, 5000)],
         tuple(number / 7 for number in range(5000)),
@@ -537,24 +508,10 @@ def test_long_lists_of_numbers_take_no_room_in_the_header(tmp_path: Path, monkey
     made = save(tmp_path, with_extra(), extra=kinds) / RANK
     with made.open("rb") as file:
         assert int.from_bytes(file.read(8), "little") < 4000
-    found = load(tmp_path, with_extra())
-    assert repr(found) == repr(kinds)
-    assert repr(load_plain(tmp_path).extra) == repr([kinds])
-    with monkeypatch.context() as patch:
-        patch.setattr(values, "_LONG", 1 << 60)
-        save(tmp_path, with_extra(), extra=kinds)
     assert repr(load(tmp_path, with_extra())) == repr(kinds)
-    odd: list[Any] = [
-        [True] * 300,
-        [1, 2.0] * 300,
-        [2**63] * 300,
-        ["1"] * 300,
-        [numpy.float64(0.5)] * 300,
-        [None] * 300,
-    ]
+    odd: list[Any] = [[True] * 300, [1, 2.0] * 300, [2**63] * 300, ["1"] * 300, [None] * 300]
     save(tmp_path, with_extra(), extra=odd)
-    found = load(tmp_path, with_extra())
-    assert found == odd and [type(each[0]) for each in found] == [bool, int, int, str, float, type(None)]
+    assert repr(load(tmp_path, with_extra())) == repr(odd)
 
 
 def test_errors_name_the_file_or_the_wrong_argument(tmp_path: Path) -> None:
@@ -638,8 +595,6 @@ def make_model(value: float, extra: str, wrapping: str) -> nn.Module:
     first, last = with_extra(value, value), with_extra(value, extra)
     module = Net(first=first, linear=nn.Linear(2, 2), last=last, table=torch.full((2,), value))
     nn.init.constant_(module.linear.weight, value)
-    if wrapping == "parts":
-        module.linear = wrap(module.linear, use_orig_params=True)
     return wrap(module, use_orig_params=True) if wrapping == "whole" else module
 
 
@@ -649,10 +604,10 @@ def refuses(*args: Any) -> None:
 
 @on_ranks(2)
 def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
-    """A module or an optimizer refuses its state on one rank or on all; plain, wrapped and partly wrapped."""
+    """A module or an optimizer refuses its state on one rank or on all; plain and wrapped."""
     root = str(tmp_path)
     rank = dist.get_rank()
-    for wrapping in ("none", "parts", "whole"):
+    for wrapping in ("none", "whole"):
         for extra in ("bad", "good"):
             model = make_model(1.0, extra, wrapping)
             save(f"{root}/{wrapping}/{extra}", model, optimizers_after_a_step(model))
@@ -673,20 +628,13 @@ def test_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
             handle.remove()
         if wrapping == "whole":
             expected = state = make_model(1.0, "good", wrapping).state_dict()
-            for key, value in (("last._extra_state", "bad"), ("first.weight", torch.ones(5))):
-                with pytest.raises((ValueError, RuntimeError), match=r"takes no such state|size mismatch|of shape"):
-                    model.load_state_dict(state | {key: value} if rank == 1 else state)  # on one rank alone
-                assert all_state(model, *optimizers) == before, key
+            with pytest.raises((ValueError, RuntimeError), match="takes no such state"):
+                model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 1 else state)  # on one rank alone
+            assert all_state(model, *optimizers) == before
             of_rank0 = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
-            with of_rank0:
-                with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
-                    model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 0 else {})
-                assert all_state(model, *optimizers) == before, "from rank 0"
-                changed = copy.deepcopy(model.state_dict())
-                model.load_state_dict(state | {"last._extra_state": "sent"} if rank == 0 else {})
-                assert [part.extra for part in model.modules() if isinstance(part, WithExtraState)] == [1.0, "sent"]
-                model.load_state_dict(changed if rank == 0 else {})
-            assert all_state(model, *optimizers) == before, "and back"
+            with of_rank0, pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
+                model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 0 else {})
+            assert all_state(model, *optimizers) == before, "from rank 0"
         options = StateDictOptions(full_state_dict=True)
         models = (make_model(1.0, extra, wrapping) for extra in ("good", "bad"))
         good, bad = (get_model_state_dict(model, options=options) for model in models)

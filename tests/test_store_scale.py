@@ -5,9 +5,7 @@ A load reads the manifest, which has a line for each rank that saved.
 
 from __future__ import annotations
 
-import pickle
 import random
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.checkpoint import files, index, load, load_plain, rank_file, save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm import consensus
 from fsdp.placement.boxes import Box, memory_order
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
@@ -37,70 +34,6 @@ def layers(seed: int) -> nn.Module:
 
 def wrapped(seed: int, **options: Any) -> FSDP:
     return FSDP(layers(seed), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
-
-
-def deep(seed: int) -> Any:
-    model = wrapped(seed)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 7)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-class Recorder:
-    """Records the bytes that this rank sends and the files that it reads whole."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.sent: list[int] = []
-        self.told: list[int] = []  # the number of file names in each message
-        self.read: list[str] = []
-        send, read = consensus._SideGroup.send, files.read_verified
-        begin = rank_file.RankFile.__init__
-
-        def sends(side: Any, rank: int, value: Any) -> None:
-            self.sent.append(len(pickle.dumps(value)))
-            self.told.append(len(re.findall(rb"rank_\d", pickle.dumps(value))))
-            send(side, rank, value)
-
-        def reads(path: Path, record: files.FileRecord) -> bytes:
-            self.read.append(path.name)
-            return read(path, record)
-
-        def begins(file: rank_file.RankFile, path: Path, record: files.FileRecord) -> None:
-            self.read.append(path.name)
-            begin(file, path, record)
-
-        patch.setattr(consensus._SideGroup, "send", sends)
-        patch.setattr(files, "read_verified", reads)
-        patch.setattr(rank_file.RankFile, "__init__", begins)
-
-
-@on_ranks(3)
-def test_messages_and_opened_files_per_rank_are_bounded(tmp_path: Path) -> None:
-    """By a line for each tensor, and the files of local elements."""
-    root = str(tmp_path)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model, optimizer = deep(1)
-    added = [torch.full((EXTRA,), number, dtype=torch.uint8) for number in range(size)]
-    with pytest.MonkeyPatch.context() as patch:
-        watched = Recorder(patch)
-        save(root, model, optimizer, extra=added[rank])
-        assert max(watched.sent) < 12_000  # a line for each tensor
-        watched.sent.clear()
-        watched.read.clear()
-        watched.told.clear()
-        optimizer.param_groups[0]["lr"] = 0.5
-        extra = load(root, *deep(2))
-        assert torch.equal(extra, added[rank])
-        assert max(watched.sent) < 2500  # the names of the files to compare and read
-        assert max(watched.told) <= 3
-        if rank > 0:
-            assert sorted(watched.read) == ["index.json", "rank_0.safetensors", f"rank_{rank}.safetensors"]
-        other = deep(3)[0]
-        save(root, other)  # saves no optimizer state, unlike before
-        before = other.state_dict()
-        load(root, model)
-        assert_bit_equal(model.state_dict(), before)
 
 
 @on_ranks(4)
@@ -164,31 +97,6 @@ def described(shapes: list[tuple[int, ...]], ranks: int, replicas: int, transpos
     return joined[0]
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("ranks", [1, 3, 8, 50])
-def test_the_rank_of_each_element_is_found_by_runs(ranks: int, replicas: int, transposed: bool) -> None:
-    """Each element is on one rank, which is found with nearly no failed look-ups."""
-    random.seed(ranks)
-    shapes = [(5, 9), (3,), (40, 4), (1, 1), (2, 0), (), (7, 11)]
-    table = described(shapes, ranks, replicas, transposed)
-    index.check_complete(table)
-    assert index.unpacked(index.packed(table), ranks * replicas, 1 << 20) == table
-    for key, saved in table.items():
-        assert len(saved.runs) <= 3, key
-        held: dict[tuple[int, ...], int] = {}
-        for rank in range(ranks * replicas):
-            boxes = sharded(shapes, rank % ranks, ranks, transposed)[key].boxes
-            for box in boxes if writes(key, rank, ranks, replicas) else ():
-                assert rank in saved.holders([box])
-                assert saved.holders([box]) <= {rank}
-                for place in torch.ones(box.sizes).nonzero().tolist():
-                    found = tuple(o + p for o, p in zip(box.offsets, place))
-                    assert held.setdefault(found, rank) == rank, (key, found)
-        assert len(held) == torch.Size(saved.shape).numel(), key
-        assert saved.holders([Box.whole(saved.shape)]) == {*held.values()}
-
-
 def test_the_size_of_the_index_is_independent_of_the_number_of_ranks() -> None:
     """The messages that build the index are as small."""
     shapes = [(512, 64), (64,), (64, 512), (512,)]
@@ -239,14 +147,3 @@ def test_files_are_read_once_or_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     before = bytes_read()
     load(tmp_path, module)
     assert bytes_read() - before < 0.5 * path.stat().st_size
-
-
-def test_index_and_extra_are_read_once(tmp_path: Path) -> None:
-    """The bytes in use are the verified ones; a second reading would not be verified."""
-    size = 3_000_000
-    save(tmp_path, nn.Linear(3, 2), extra=torch.ones(size, dtype=torch.uint8))
-    for read in (lambda: load(tmp_path, nn.Linear(3, 2)), lambda: load_plain(tmp_path)):
-        read()
-        before = bytes_read()
-        read()
-        assert bytes_read() - before < 1.5 * size
