@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from fsdp.checkpoint import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from tests.harness.models import Net, WithExtraState
+from tests.harness.models import Net
 from tests.harness.optim_states import (
     adamw,
     assert_same,
@@ -112,15 +112,15 @@ def test_options_and_several_optimizers() -> None:
 
 @on_ranks(2)
 def test_state_of_rank_0_is_broadcast_to_all_kinds_of_models() -> None:
-    """Partly wrapped and plain models and DDP load the whole state, or raise and load none."""
+    """Partly wrapped models and DDP load the whole state, or raise and load none."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     good = row_major(1).state_dict()
-    for number in range(3):
+    for number in range(2):
         model: Any = row_major()
         if number == 0:
             model.blocks[0] = ours(True, module=model.blocks[0])
             model.conv = ours(False, module=model.conv)
-        elif number == 1:
+        else:
             model = DistributedDataParallel(model)
         found = set_model_state_dict(model, good if dist.get_rank() == 0 else {}, options=options)
         assert (found.missing_keys, found.unexpected_keys) == ([], [])
@@ -142,15 +142,6 @@ def test_state_of_rank_0_is_broadcast_to_all_kinds_of_models() -> None:
         assert set(found.missing_keys) == set(good) - set(part)
         assert found.unexpected_keys == ["x"]
         assert_same(dict(get_model_state_dict(model, options=FULL)), {**good, **part}, "not strict")
-        good = row_major(1).state_dict()
-    for given, kind, words in (
-        (None, (TypeError, RuntimeError), "Expected state_dict to be dict-like, got"),
-        ({"_extra_state": lambda: None}, TypeError, "rank 0 has cannot be sent to the other ranks: AttributeError"),
-    ):
-        target = WithExtraState(None)
-        with pytest.raises(kind, match=words):
-            set_model_state_dict(target, cast(Any, given) if dist.get_rank() == 0 else {}, options=loose)
-        assert target.extra is None
 
 
 @on_ranks(2)
@@ -206,15 +197,8 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
             assert state[0].keys() == plain.state_dict().keys(), case
             assert state[1]["state"].keys() == expected.keys(), case
             assert_same(settle_all(state[1]["state"]["none"]), expected["none"], case)
-            state = quiet(copy.deepcopy, state)
-            quiet(train, optimizer)  # warns, as it steps parameters of no unit
             set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
             assert_same(dict(get_model_state_dict(model, options=FULL)), dict(plain.state_dict()), case)
-            again = get_optimizer_state_dict(model, optimizer, options=FULL)
-            assert again["state"].keys() == expected.keys(), case
-            for param, states in expected.items():
-                assert_same(settle_all(again["state"][param]), settle_all(states), f"{case}, {param}")
-            optimizer = torch.optim.AdamW(model.parameters())
         loose = StateDictOptions(strict=False)
         found = set_model_state_dict(model, {"head.bias": torch.ones(2)}, options=loose)
         assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias"}, name

@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
-from fsdp.checkpoint import StateDictOptions, backup, get_model_state_dict, set_model_state_dict, state_dict
 from fsdp.comm.transport import shared_memory
-from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.models import Net, Unit
@@ -54,29 +51,6 @@ def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
                 continue
             agreed = [r for r in log.records if r not in moved]
             assert [(r.op, r.nbytes) for r in agreed] == [("all_reduce", 24)], kind
-
-
-@on_ranks(2)
-def test_loading_parameters_outside_of_units_takes_linear_time() -> None:
-    """Formerly the time grew with the square of the number of parameters."""
-    visits = []
-    for count in (5, 50):
-        own = nn.ParameterList(torch.randn(2) for _ in range(count))
-        model = nn.ModuleDict({"own": own, "wrapped": wrap(nn.Linear(3, 2))})
-        seen: list[str] = []
-
-        def counted(module: nn.Module, seen: list[str] = seen) -> Any:
-            for name, param in registered_params(module):
-                seen.append(name)
-                yield name, param
-
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        before = own[0].detach().clone()
-        with mock.patch.object(backup, "registered_params", counted):
-            set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
-        assert torch.equal(own[0], before + 1)
-        visits.append(len(seen) / count)
-    assert 0 < visits[1] <= visits[0], "visits of each parameter"
 
 
 SQUARE = 256 * 256 * 4
@@ -191,16 +165,3 @@ def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
     model.load_state_dict(state)
     state.clear()
     assert [reference() for reference in references] == [None] * len(references)
-
-
-def count_inspections(units: int) -> int:
-    """Return the number of values that state_dict() inspects closely."""
-    model = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(units))), wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    with mock.patch.object(state_dict, "_storage", wraps=state_dict._storage) as storage:
-        model.state_dict()
-    return storage.call_count
-
-
-@on_ranks(1)
-def test_state_dict_inspects_each_value_once() -> None:
-    assert count_inspections(20) == 2 * count_inspections(10)
