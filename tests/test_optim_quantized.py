@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,10 +24,9 @@ from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, OptimStateKeyType
 from fsdp.checkpoint import load, load_plain, save
-from fsdp.checkpoint.optim_blocks import Blocks
 from fsdp.optim import WholeParamOptimizer
 from tests.harness.optim_states import FORMS, assert_resumed_losses_are_equal, transfer
-from tests.harness.oracle import assert_bit_equal
+from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks, run_ranks
 
 FSDP = FullyShardedDataParallel
@@ -174,11 +174,11 @@ class StandIn(Optimizer):
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
 
 
-def of_library(library: str, name: str, uop: bool) -> Any:
+def of_library(library: str, name: str, uop: bool, route: str) -> Any:
     """Return a case of a library's optimizer, which is skipped where the library is not installed."""
     missing = importlib.util.find_spec(library) is None
     mark = pytest.mark.skipif(missing, reason=f"{library} is not installed")
-    return pytest.param(f"{library}.optim.{name}", uop, torch.float32, marks=mark)
+    return pytest.param(f"{library}.optim.{name}", uop, torch.float32, route, marks=mark)
 
 
 def made(kind: str, params: Any, lr: float = 1e-3) -> Optimizer:
@@ -338,18 +338,23 @@ ROUTES: dict[str, Route] = {
 }
 
 
-CASES = [
-    *((kind, uop, torch.float32) for kind in ("Adam8", "StandIn") for uop in (True, False)),
-    ("Adam8", True, torch.bfloat16),
-    of_library("torchao", "AdamW8bit", True),
-    of_library("bitsandbytes", "AdamW8bit", True),
-    of_library("bitsandbytes", "PagedAdamW8bit", False),
-    of_library("bitsandbytes", "Lion8bit", True),
+LIBRARIES = [
+    ("torchao", "AdamW8bit", True),
+    ("bitsandbytes", "AdamW8bit", True),
+    ("bitsandbytes", "PagedAdamW8bit", False),
+    ("bitsandbytes", "Lion8bit", True),
+]
+ROUTES_OF_CASES = [
+    *(
+        (kind, uop, torch.float32, route)
+        for kind, uop, route in pairwise(["Adam8", "StandIn"], [True, False], [*ROUTES])
+    ),
+    *(("Adam8", True, torch.bfloat16, route) for route in ("sharded", "save")),
+    *(of_library(*case, route) for case, route in itertools.product(LIBRARIES, ROUTES)),
 ]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize(("kind", "uop", "dtype"), CASES)
+@pytest.mark.parametrize(("kind", "uop", "dtype", "route"), ROUTES_OF_CASES)
 @on_ranks(2)
 def test_states_come_back_in_their_layout_within_one_rounding(
     kind: str, uop: bool, dtype: torch.dtype, route: str, tmp_path: Path
@@ -392,45 +397,6 @@ def test_resumed_losses_are_those_of_a_run_without_interruption(tmp_path: Path) 
     assert_resumed_losses_are_equal(build, lambda model, lr=0.01: Adam8(model.parameters(), lr), tmp_path)
 
 
-def test_blocks_are_quantized_to_the_nearest_codes() -> None:
-    """Values of codes come back, without a division by the scale of a block of zeros."""
-    parts = {"state1": torch.zeros(3, ROW, dtype=torch.uint8), "qmap1": BOOKS["1"], "absmax1": torch.ones(3)}
-    values = BOOKS["1"] * torch.tensor([[0.0], [3.0], [1e-30]])
-    made = Blocks(parts).copy_(values)
-    assert torch.equal(made.dequantize(), values)
-    assert torch.equal(parts["absmax1"], values.abs().amax(1))
-
-
-class Failing(StandIn):
-    """An optimizer that one rank cannot load."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if dist.get_rank() == 1:
-            raise ArithmeticError("on purpose")
-
-
-@on_ranks(2)
-def test_a_failed_load_of_blocks_changes_nothing(tmp_path: Path) -> None:
-    """The states are those from before on both ranks, and so are the parameters."""
-    model = build()
-    optimizer = made("StandIn", model.parameters())
-    step(model, optimizer, 2)
-    path = save(tmp_path, model, optimizer)
-    used = Failing(model.parameters())
-    step(model, used)
-
-    def held() -> dict[str, Tensor]:
-        parts = [(param, *used.state[param].values()) for param in model.parameters() if param in used.state]
-        every = [value for values in parts for value in values if isinstance(value, Tensor)]
-        return {str(number): value.detach().clone() for number, value in enumerate(every)}
-
-    before = held()
-    with pytest.raises((RuntimeError, ArithmeticError), match="on purpose"):
-        load(path, model, used)
-    assert_bit_equal(held(), before)
-
-
 class Dicts(Adam8):
     """An optimizer that keeps codes and scales in a dict of tensors, as bitsandbytes' state dicts do."""
 
@@ -440,7 +406,7 @@ class Dicts(Adam8):
             state["blocks"] = {"codes": torch.zeros(3, dtype=torch.uint8), "scales": torch.ones(1)}
 
 
-@pytest.mark.parametrize("how", ["in a dict", "without scales", "of another size", "of several rows", "with gaps"])
+@pytest.mark.parametrize("how", ["in a dict", "without scales", "of another size"])
 @on_ranks(2)
 def test_codes_in_an_unknown_layout_are_refused(how: str, tmp_path: Path) -> None:
     """Codes are not taken for values: the error has the state, the parameter and the remedy."""
@@ -449,31 +415,15 @@ def test_codes_in_an_unknown_layout_are_refused(how: str, tmp_path: Path) -> Non
     step(model, optimizer)
     for state in optimizer.state.values():
         if "absmax1" in state:
-            scales, codes = state.pop("absmax1"), state["state1"]
+            scales = state.pop("absmax1")
             if how == "of another size":
                 state["absmax1"] = scales[::2].clone()
-            elif how == "with gaps":
-                state.update(state1=codes.repeat_interleave(2)[::2], absmax1=scales)
-            elif how == "of several rows":
-                state.update(state1=codes.expand(2, -1).clone(), absmax1=scales.expand(2, -1).clone())
     name = "blocks" if how == "in a dict" else HIDDEN
     words = rf"'{name}' of '0.weight' is a dict of tensors.*save each rank's optimizer.state_dict\(\)"
     with pytest.raises(NotImplementedError, match=words):
         save(tmp_path, model, optimizer)
     with pytest.raises(NotImplementedError, match=r"'0\.weight'"):
         FSDP.optim_state_dict(model, optimizer, Optimizer.state_dict(optimizer))
-
-
-@on_ranks(2)
-def test_own_blocks_are_not_taken_for_another_ranks_state() -> None:
-    """A code book has as many elements as the second rank's part of the weight."""
-    model = FSDP(nn.Linear(2, 512), use_orig_params=True)
-    assert [param.numel() for param in model.parameters()] == ([256, 512] if dist.get_rank() else [768, 0])
-    optimizer, fresh = made("StandIn", model.parameters()), made("StandIn", model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    fresh.load_state_dict(optimizer.state_dict())
-    fresh.step()
 
 
 class Lists(Adam8):

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp import FullStateDictConfig, StateDictType
-from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter
-from tests.harness.optim_states import FSDP, adamw, assert_same, ours, train
+from tests.harness.optim_states import FSDP, adamw, train
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
@@ -30,41 +26,6 @@ def big(uop: bool) -> tuple[FSDP, Optimizer, int]:
         warnings.simplefilter("ignore")
         model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=uop)
     return model, train(adamw(model.parameters()), steps=1), (700 * 700 + 700) * 4
-
-
-def full_model_state(model: FSDP, rank0_only: bool) -> dict[str, Any]:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=rank0_only)):
-        return model.state_dict()
-
-
-class Counted(dict[str, Any]):
-    """Counts visited entries."""
-
-    visits = 0
-
-    def items(self) -> Any:
-        for item in super().items():
-            self.visits += 1
-            yield item
-
-    def keys(self) -> Any:
-        for key in super().__iter__():
-            self.visits += 1
-            yield key
-
-    __iter__ = keys
-
-
-@on_ranks(1)
-def test_loading_a_flattened_dict_visits_each_entry_at_most_three_times() -> None:
-    """One walk per parameter would be quadratic: ten thousand parameters took minutes."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    for layers in (2, 20):
-        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
-        optimizer = train(adamw(model.parameters()))
-        flat = Counted(get_optimizer_state_dict(model, optimizer, options=options))
-        set_optimizer_state_dict(model, optimizer, flat, options=options)
-        assert 0 < flat.visits <= 3 * len(flat), f"{flat.visits} visits of {len(flat)} entries"
 
 
 @pytest.mark.parametrize("uop", [False, True])
@@ -103,32 +64,6 @@ def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
         FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer)
     assert [record.op for record in log.records] == ["all_reduce"] + ["all_to_all"] * 6
     assert log.records[0].nbytes == 24, "whether every rank has the same to send"
-
-
-@pytest.mark.parametrize("uop", [False, True])
-@on_ranks(2, 3)
-def test_direct_messages_equal_native_collectives(world_size: int, uop: bool) -> None:
-    group = dist.new_group()  # numbers of direct messages differ between ranks
-    model = ours(uop, process_group=group)
-    optimizer = train(adamw(model.parameters()))
-    results, ops = {}, {}
-    for transport in ("native", "direct"):
-        os.environ["FSDP_COLLECTIVES"] = transport
-        with record_collectives() as log:
-            on_rank0 = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
-            on_all_ranks = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-            sharded = FSDP.sharded_optim_state_dict(model, optimizer)
-            scattered = FSDP.scatter_full_optim_state_dict(on_rank0 or None, model, optim=optimizer, group=group)
-            flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
-            weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
-        results[transport] = [on_rank0, on_all_ranks, sharded, scattered, flattened, *weights]
-        moved = [record for record in log.records if not str(record.label).startswith(("agree", "describe"))]
-        ops[transport] = {record.op for record in moved if record.dtype in (torch.float32, torch.uint8)}
-    os.environ["FSDP_COLLECTIVES"] = "auto"
-    del model
-    dist.destroy_process_group(group)
-    assert_same(results["direct"], results["native"], "direct messages")
-    assert ops["direct"] <= {"exchange"} and "exchange" not in ops["native"]
 
 
 def least_peak(function: Callable[[], Any]) -> int:
