@@ -13,13 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp import FullyShardedDataParallel, StateDictType
 from fsdp.checkpoint.forms import Form, Full, Held
 from fsdp.comm import collectives
-from fsdp.placement import redistribute as redistribute_module
-from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps, same_cover
+from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, same_cover
 from fsdp.placement.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks
@@ -78,7 +76,7 @@ def test_boxes_with_the_same_cover_have_each_element_as_often(dims: int) -> None
             whole.cut(box, found).add_(1)
         return found
 
-    for _ in range(2000):
+    for _ in range(500):
         one, other = some_boxes(), some_boxes()
         if rng.random() < 0.3 and dims:  # one box in two parts
             at, (offsets, sizes) = rng.randint(0, 3), Box.whole((3,) * dims)
@@ -90,26 +88,6 @@ def test_boxes_with_the_same_cover_have_each_element_as_often(dims: int) -> None
         assert same_cover(one, other) is expected
         seen.add(expected)
     assert seen == {True, False}
-
-
-def test_the_intersection_of_two_boxes_has_the_elements_of_both() -> None:
-    rng = random.Random(0)
-    for _ in range(500):
-        shape, stride = random_tensor(rng)
-        one, other = (placed(rng, rng.choice(FORMS), shape, stride, 3) for _ in range(2))
-        whole = numbered(shape, stride, torch.int64)
-        counted = torch.zeros(shape, dtype=torch.int64)
-        for a in (box for boxes in one.boxes for box in boxes):
-            for b in (box for boxes in other.boxes for box in boxes):
-                both = a.overlap(b)
-                assert (both is None) == (b.overlap(a) is None)
-                if both is not None:
-                    outer = Box.whole(shape)
-                    assert torch.equal(a.cut(both, outer.cut(a, whole)), outer.cut(both, whole))
-                    outer.cut(both, counted).add_(1)
-        expected = (3 if one.is_replicated else 1) * (3 if other.is_replicated else 1)
-        if 0 not in shape and (expected > 1 or "everywhere" not in (one, other)):
-            assert counted.eq(expected).all(), (one, other)
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -223,18 +201,6 @@ def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> 
         return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
 
 
-def test_a_message_buffer_is_freed_before_a_larger_one_is_allocated() -> None:
-    channel, allocate = Channel(None, CPU), torch.empty
-    smaller = StorageWeakRef(channel._buffer("sent", 100).untyped_storage())
-
-    def empty(*args: Any, **options: Any) -> torch.Tensor:
-        assert smaller.expired()
-        return allocate(*args, **options)
-
-    with mock.patch.object(torch, "empty", empty):
-        assert channel._buffer("sent", 1000).numel() == 1000
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_a_new_form_of_state_needs_only_one_class(use_orig_params: bool) -> None:
@@ -247,31 +213,3 @@ def test_a_new_form_of_state_needs_only_one_class(use_orig_params: bool) -> None
     for full, local in pairs:
         (box,) = columns(tuple(full.shape), dist.get_world_size()).boxes[dist.get_rank()]
         assert torch.equal(local, Box.whole(full.shape).cut(box, full))
-
-
-def test_the_work_for_a_small_tensor_is_independent_of_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If 8 of 4096 ranks hold parts, 8 messages are made; a second tensor with the same placement reuses the plan."""
-    shape, stride, ranks, made = (16, 4), (4, 1), 4096, [0]
-
-    class Counted(redistribute_module._Message):
-        def __init__(self) -> None:
-            super().__init__()
-            made[0] += 1
-
-    looks = mock.Mock(side_effect=Box.overlap)
-    monkeypatch.setattr(redistribute_module, "_Message", Counted)
-    monkeypatch.setattr(redistribute_module, "exchange", mock.Mock())
-    monkeypatch.setattr(Box, "overlap", lambda one, other: looks(one, other))
-    overlaps.cache_clear()
-    source = Placement.intervals(shape, stride, tuple((rank, rank * 8, rank * 8 + 8) for rank in range(8)), ranks)
-    channel = Channel(None, CPU)
-    channel.rank, channel.size = 3, ranks
-    held = [(box, torch.zeros(box.sizes)) for box in source.boxes[3]]
-    for target in (Placement.chunks(shape, ranks), Placement.whole(shape, ranks, only=5)):
-        for most in (32, 2):  # a second tensor with the same placement compares no boxes
-            made[0] = 0
-            looks.reset_mock()
-            redistribute([Item(torch.float32, stride, source, target, held, [])], channel, "gather")
-            assert looks.call_count <= most
-            channel.flush()
-            assert 0 < made[0] <= 4
