@@ -33,8 +33,8 @@ def accumulate(model: Any) -> None:
 
 
 def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stride: int, *, keeps_grads: bool) -> int:
-    """Interrupt `use` of a model at each line, or each `stride`-th one, and compare with a model that was not
-    interrupted; return the number of interrupts."""
+    """Interrupt `use` of a model at each line, or each `stride`-th one, at other lines in either mode, and compare with
+    a model that was not interrupted; return the number of interrupts."""
     os.environ["FSDP_FORCE_SHARDED"] = "1"
     torch.manual_seed(0)
     plain = Chain(WIDTHS)
@@ -45,7 +45,7 @@ def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stri
     values, gradients = full_parameters(model), full_gradients(model)
     registered, count = list(model.named_parameters()), 0
     while True:
-        lines = Lines(count * stride)
+        lines = Lines(count * stride + (stride // 2) * use_orig_params)
         try:
             with lines.traced():
                 use(model)
@@ -58,10 +58,9 @@ def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stri
         if keeps_grads:  # and no gather is under way, which only the next pass waits for
             assert_at_rest(model, lines.place)
             assert_bit_equal(full_gradients(model), gradients, lines.place)
-        for _ in range(2):
-            model.zero_grad()
-            train(model)
-            assert_bit_equal(full_gradients(model), gradients, lines.place)
+        model.zero_grad()
+        train(model)
+        assert_bit_equal(full_gradients(model), gradients, lines.place)
         assert_at_rest(model, lines.place)
         assert_bit_equal(full_parameters(model), values, lines.place)
         count += 1
@@ -71,9 +70,9 @@ def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stri
 @on_ranks(1)
 def test_interrupt_at_any_line_of_summon_full_params_leaves_nothing_summoned(use_orig_params: bool) -> None:
     """As the context begins, and as it ends; parameters and gradients are those of before."""
-    assert interrupt_everywhere(summon, use_orig_params, 1, keeps_grads=True) > 500
+    assert interrupt_everywhere(summon, use_orig_params, 2, keeps_grads=True) > 250
     if use_orig_params:
-        assert interrupt_everywhere(lambda model: summon(model, with_grads=True), True, 7, keeps_grads=True) > 100
+        assert interrupt_everywhere(lambda model: summon(model, with_grads=True), True, 14, keeps_grads=True) > 50
 
 
 @on_ranks(1)
@@ -86,4 +85,4 @@ def test_interrupt_at_any_line_of_no_sync_leaves_synchronization_on() -> None:
 @on_ranks(1)
 def test_interrupt_at_any_line_of_a_step_leaves_no_gradient_behind(use_orig_params: bool) -> None:
     """Forward and backward. Gradients that were on their way are not added to those of the next step."""
-    assert interrupt_everywhere(train, use_orig_params, 5, keeps_grads=False) > 200
+    assert interrupt_everywhere(train, use_orig_params, 10, keeps_grads=False) > 100

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -15,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.lane.history import Pass
-from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
+from fsdp.comm.lane.issuing import GATHER, PER_UNIT, REDUCE, Event
 from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
-from fsdp.comm.transport import native
-from fsdp.comm.transport.native import Gather, Transfer
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.work import OutOfStep
 from tests.harness.agreeing import impatient, new_group, raises_soon
@@ -64,101 +60,6 @@ def lane_of_new_group() -> Lane:
     return Lane.of(group, torch.device("cpu"))
 
 
-def test_event_numbers_are_unique_and_encode_unit_and_kind() -> None:
-    """Event numbers order the lane, tag messages, and identify posts."""
-    numbers = {}
-    for unit in range(3):
-        for kind in KINDS:
-            for full_precision in (False, True):
-                for bucket in (0, MAX_BUCKETS - 1):
-                    event = Event.of(kind, unit, "unit 'x'", bucket=bucket, full_precision=full_precision)
-                    assert Event.parts_of(event.number) == (unit, kind, full_precision)
-                    numbers[event.number] = event.label
-    assert len(numbers) == 3 * 3 * 2 * 2 and max(numbers) < 3 * PER_UNIT
-    assert Event.of(GATHER_NEARBY, 0, "unit 'x'", full_precision=True).label == (
-        "gather from nearby unit 'x' in full precision"
-    )
-
-
-@on_ranks(2)
-@impatient
-def test_deviation_raises_on_every_rank_and_the_lane_recovers() -> None:
-    """The error names both sides soon. After all ranks met, sums are right again, also the next time."""
-    lane, rank = lane_of_new_group(), dist.get_rank()
-    tree, odd = Tree(lane), rank == 1
-
-    def another_pass() -> None:
-        tree.run([0, 1, 2])
-        tree.run([0, 1, 2]) if odd else tree.run([2, 1, 0], 2, backward=True, wait=True)
-
-    deviations: list[tuple[Callable[[], None], list[str]]] = [
-        (lambda: tree.step([0, 2, 1] if odd else [0, 1, 2]), ["gather unit 'a'", "gather unit 'b'"]),
-        (
-            lambda: tree.step([0, 1, 2], [2, 1] if odd else [2, 1, 0]),
-            ["reduce the root unit", "end the pass"],
-        ),
-        (another_pass, ["rank 1 runs the forward", "runs the backward"]),
-        (lambda: tree.step([0, 1, 2] if odd else [0, 2, 1]), ["gather unit 'a'", "gather unit 'b'"]),
-    ]
-    for number, (deviate, fragments) in enumerate(deviations, start=1):
-        tree.step([0, 1, 2])
-        with raises_soon(OutOfStep) as caught:
-            deviate()
-        tree.recover()
-        tree.step([0, 1, 2])
-        assert tree.run([0, 1, 2]) == [3.0] * 3 and lane.carrier.number == number
-        error = str(caught.value)
-        assert all(word in error for word in fragments), error
-        dist.barrier()
-
-
-@on_ranks(2)
-@impatient
-def test_a_backward_ends_only_after_all_ranks_have_run_the_same() -> None:
-    """A wrong sum must not reach the step of the optimizer, on any rank."""
-    lane = lane_of_new_group()
-    tree, end = Tree(lane), lane.end
-    for _ in range(2):
-        tree.step([0, 1, 2])
-
-    def end_differently(*args: Any, **options: Any) -> None:
-        lane._history.so_far += dist.get_rank()
-        end(*args, **options)
-
-    tree.run([0, 1, 2])
-    with mock.patch.object(lane, "end", end_differently), raises_soon(OutOfStep):
-        tree.run([2, 1, 0], 2, backward=True, wait=True)
-
-
-@on_ranks(2)
-@impatient
-def test_rank_that_announces_a_pass_alone_waits_until_the_timeout() -> None:
-    lane = lane_of_new_group()
-    tree = Tree(lane)
-    for _ in range(2):
-        tree.step([0, 1, 2])
-    late = pytest.raises(RuntimeError, match=r"rank 0 waited .* s in the forward for rank 1")
-    if dist.get_rank() == 0:
-        with mock.patch.object(lane, "timeout", 0.3), late:
-            tree.run([0, 1, 2], 3)
-    dist.barrier()
-
-
-@on_ranks(2)
-@impatient
-def test_rank_alone_with_an_unexpected_pass_sends_no_data() -> None:
-    """Gloo ends the process where messages of different sizes meet."""
-    lane, odd = lane_of_new_group(), dist.get_rank() == 1
-    tree = Tree(lane)
-    for _ in range(3):
-        tree.step([0, 1, 2])
-    issued = lane.issued
-    with raises_soon(OutOfStep):
-        tree.run([0, 1, 2], 3 if odd else 1)
-    assert lane.issued == issued + (0 if odd else 1)
-    dist.barrier()
-
-
 @on_ranks(1)
 def test_process_that_ended_is_named_in_a_long_wait() -> None:
     """A wait on an accelerator learns of a dead peer only so: no connection of the host is closed."""
@@ -201,65 +102,6 @@ def test_an_interrupt_in_the_first_use_of_a_group_reaches_all_ranks(where: str) 
     if rank == 0:
         assert "rank 1 failed in a test" in str(caught.value), caught.value
     tree = Tree(lane)
-    for _ in range(2):
-        tree.step([0, 1, 2])
-    assert tree.run([0, 1, 2]) == [3.0] * 3
-
-
-class BadBatchError(Exception):
-    """An error of the user's program."""
-
-
-@pytest.mark.parametrize(
-    ("ranks", "position", "replacements"), [([0, 1, 2], 0, 0), ([0, 1, 2], 2, 0), ([1], 2, 1), ([0, 2], 2, 1)]
-)
-@on_ranks(3)
-@impatient
-def test_new_group_carries_the_lane_after_unequal_failures(ranks: list[int], position: int, replacements: int) -> None:
-    """Some ranks fail in a forward, and their peers have issued collectives that never complete.
-
-    After equal failures of all ranks the group stays in use.
-    """
-    lane = lane_of_new_group()
-    tree, rank = Tree(lane), dist.get_rank()
-    for _ in range(2):
-        tree.step([0, 1, 2])
-    users_group = lane.carrier.group
-    current_pass = Pass("forward", tree)
-    with pytest.raises((BadBatchError, OutOfStep)):
-        if rank in ranks:
-            lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
-            for unit in range(position):
-                event = Event.of(GATHER, unit, UNITS[unit])
-                lane.agree(event)
-                lane.collective("all_reduce", event, torch.ones(unit + 1), asynchronous=True).wait()
-            lane.fail(current_pass)
-            raise BadBatchError
-        tree.step([0, 1, 2])
-    tree.recover()
-    for _ in range(3):
-        tree.step([2, 0, 1])
-    assert tree.run([0, 1, 2]) == [6.0] * 3
-    assert lane.carrier.number == replacements and (lane.carrier.group is users_group) is (replacements == 0)
-
-
-@on_ranks(2)
-@impatient
-def test_different_collectives_in_memory_end_the_lane() -> None:
-    """Also outside of a pass: the ranks meet before the next one, which finds no post of theirs."""
-    lane, rank = lane_of_new_group(), dist.get_rank()
-    channel = lane.sharing.connect()
-    tree = Tree(lane)
-    if channel is None:
-        return  # not Linux
-    tree.step([0, 1, 2])
-    gather = Gather(torch.empty(4), torch.ones(2))
-    start = functools.partial(channel.gather, [gather], f"gather {UNITS[rank]}", rank)
-    with raises_soon(OutOfStep) as caught:
-        lane.in_memory(Event(f"gather {UNITS[rank]}", rank), [start]).wait()
-    assert "rank 0 is at" in str(caught.value) and "rank 1 is at" in str(caught.value), caught.value
-    assert lane.has_failed
-    tree.recover()
     for _ in range(2):
         tree.step([0, 1, 2])
     assert tree.run([0, 1, 2]) == [3.0] * 3
@@ -318,109 +160,6 @@ def test_the_program_goes_on_while_a_thread_posts_a_wait() -> None:
 
 
 @on_ranks(2)
-@impatient
-def test_messages_that_one_rank_alone_has_issued_are_dropped() -> None:
-    lane, current_pass = lane_of_new_group(), Pass("forward")
-    tree = Tree(lane)
-    tree.step([0, 1, 2])
-    lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
-    if dist.get_rank() == 0:
-        received = torch.empty(1)
-        work = lane.transfer([Transfer(False, 1, received, 1)], Event("exchange"), received.device)
-    lane.fail(current_pass)
-    tree.recover()
-    tree.step([0, 1, 2])
-    assert lane.carrier.number == 1 and not lane.carrier._held
-    if dist.get_rank() == 0:
-        work.wait()
-
-
-@on_ranks(2)
-@impatient
-def test_votes_of_a_deleted_tree_are_forgotten() -> None:
-    """Rank 0 alone has begun another evaluation, which the ranks have to agree on."""
-    lane = lane_of_new_group()
-    lane.sharing.connect()
-    tree: Any = Tree(lane)
-    for _ in range(2):
-        tree.run([0, 1, 2])
-    if dist.get_rank() == 0:
-        lane.enter(Pass("forward", tree), 1, neighbours=(), remedy=ORDER_REMEDY)
-    del tree
-    assert Tree(lane).run([2, 1, 0]) == [3.0] * 3
-
-
-@on_ranks(1)
-@impatient
-def test_ranks_that_connect_anew_look_at_their_peers() -> None:
-    carrier, look = lane_of_new_group().carrier, mock.Mock(side_effect=[None, OutOfStep("rank 1 has ended")])
-    connects = mock.patch.object(native, "in_thread", return_value=Future())
-    with connects, pytest.raises(OutOfStep, match="rank 1 has ended"):
-        carrier.connect_next(look)
-    carrier._next = None
-    with connects as connect, pytest.raises(RuntimeError, match=r"cannot connect anew .*: no route to rank 1"):
-        connect.return_value.set_exception(RuntimeError("no route to rank 1"))
-        carrier.connect_next(look)
-
-
-@on_ranks(2)
-@impatient
-def test_messages_in_flight_at_an_equal_failure_of_all_ranks_arrive() -> None:
-    """Else gloo closes the connections: a message would arrive whose memory is gone."""
-    lane, rank = lane_of_new_group(), dist.get_rank()
-    tree, current_pass = Tree(lane), Pass("forward")
-    tree.step([0, 1, 2])
-    lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
-    received = torch.empty(1 << 20)
-    transfers = [Transfer(True, 1 - rank, torch.ones(1 << 20), 1), Transfer(False, 1 - rank, received, 1)]
-    messages = lane.transfer(transfers, Event("exchange"), received.device).host_works
-    lane.fail(current_pass)
-    tree.recover()
-    assert all(message.is_completed() for message in messages) and received.min() == 1
-    assert not lane.carrier._held, "the memory of the messages is kept"
-    tree.step([0, 1, 2])
-    assert lane.carrier.number == 0
-
-
-@on_ranks(2)
-@impatient
-def test_new_tree_works_after_the_replacement_group_was_destroyed() -> None:
-    lane = lane_of_new_group()
-    tree = Tree(lane)
-    tree.step([0, 1, 2])
-    with pytest.raises(OutOfStep):
-        tree.run([0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1])
-    tree.recover()
-    tree.step([0, 1, 2])
-    dist.barrier()
-    dist.destroy_process_group(lane.carrier.group)
-    assert (Tree(lane).run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 2)
-
-
-@on_ranks(2)
-@impatient
-def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
-    """Run one more pass on rank 0 only, then delete the tree on all ranks."""
-    lane = lane_of_new_group()
-    tree: Any = Tree(lane)
-    for _ in range(2):
-        tree.step([0, 1, 2])
-    if dist.get_rank() == 0:
-        current_pass, event = Pass("forward", tree), Event.of(GATHER, 0, UNITS[0])
-        lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
-        lane.agree(event)
-        pending = lane.collective("all_reduce", event, torch.ones(1), asynchronous=True)
-    del tree
-    lane.begin("a model")
-    other = Tree(lane)
-    other.step([2, 1, 0])
-    if dist.get_rank() == 0:
-        pending.wait()  # at once: the peer will never take part
-    other = Tree(lane)  # the ranks count alike again
-    assert (other.run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 1)
-
-
-@on_ranks(2)
 def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
     """Otherwise methods of the group are called with the same options."""
     called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
@@ -438,13 +177,6 @@ def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
                 lane.collective("all_reduce", Event("reduce"), values, **options).wait()
                 lane.end_pass()
                 assert (values.item(), replaced.call_count) == (2.0, 1 if replaced_before else called)
-
-
-@on_ranks(1)
-def test_error_of_a_collective_that_does_not_start_reaches_the_caller() -> None:
-    fails = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("no memory"))
-    with fails, pytest.raises(RuntimeError, match="no memory"):
-        lane_of_new_group().collective("all_reduce", Event("reduce"), torch.ones(1), asynchronous=True)
 
 
 @on_ranks(3)
