@@ -177,33 +177,6 @@ def lightning_load_sharded(model: FSDP, optimizer: Any, folder: str) -> None:
         optimizer.load_state_dict(loadable)
 
 
-# -- Composer ----------------------------------------------------------------------------------------------------------
-
-
-def composer_save(model: FSDP, optimizer: Any, folder: str) -> None:
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        state = model.state_dict()
-    optim_state = FSDP.full_optim_state_dict(model=model, optim=optimizer)
-    if rank() == 0:
-        torch.save((state, optim_state), f"{folder}/composer.pt")
-    else:
-        assert optim_state == {}
-    sharded = FSDP.sharded_optim_state_dict(model=model, optim=optimizer)
-    again = FSDP.flatten_sharded_optim_state_dict(sharded_optim_state_dict=sharded, model=model, optim=optimizer)
-    optimizer.load_state_dict(again)
-    dist.barrier()
-
-
-def composer_load(model: FSDP, optimizer: Any, folder: str) -> None:
-    state, optim_state = torch.load(f"{folder}/composer.pt", weights_only=True)
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(state, strict=True)
-    loadable = FSDP.scatter_full_optim_state_dict(
-        full_optim_state_dict=optim_state if rank() == 0 else None, model=model, optim=optimizer
-    )
-    optimizer.load_state_dict(loadable)
-
-
 # -- attributes that trainers read -------------------------------------------------------------------------------------
 
 
@@ -290,33 +263,48 @@ def test_handles_have_torchs_attributes(world_size: int) -> None:
         assert seen[0] == seen[1], (uop, strategy)
 
 
+WAYS = [(False, ShardingStrategy.FULL_SHARD), (True, ShardingStrategy.SHARD_GRAD_OP), (True, ShardingStrategy.NO_SHARD)]
+
+
+def assert_trains_alike(use: Callable[[FSDP, str, torch.Tensor], None], uop: bool, strategy: ShardingStrategy) -> FSDP:
+    """Train without and with `use` of the model before each forward, backward and step, and compare; return it."""
+    case, states = ZOO["mlp"], []
+    for uses in (False, True):
+        model = wrap(case, strategy, uop)
+        optimizer = adamw(model.parameters())
+        for number in range(4):
+            batch = rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())
+            for moment in ("forward", "step"):
+                if uses:
+                    use(model, moment, batch)
+                if moment == "forward":
+                    case.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(full_parameters(model))
+    assert_bit_equal(*states)
+    return model
+
+
+@pytest.mark.parametrize(("uop", "strategy"), WAYS)
 @on_ranks(2)
-def test_handle_reshards_its_unit() -> None:
+def test_handle_reshards_its_unit(uop: bool, strategy: ShardingStrategy) -> None:
     """Verl reshards the root by the handle after each evaluation, whatever has gathered it."""
     case = ZOO["mlp"]
-    for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")):
-        states = []
-        for reshards in (False, True):
-            model = wrap(case, ShardingStrategy[strategy], uop)
-            optimizer = adamw(model.parameters())
-            for number in range(3):
-                batch = rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())
-                with torch.no_grad():
-                    case.loss(model.eval(), batch)
-                model.train().unshard()
-                if reshards:
-                    model._handle.reshard(False)
-                    model._handle.reshard(True)
-                    assert model._handle.needs_unshard() is model._handle.uses_sharded_strategy
-                case.loss(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            states.append(full_parameters(model))
-        assert_bit_equal(*states)
-        handle = model.module.register_forward_hook(lambda *_: model._handle.reshard(True))  # noqa: B023
-        with pytest.raises(RuntimeError, match=r"the root unit is in FORWARD: call reshard\(\) outside of that"):
-            case.loss(model, batch)
-        handle.remove()
+
+    def evaluate(model: FSDP, moment: str, batch: torch.Tensor) -> None:
+        if moment == "forward":
+            with torch.no_grad():
+                case.loss(model.eval(), batch)
+            model.train().unshard()
+            model._handle.reshard(False)
+            model._handle.reshard(True)
+            assert model._handle.needs_unshard() is model._handle.uses_sharded_strategy
+
+    model = assert_trains_alike(evaluate, uop, strategy)
+    model.module.register_forward_hook(lambda *_: model._handle.reshard(True))
+    with pytest.raises(RuntimeError, match=r"the root unit is in FORWARD: call reshard\(\) outside of that"):
+        case.loss(model, case.make_batch(0, 2))
 
 
 def weights_unit_by_unit(model: FSDP) -> dict[str, torch.Tensor]:
@@ -342,56 +330,39 @@ def weights_at_once(model: FSDP) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.parametrize(("uop", "strategy"), WAYS)
 @on_ranks(2)
-def test_weights_may_be_collected_between_steps() -> None:
+def test_weights_may_be_collected_between_steps(uop: bool, strategy: ShardingStrategy) -> None:
     """verl does so unit by unit, with `_is_root` assigned, and at once, with the summoned model moved."""
-    case, step = ZOO["mlp"], 0
-    for uop, strategy in ((False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")):
-        states = []
-        for collects in (False, True):
-            model = wrap(case, ShardingStrategy[strategy], uop)
-            optimizer = adamw(model.parameters())
-            for step in range(4):
-                if collects and (uop or step > 0):
-                    expected = full_parameters(model)
-                    inside = {key: value for key, value in expected.items() if key.startswith("blocks.")}
-                    assert inside and len(inside) < len(expected)
-                    assert_bit_equal(weights_unit_by_unit(model), inside)
-                    assert_bit_equal(weights_at_once(model), expected)
-                batch = rank_batch(case, Schedule(), step, 0, rank(), dist.get_world_size())
-                case.loss(model, batch).backward()
-                assert model._is_root
-                assert not any(inner._is_root for inner in FSDP.fsdp_modules(model)[1:])
-                optimizer.step()
-                optimizer.zero_grad()
-            states.append(full_parameters(model))
-        assert_bit_equal(*states)
+
+    def collect(model: FSDP, moment: str, batch: torch.Tensor) -> None:
+        if moment == "forward":
+            expected = full_parameters(model)
+            inside = {key: value for key, value in expected.items() if key.startswith("blocks.")}
+            assert inside and len(inside) < len(expected)
+            assert_bit_equal(weights_unit_by_unit(model), inside)
+            assert_bit_equal(weights_at_once(model), expected)
+        else:
+            assert model._is_root and not any(inner._is_root for inner in FSDP.fsdp_modules(model)[1:])
+
+    assert_trains_alike(collect, uop, strategy)
 
 
+@pytest.mark.parametrize(("uop", "strategy"), WAYS)
 @on_ranks(2)
-def test_shards_may_be_moved_between_phases() -> None:
+def test_shards_may_be_moved_between_phases(uop: bool, strategy: ShardingStrategy) -> None:
     """verl keeps them in host memory while another model computes."""
-    for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):
-        case, states = ZOO["mlp"], []
-        for moves in (False, True):
-            model = wrap(case, ShardingStrategy[strategy], uop)
-            optimizer = adamw(model.parameters())
-            for number in range(3):
-                case.loss(model, rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())).backward()
-                for handle in model._all_handles if moves else ():
-                    before = handle.flat_param._local_shard
-                    handle.flat_param_to("cpu", non_blocking=True, copy=True)
-                    handle.flat_param._local_shard = handle.flat_param.data
-                    assert before.data_ptr() != handle.flat_param.data_ptr()
-                optimizer.step()
-                optimizer.zero_grad()
-            states.append(full_parameters(model))
-        assert_bit_equal(*states)
-    model = wrap(case, ShardingStrategy.FULL_SHARD, True)
-    with (
-        pytest.raises(RuntimeError, match="can be moved or cast only while it does not run"),
-        model.summon_full_params(model),
-    ):
+
+    def move(model: FSDP, moment: str, batch: torch.Tensor) -> None:
+        for handle in model._all_handles if moment == "step" else ():
+            before = handle.flat_param._local_shard
+            handle.flat_param_to("cpu", non_blocking=True, copy=True)
+            handle.flat_param._local_shard = handle.flat_param.data
+            assert before.data_ptr() != handle.flat_param.data_ptr()
+
+    model = assert_trains_alike(move, uop, strategy)
+    summoned = model.summon_full_params(model)
+    with pytest.raises(RuntimeError, match="can be moved or cast only while it does not run"), summoned:
         model._all_handles[0].flat_param_to("cpu")
 
 
@@ -402,7 +373,6 @@ RECIPES = {
     "accelerate, sharded": accelerate(StateDictType.SHARDED_STATE_DICT),
     "Lightning, full": Recipe(lightning_save_full, lightning_load_full),
     "Lightning, sharded": Recipe(lightning_save_sharded, lightning_load_sharded),
-    "Composer": Recipe(composer_save, composer_load),
 }
 
 
