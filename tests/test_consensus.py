@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from fsdp.comm import consensus, threads
+from fsdp.comm import consensus
 from fsdp.comm.consensus import CPU, TrainingRanks
-from fsdp.comm.groups import group_store
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 
@@ -112,73 +107,6 @@ def test_one_rank_agrees_without_a_group(ranks: consensus.Agreement) -> None:
 
 
 # -- side group --------------------------------------------------------------------------------------------------------
-
-
-def not_on_0(several: list[Any]) -> Any:
-    if dist.get_rank() == 0:
-        raise TypeError("cannot join")
-
-
-@on_ranks(4)
-def test_side_group_communicates_over_a_tree() -> None:
-    """Each rank connects to the parent and the children alone."""
-    rank, size, connect = dist.get_rank(), dist.get_world_size(), dist.ProcessGroupGloo
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        connected: list[int] = []
-        patch.setattr(dist, "ProcessGroupGloo", lambda *args: (connected.append(args[2]), connect(*args))[1])
-        patch.setattr(consensus, "FAN_OUT", 1, raising=False)  # a chain
-        group = dist.new_group()
-        ranks, store = consensus.Ranks(group), dist.PrefixStore("told", group_store(group))
-        with ranks.call("try"):
-            assert connected == [2] * ((rank > 0) + (rank < size - 1))
-            assert ranks.round("join", lambda: [rank], lambda all: all, concatenated) == [*range(size)]
-            for failing in ({3}, {1, 2}, {0}):
-                with pytest.raises(ValueError, match=f"not on {min(failing)}"):
-                    ranks.together("fail", failing_on(failing, ValueError))
-            with pytest.raises(ValueError, match="not on 0"):
-                ranks.first("fail", failing_on({0}, ValueError))
-            with pytest.raises(RuntimeError, match=r"rank 2: it is in try \(b\), and rank 0 in try \(a\)"):
-                ranks.together("a" if rank < 2 else "b", lambda: None)
-            with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # rank 0 joins the values
-                ranks.round("join", lambda: None, lambda all: all, not_on_0)
-        left = r"rank 3 left leave \(b\)|not on 3"
-        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=left)
-        with expected, ranks.call("leave"):  # ranks 1 and 2 pass the error on to rank 0
-            ranks.together("b", failing_on({3}, KeyboardInterrupt))
-        with ranks.call("go on"):
-            assert ranks.first("b", lambda: 5) == 5
-        patch.setattr(threads, "PATIENCE", timedelta(0))
-        patch.setattr(consensus.Wait, "look", lambda wait: interrupt() if rank == 3 else None)
-        if rank == 3:  # it is interrupted while it waits, before its peers arrive
-            with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
-                raise AssertionError("no peer has arrived")
-            store.set("left", "")
-        else:
-            store.wait(["left"])
-            with pytest.raises(RuntimeError, match="rank 3 left wait: KeyboardInterrupt"), ranks.call("wait"):
-                raise AssertionError("rank 3 has left")
-        patch.undo()
-        with ranks.call("go on"):
-            assert ranks.first("b", lambda: 5) == 5
-
-
-@on_ranks(2)
-def test_a_long_wait_in_a_round_is_reported() -> None:
-    rank, group, said = dist.get_rank(), dist.new_group(), list[str]()
-    ranks, store = consensus.Ranks(group), dist.PrefixStore("told", group_store(group))
-
-    def warn(text: str, *values: Any) -> None:
-        said.append(text % values)
-        store.set("", "")
-
-    soon = mock.patch.object(threads, "NOTICE", timedelta(seconds=0.1))
-    with soon, mock.patch.object(threads.logger, "warning", warn), ranks.call("save()"):
-        ranks.together("write", lambda: store.wait([""]) if rank == 1 else None)
-    assert rank == 1 or said == ["rank 0 has waited 0 s in save() (write) for other ranks, which are in it as well"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 10, 75, 4096])

@@ -23,7 +23,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.comm.consensus import CPU, TrainingRanks
-from fsdp.comm.waiting.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import clean_name

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp.__main__ import main
 from fsdp.checkpoint import convert, load, load_plain
 from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.old_programs import AFTER, BEFORE, FULL_ON_CPU, Block, adamw, old_model, old_programs, train
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train
 from tests.harness.optim_states import quiet
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks

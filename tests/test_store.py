@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, load_plain, save, save_checkpoint
 from fsdp.checkpoint.files import Disk
+from fsdp.comm import consensus
 from tests.harness.disk import FaultyDisk, Killed, on_disk
 from tests.harness.models import ZOO, WithExtraState
 from tests.harness.oracle import assert_bit_equal
@@ -267,19 +268,19 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     assert sorted(os.listdir(root)) == ["checkpoint_00000002", "latest"]
 
 
-def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: int) -> None:
+def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, group: Any, step: int) -> None:
     """Interrupt some ranks: every rank raises, and the next save works and holds a single step."""
     rank = dist.get_rank()
     with on_disk(FaultyDisk(at, KeyboardInterrupt()) if rank in ranks else Disk()):
         if rank in ranks:
             with pytest.raises((KeyboardInterrupt, RuntimeError) if rank and 0 in ranks else KeyboardInterrupt):
-                save(root, model, extra={"step": step})
+                save(root, model, extra={"step": step}, process_group=group)
         else:
             with pytest.raises(RuntimeError, match=rf"rank {min(ranks)} left .*: KeyboardInterrupt"):
-                save(root, model, extra={"step": step})
+                save(root, model, extra={"step": step}, process_group=group)
     train(model)
-    made = save(root, model, extra={"step": step + 1})
-    assert load(root, model) == {"step": step + 1}, made
+    made = save(root, model, extra={"step": step + 1}, process_group=group)
+    assert load(root, model, process_group=group) == {"step": step + 1}, made
 
 
 def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -294,7 +295,7 @@ def test_another_path_than_on_rank_0_warns(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model = wrap(nn.Linear(5, 7))
 
-    def warned(action: Callable[[], Any], *, path: str) -> Any:
+    def warned(action: Callable[[], Any]) -> Any:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             result = action()
@@ -302,48 +303,54 @@ def test_another_path_than_on_rank_0_warns(tmp_path: Path) -> None:
             assert not seen
         else:
             (message,) = (str(each.message) for each in seen)
-            assert f"'{path}_0' on rank 0, which all ranks use, and '{path}_1' on this rank" in message
+            assert f"'{first}' on rank 0, which all ranks use, and '{own}' on this rank" in message
         return result
 
-    saved = warned(lambda: save(own, model, extra=rank), path=f"{tmp_path}/rank")
+    saved = warned(lambda: save(own, model, extra=rank))
     assert saved.parent == first and not (tmp_path / "rank_1").exists()
-    assert warned(lambda: load(own, model), path=f"{tmp_path}/rank") == rank
-    warned(lambda: async_save(str(own), model).result(), path=f"{tmp_path}/rank")
+    assert warned(lambda: load(own, model)) == rank
+    warned(lambda: async_save(str(own), model).result())
     other = tmp_path / f"directory_{rank}"
     other.mkdir()
-    home = os.getcwd()
-    try:
-        os.chdir(other)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(other)
         save("run", model)
         load("run", model)
-    finally:
-        os.chdir(home)
     assert not (tmp_path / "directory_1" / "run").exists()
 
 
-@on_ranks(3)
-def test_an_interrupted_save_raises_on_all_ranks_and_the_next_save_works(tmp_path: Path) -> None:
-    """The error names the interrupted rank, and the next save holds one step on all ranks."""
-    root = str(tmp_path / "run")
+def interrupt_saves(root: str, group: Any) -> None:
     torch.manual_seed(3)
-    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), process_group=group)
     world_size, step = dist.get_world_size(), 0
     for failing in range(world_size):
         for at in (0, 1) if failing == 0 else (0,):  # a rank's file; on rank 0 the directory before it
-            interrupted_on({failing}, at, root, model, step := step + 2)
-    interrupted_on(set(range(world_size)), 0, root, model, step := step + 2)
+            interrupted_on({failing}, at, root, model, group, step := step + 2)
+    interrupted_on(set(range(world_size)), 0, root, model, group, step := step + 2)
     if dist.get_rank() == 1:  # between two rounds: rank 1 has an answer and does not start the next round
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(save_checkpoint.Save, "write", interrupted)
-            save(root, model)
+            save(root, model, process_group=group)
     else:
         with pytest.raises(RuntimeError, match=r"rank 1 left fsdp.checkpoint.save\(\) \(take .*\): KeyboardInterrupt"):
-            save(root, model)
-    save(root, model, extra="last", keep=1)
-    assert load(root, model) == "last"
-    with pytest.raises(RuntimeError, match=r"rank 1: it is in fsdp.checkpoint.load\(\) .* 0 in fsdp.checkpoint.save"):
-        save(root, model) if dist.get_rank() == 0 else load(root, model)
-    assert load(root, model) == "last"
+            save(root, model, process_group=group)
+    save(root, model, extra="last", keep=1, process_group=group)
+    assert load(root, model, process_group=group) == "last"
+    with pytest.raises(RuntimeError, match=r"rank \d: it is in fsdp.checkpoint.\w+\(\) .* in fsdp.checkpoint"):
+        (save if dist.get_rank() == 0 else load)(root, model, process_group=group)
+    assert load(root, model, process_group=group) == "last"
+
+
+@pytest.mark.parametrize("children", [8, 1], ids=["star", "chain"])
+@on_ranks(3)
+def test_an_interrupted_save_raises_on_all_ranks_and_the_next_save_works(children: int, tmp_path: Path) -> None:
+    """The error names the interrupted rank, and the next save holds one step on all ranks.
+
+    Ranks talk to rank 0, as up to nine do, or each to the next one, as ranks do that are deep in a tree of many.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "FAN_OUT", children)
+        interrupt_saves(str(tmp_path / "run"), dist.new_group())
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

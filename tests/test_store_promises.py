@@ -545,26 +545,6 @@ def test_a_file_system_that_cannot_sync_directories_is_supported(
         save(tmp_path / "never", with_extra(1.0))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "index.json", "rank_0.safetensors"])
-def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The model is unchanged."""
-    made, module = save(tmp_path, with_extra(1.0), extra=1), with_extra(2.0)
-    real = Path.read_bytes
-
-    def reads(path: Path) -> bytes:
-        if path == made / name:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(path)
-
-    monkeypatch.setattr(Path, "read_bytes", reads)
-    if name == "rank_0.safetensors":
-        monkeypatch.setattr(Disk, "read", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
-    for read in (lambda: load(tmp_path, module), lambda: load_plain(tmp_path)):
-        with pytest.raises((OSError, RuntimeError), match=rf"Input/output error: '?{re.escape(str(made / name))}"):
-            read()
-    assert module.weight.tolist() == [2.0] * 3
-
-
 # -- all or nothing ----------------------------------------------------------------------------------------------------
 
 
