@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
-from fsdp.comm.transport import shared_memory
+from fsdp import FullStateDictConfig, FullyShardedDataParallel
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.models import Net, Unit
@@ -22,7 +19,6 @@ from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.states import FULL, KINDS, kind_of, rich
-from tests.harness.versions import needs_swaps
 
 
 @pytest.mark.parametrize("mode", [False, True])
@@ -100,33 +96,6 @@ def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
     else:
         assert most <= SQUARE + slack and held <= slack
     assert max(_peak("ragged")) <= slack
-
-
-@needs_swaps
-@on_ranks(2)
-def test_state_dict_calls_release_the_shared_memory_of_their_gathers() -> None:
-    model = make_wide()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    first = next(model.parameters())
-    calls: dict[str, Callable[[], object]] = {
-        "state_dict": model.state_dict,
-        "optim_state_dict": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
-        "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
-        "full_tensor": lambda: full_tensor(first),
-        "full_grad": lambda: full_grad(first),
-        "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
-    }
-    model.state_dict()  # the ranks have decided whether they share memory
-    left, segment = {}, shared_memory.segment()
-    for name, call in calls.items() if segment is not None else ():
-        segment.trim()
-        before = segment.held_nbytes
-        call()
-        left[name] = segment.held_nbytes - before
-    assert not any(left.values()), left
 
 
 def _peak_of_loading(kind: str) -> int:
