@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.optim import AdamW
 import fsdp
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from fsdp.checkpoint import load, save
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
@@ -117,31 +115,6 @@ def test_unit_has_a_flat_parameter_for_each_dtype_and_label() -> None:
     for handle in model._fsdp_unit.handles:  # of the head
         handle.flat_param.requires_grad_(False)
     assert [len(group["params"]) for group in fsdp.param_groups(model, weight_decay=MATRICES)] == [2, 4]
-
-
-@on_ranks(2)
-def test_state_of_divided_flat_parameters_has_the_plain_models_names(tmp_path: Path) -> None:
-    """State dicts and checkpoints move between divided flat parameters and original ones."""
-    flat, original = build(), build(use_orig_params=True)
-    of_flat, of_original = optimizer_of(flat), optimizer_of(original)
-    for model, optimizer in ((flat, of_flat), (original, of_original)):
-        train(model, optimizer, range(3))
-    saved, expected = FSDP.optim_state_dict(flat, of_flat), FSDP.optim_state_dict(original, of_original)
-    assert saved["state"].keys() == expected["state"].keys() == dict(plain_model().named_parameters()).keys()
-    for name, states in expected["state"].items():
-        assert_bit_equal(saved["state"][name], states, name)
-    assert [sorted(group["params"]) for group in saved["param_groups"]] == [
-        sorted(group["params"]) for group in expected["param_groups"]
-    ]
-    fresh, again = build(), build(use_orig_params=True)
-    of_fresh, of_again = optimizer_of(fresh), optimizer_of(again)
-    of_fresh.load_state_dict(FSDP.optim_state_dict_to_load(fresh, of_fresh, expected))
-    fresh.load_state_dict(original.state_dict())
-    load(save(tmp_path, flat, of_flat, progress=False), again, of_again, progress=False)
-    for model, optimizer in ((fresh, of_fresh), (again, of_again), (original, of_original)):
-        train(model, optimizer, range(3, 5))
-    assert_bit_equal(full_parameters(fresh), full_parameters(original))
-    assert_bit_equal(full_parameters(again), full_parameters(original))
 
 
 @on_ranks(2)

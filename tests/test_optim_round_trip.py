@@ -246,22 +246,15 @@ def test_states_keep_their_memory_order_so_that_the_next_step_is_that_of_the_run
 # -- mismatched states ------------------------------------------------------------------------------------------------
 
 
-def renamed() -> Net:
-    """Build a model whose state dict renames one parameter and drops another."""
-    model = plain_model()
-    model.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
-    model.register_state_dict_post_hook(_rename)
-    model.register_load_state_dict_pre_hook(_rename_back)
-    return model
+def quietly(function: Any, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the optimizer's state has an entry")
+        return function(*args)
 
 
-def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    state[f"{prefix}renamed"] = state.pop(f"{prefix}full.weight")
-    del state[f"{prefix}full.bias"]
-
-
-def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    state[f"{prefix}full.weight"] = state.pop(f"{prefix}renamed")
+def save_quietly(*args: Any) -> Path:
+    path: Path = quietly(save, *args)
+    return path
 
 
 @on_ranks(2)
@@ -300,15 +293,10 @@ def gradients_of(model: nn.Module) -> Tensor:
 
 @on_ranks(2)
 def test_state_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
-    """Also where a hook renames or drops the parameter's key in the model's state."""
     rank = dist.get_rank()
     for uop in (False, True):
-        model = build(uop, renamed())
+        model = build(uop)
         optimizer = step(torch.optim.AdamW(model.parameters()))
-        fresh = torch.optim.AdamW(model.parameters())
-        load(save(tmp_path, model, optimizer), model, fresh)
-        assert content(fresh) == content(optimizer)
-        # states that could not be loaded are refused by name
         for key, error, message in (
             ("half.bias", KeyError, r"half.bias\W+belongs to no parameter, and has the name of one"),
             (None, TypeError, "'half.weight' has one called None"),
@@ -368,25 +356,6 @@ def test_flat_parameters_without_elements_have_state() -> None:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(fresh["state"])
-
-
-@on_ranks(3)
-def test_disagreement_of_one_process_group_raises_on_all_ranks() -> None:
-    """Also on ranks of different groups only."""
-    rank = dist.get_rank()
-    experts = [dist.new_group([0, 1]), dist.new_group([2])]
-    for uop in (False, True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a group of one rank shards nothing
-            expert = FSDP(nn.Linear(4, 4), experts[rank // 2], use_orig_params=uop)
-            model = FSDP(nn.Sequential(nn.Linear(4, 4), expert), use_orig_params=uop)
-        expert.set_gradient_divide_factor(2 if rank < 2 else 1)  # the groups hold copies
-        optimizer = step(torch.optim.AdamW(model.parameters()))
-        if rank == 1:
-            for param in expert.parameters():
-                optimizer.state[param]["step"] += 1
-        with pytest.raises(AssertionError, match=r"'step' of '1.\w+'.* is tensor\(3.\) on rank 1"):
-            FSDP.full_optim_state_dict(model, optimizer)
 
 
 # -- state of another rank ---------------------------------------------------------------------------------------------

