@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 import time
-import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,14 +43,11 @@ from tests.harness.agreeing import (
     train,
     train_and_raise,
 )
-from tests.harness.fake_group import fake_group
 from tests.harness.models import Net
 from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
-
-OTHER_ORDER = "Forward order differs across ranks"
 
 # -- different models ----------------------------------------------------------------------------------------------
 
@@ -101,85 +96,12 @@ def test_different_layouts_raise_at_first_use(use: str) -> None:
         assert error.endswith("Build and wrap the same model on every rank"), error
 
 
-class Renamed(Chain):
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__(widths)
-        self.layers = self.blocks
-        del self.blocks
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Reordered(Chain):
-    """A chain with the units of `Chain` in the same order, registered in a different one."""
-
-    def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__(widths)
-        blocks = list(self.blocks)
-        self.blocks = nn.ModuleList([blocks[1], blocks[0], *blocks[2:]])
-        self.order = [1, 0, 2]
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
-
-
-@on_ranks(RANKS)
-def test_names_may_differ() -> None:
-    """Differences that no collective depends on, such as names, are no error."""
-    losses = []
-    for odd in (Renamed, Chain):
-        torch.manual_seed(0)
-        model = build((odd if dist.get_rank() == ODD else Chain)(UNEQUAL), new_group())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses.append([step(model, optimizer, torch.ones(2, WIDTH)) for _ in range(3)])
-    assert losses[0] == losses[1]
-    assert losses[0][2] < losses[0][0] / 2
-
-
-@pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-@on_ranks(RANKS)
-@impatient
-def test_another_order_of_registration_raises(widths: tuple[int, ...]) -> None:
-    """The error names a different layout or, where all units have the same size, a different order."""
-    model = build((Reordered if dist.get_rank() == ODD else Chain)(widths), new_group())
-    warnings.filterwarnings("ignore", "The ranks began with different values")  # as modules are made in another order
-    error = first_error(model)
-    assert error.startswith(OTHER_ORDER if widths == EQUAL else "the ranks have wrapped different models"), error
-    assert "unit 'blocks.0'" in error and (widths != EQUAL or "unit 'blocks.1'" in error), error
-
-
-@on_ranks(RANKS)
-def test_groups_may_differ_between_ranks() -> None:
-    """A group of one rank agrees without collectives; experts and their groups may differ; a rank may lack a model."""
-    rank, everyone = dist.get_rank(), new_group()
-    alone = [new_group(ranks=[r]) for r in range(RANKS)][rank]
-    pair, ends = new_group(ranks=[0, 1]), new_group(ranks=[0, 2])
-
-    def labels_of_training(model: Any) -> list[str | None]:
-        with record_collectives() as log:
-            for _ in range(3):
-                train(model)
-                evaluate(model)
-        return [record.label for record in log.records]
-
-    assert labels_of_training(build(Chain(UNEQUAL if rank else EQUAL), alone)) == []
-    torch.manual_seed(0)
-    expert = build(Block(4), pair) if rank < 2 else build(Block(9), alone)
-    torch.manual_seed(0)
-    net = nn.Sequential(OrderedDict(head=nn.Linear(WIDTH, WIDTH), expert=expert))
-    mixture = labels_of_training(wrap(net, process_group=everyone, wrap_policy=None))
-    assert mixture.count("agree on the layout") == (2 if rank < 2 else 1)
-    assert mixture.count("reduce unit 'expert'") == (3 if rank < 2 else 0)
-    if rank != ODD:
-        assert labels_of_training(build(Chain(UNEQUAL), ends)).count("agree on the layout") == 1
 
 
 # A step is usual, or the two ranks that share the expert first evaluate or train it alone, or skip it. The third rank
@@ -295,26 +217,6 @@ def test_agreement_costs_one_collective_per_pass(strategy: ShardingStrategy) -> 
         agreements = [str(label) for label in log.labels() if str(label).startswith("agree ")]
         assert len(agreements) == (1 if strategy is NO_SHARD else 2), agreements
         assert not any(label.startswith(("agree to gather", "agree to reduce")) for label in agreements), agreements
-
-
-def test_group_with_no_op_collectives_agrees() -> None:
-    """A fake group of 8 ranks in one process trains under every strategy, also after an exception."""
-    with fake_group(5, 8):
-        for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD):
-            model = build(Chain(UNEQUAL), None, strategy)
-            with record_collectives() as log:
-                for _ in range(3):
-                    train(model)
-                    evaluate(model)
-                    model.module.order.reverse()
-                summon(model)
-            train_and_raise(model, 1)
-            train(model)
-            assert (
-                log.count("reduce_scatter" if strategy is not NO_SHARD else "all_reduce", "reduce unit 'blocks.1'") == 3
-            )
-            for record in log.records:
-                assert record.op == "all_reduce" or not str(record.label).startswith("agree"), record
 
 
 # -- dead ranks ----------------------------------------------------------------------------------------------------

@@ -237,7 +237,6 @@ class Run:
         os.environ["FSDP_COLLECTIVES"] = row.way
         self.row, self.folder = row, folder
         self.group = group or (new_pair() if row.strategy is HYBRID_SHARD else new_group(row.seconds))
-        self.full_optim_state: dict[str, Any] = {}
         self.new_model()
 
     def new_model(self, **options: Any) -> None:
@@ -299,9 +298,6 @@ class Run:
         with FullyShardedDataParallel.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, config):
             self.model.load_state_dict(self.plain.state_dict())
 
-    def scatter_optim_state(self) -> None:
-        FullyShardedDataParallel.scatter_full_optim_state_dict(self.full_optim_state, self.model, optim=self.optimizer)
-
     def set_optimizer(self) -> None:
         """Load from rank 0 with no communication except that of the call."""
         names = [name for name, _ in self.plain.named_parameters()]
@@ -326,14 +322,6 @@ class Run:
 
     def load(self) -> None:
         checkpoint.load(self.folder, self.model, self.optimizer, process_group=self.group)
-
-    def destroy_group(self) -> None:
-        """Continue in another group, as programs do that end the first one."""
-        self.model = self.optimizer = None
-        _kept.remove(self.group)
-        dist.destroy_process_group(self.group)
-        self.group = new_group()
-        self.new_model()
 
 
 ACTIONS: dict[str, Callable[[Run], Any]] = {
@@ -362,18 +350,14 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     # models
     "new model": Run.new_model,
     "new model from rank 0": lambda run: run.new_model(sync_module_states=True),
-    "new group": Run.destroy_group,
     "another model": lambda run: evaluate(build(Chain((5,)), run.group)),
     "a second model": lambda run: train(build(Chain(UNEQUAL), run.group)),
     # calls
     "sleep": lambda run: time.sleep(0.5),
-    "sleep too long": lambda run: time.sleep(SHORT + 1.0),
     "state_dict": Run.state_dict,
     "state_dict for rank 0": lambda run: run.state_dict(rank0_only=True),
     "state_dict of the inner module": lambda run: run.model.module.state_dict(),
     "optim_state_dict": lambda run: FullyShardedDataParallel.optim_state_dict(run.model, run.optimizer),
-    "full_optim_state_dict": lambda run: FullyShardedDataParallel.full_optim_state_dict(run.model, run.optimizer),
-    "scatter_optim_state_dict": Run.scatter_optim_state,
     "get_optimizer": lambda run: get_optimizer_state_dict(run.model, torch.optim.Adam(run.model.parameters())),
     "set_optimizer": Run.set_optimizer,
     "set_model": Run.set_model,
