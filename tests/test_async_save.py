@@ -177,29 +177,6 @@ def test_save_and_load_wait_for_the_previous_async_save(tmp_path: Path) -> None:
     assert_bit_equal(saved(path), expected[-1])
 
 
-@on_ranks(3)
-def test_overlapping_groups_save_at_the_same_time(tmp_path: Path) -> None:
-    """One rank takes part in two saves in flight."""
-    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    outcomes, expected = [], []
-    files.disk = gate = Gate()
-    for number, group in enumerate(groups):
-        if dist.get_rank() in (number, number + 1):
-            model, optimizer = built(ShardingStrategy.FULL_SHARD, False, seed=number, process_group=group)
-            step(model, optimizer, 0)
-            expected.append((number, whole(model, optimizer)))
-            outcomes.append(async_save(tmp_path / str(number), model, optimizer, process_group=group))
-    gate.opened.set()
-    for outcome, (number, values) in zip(outcomes, expected, strict=True):
-        assert outcome.result() == tmp_path / str(number) / "checkpoint_00000001"
-        assert_bit_equal(saved(tmp_path / str(number)), values)
-    files.disk = Disk()
-    dist.barrier()
-    for group in groups:
-        if dist.get_rank() in dist.get_process_group_ranks(group):
-            dist.destroy_process_group(group)
-
-
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

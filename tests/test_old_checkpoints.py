@@ -325,17 +325,6 @@ def test_states_of_another_shape_than_the_parameter_are_refused(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["run.pt"]
 
 
-def test_a_module_that_is_called_module_keeps_its_name(tmp_path: Path) -> None:
-    """The optimizer has parameters of that module alone, as if DistributedDataParallel had named them."""
-    state = {"module.weight": torch.ones(2), "head": torch.ones(3)}
-    groups = [{"lr": 0.5, "params": ["module.weight"]}]
-    optimizer = {"state": {"module.weight": {"exp_avg": torch.ones(2)}}, "param_groups": groups}
-    torch.save({"model": state, "optimizer": optimizer}, tmp_path / "run.pt")
-    plain = load_plain(convert(tmp_path / "run.pt", tmp_path / "new"))
-    assert_bit_equal(plain.model, state)
-    assert plain.optimizer is not None and list(plain.optimizer["state"]) == ["module.weight"]
-
-
 def test_equal_parts_without_a_description_are_refused(tmp_path: Path) -> None:
     """Tensors that differ between the ranks are no replicas, unless the model says that they are buffers."""
     old = tmp_path / "old"

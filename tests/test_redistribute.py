@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import random
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from fsdp import FullyShardedDataParallel, StateDictType
-from fsdp.checkpoint.forms import Form, Full, Held
 from fsdp.comm import collectives
-from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, same_cover
+from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, same_cover
 from fsdp.placement.redistribute import Channel, Item, redistribute
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks
-from tests.harness.process_groups import record_collectives
 from tests.harness.ragged import random_tensor
 
 CPU = torch.device("cpu")
@@ -139,77 +132,3 @@ def test_redistribute_moves_any_placement_into_any_placement(seed: int) -> None:
                 assert torch.equal(bits(memory), bits(values)), (way, box, str(source), str(target))
     os.environ["FSDP_COLLECTIVES"] = "auto"
     dist.destroy_process_group(group)
-
-
-@on_ranks(2)
-def test_many_tensors_move_in_one_collective_and_local_ones_in_none() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shape, stride = (5, 7), (7, 1)
-    whole = numbered(shape, stride, torch.float32)
-    flat = Placement.intervals(shape, stride, ((0, 0, 17), (1, 17, 35)), size)
-    rows = Placement.rows(shape, chunk_rows(5, size))
-    everywhere, first = Placement.whole(shape, size), Placement.whole(shape, size, only=0)
-    for source, target, ops in (
-        (flat, everywhere, ["all_gather"]),
-        (first, everywhere, ["broadcast"]),
-        (flat, rows, ["all_to_all"]),
-        (flat, first, ["all_to_all"]),
-        (first, flat, ["all_to_all"]),
-        (flat, flat, []),
-        (flat, Placement.whole(shape, size, only=-1), []),
-    ):
-        channel = Channel(dist.group.WORLD, CPU)
-        gets = [(box, torch.zeros(box.sizes)) for box in target.boxes[rank]]
-        has = parts_of(source, whole, rank)
-        with record_collectives() as log:
-            redistribute([Item(torch.float32, stride, source, target, has, gets)] * 2, channel, "move")
-            channel.flush()
-        assert [record.op for record in log.records] == ops, (str(source), str(target))
-        copy_parts(gets, [(Box.whole(shape), result := torch.zeros(shape))])
-        for box, values in gets:
-            assert torch.equal(Box.whole(shape).cut(box, result), Box.whole(shape).cut(box, whole)), values
-
-
-class Columns(Form):
-    """A form of state in which each rank has some columns, as a plain tensor."""
-
-    called, is_cut = "a state dict of columns", True
-
-    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
-        return columns(shape, ranks)
-
-    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
-        return local
-
-    read = Full.read
-
-
-def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(
-        nn.Linear(5, 3), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(2, 5)
-    )
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
-    )
-    optimizer = torch.optim.Adam(model.parameters())
-    for param in model.parameters():
-        param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
-    optimizer.step()
-    asked_for = mock.patch.object(Form, "of", return_value=form) if form else contextlib.nullcontext()
-    with FullyShardedDataParallel.state_dict_type(model, kind), asked_for:
-        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@on_ranks(2)
-def test_a_new_form_of_state_needs_only_one_class(use_orig_params: bool) -> None:
-    """Model and optimizer state are exported in it."""
-    whole, states = states_in(StateDictType.FULL_STATE_DICT, None, use_orig_params)
-    form = Columns(offload_to_cpu=False)
-    cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, form, use_orig_params)
-    pairs = [(whole[key], cut[key]) for key in whole]
-    pairs += [(states[name][key], cut_states[name][key]) for name in states for key in ("exp_avg", "exp_avg_sq")]
-    for full, local in pairs:
-        (box,) = columns(tuple(full.shape), dist.get_world_size()).boxes[dist.get_rank()]
-        assert torch.equal(local, Box.whole(full.shape).cut(box, full))

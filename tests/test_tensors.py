@@ -10,7 +10,6 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.runtime import tensors
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.strategies import FULL, GRAD_OP, NO_SHARD
@@ -99,16 +98,3 @@ def test_parameters_outside_of_units_are_returned_unchanged() -> None:
     copied = fsdp.full_tensor(ignored.weight)
     assert torch.equal(copied, ignored.weight) and copied.data_ptr() != ignored.weight.data_ptr()
     assert fsdp.num_params(model) == 9 + 8
-
-
-@on_ranks(2)
-def test_a_parameter_with_the_id_of_a_deleted_one_is_not_confused_with_it() -> None:
-    model = build()
-    first, second = model.module.head.parameters()
-    assert fsdp.global_shape(first) == (2, 6)
-    # as if a parameter is deleted and a new one gets that id
-    tensors._locations[id(second)] = tensors._locations[id(first)]
-    assert fsdp.global_shape(second) == (2,)
-    other = torch.zeros(1)
-    tensors._locations[id(other)] = tensors._locations[id(first)]
-    assert tensors._location_of(other) is None
