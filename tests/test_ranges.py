@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision
+from fsdp import FullyShardedDataParallel
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
@@ -86,13 +86,3 @@ def test_outputs_that_are_views_may_be_changed_in_place() -> None:
         wanted = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
         assert len(wanted) == 4
         assert_bit_equal(full_gradients(model), wanted)
-
-
-@on_ranks(2)
-def test_changing_the_precision_config_after_wrapping_has_no_effect() -> None:
-    """A later change would apply to inputs and outputs but not to parameters."""
-    asked = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
-    model = FullyShardedDataParallel(nn.Linear(4, 4), mixed_precision=asked)
-    assert model(torch.ones(2, 4)).dtype is torch.bfloat16
-    asked.param_dtype = model.mixed_precision.output_dtype = torch.float16
-    assert model(torch.ones(2, 4)).dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Costs of saving and loading model state: collectives and memory."""
+"""Costs of saving and loading state: collectives, messages and memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullStateDictConfig, FullyShardedDataParallel
+from fsdp import FullStateDictConfig, RaggedOptimStateDictConfig, StateDictType
+from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, needs_meter
 from tests.harness.models import Net, Unit
+from tests.harness.optim_states import adamw, train
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -31,7 +33,7 @@ def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
     units = ["gather the root unit", "gather unit 'blocks.0'", "gather unit 'blocks.1.0'"]
     by_kind = {"full": "all_gather", "rank 0": "all_to_all", "sharded": "all_to_all", "local": None, "ragged": None}
     for kind, op in by_kind.items():
-        with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
+        with FSDP.state_dict_type(model, *settings_of(kind)):
             with record_collectives() as log:
                 state = model.state_dict()
             moved = [r for r in log.records if r.label in units]
@@ -49,6 +51,50 @@ def test_state_dicts_gather_each_unit_at_most_once(mode: bool) -> None:
             assert [(r.op, r.nbytes) for r in agreed] == [("all_reduce", 24)], kind
 
 
+@pytest.mark.parametrize("uop", [False, True])
+@on_ranks(2)
+def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
+    """One exchange of descriptions, then one collective per unit for all states; ranks receive only requested parts."""
+    plain, state = nn.Sequential(*(nn.Linear(70, 70) for _ in range(6))), (70 * 70 + 70) * 4  # bytes of a unit
+    model = wrap(plain, use_orig_params=uop, wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = train(adamw(model.parameters()), steps=1)
+    world_size, group = dist.get_world_size(), tuple(range(dist.get_world_size()))
+    for save, op in (
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=True), "all_to_all"),
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), "all_gather"),
+        (lambda: FSDP.sharded_optim_state_dict(model, optimizer), "all_to_all"),
+    ):
+        with record_collectives() as log:
+            saved = save()
+        moved = [record for record in log.records if not str(record.label).startswith("agree")]
+        if op == "all_gather" and {record.op for record in moved} == {"exchange"}:
+            op = "exchange"  # the direct all-gather
+        assert [(record.op, record.group) for record in moved] == [(op, group)] * 6
+        agreed = [record.op for record in log.records if record.label == "agree on the optimizer's states"]
+        assert agreed == ["all_reduce", "all_gather"]
+        assert moved[0].label == "optimizer state of unit '0'"
+    ragged = RaggedOptimStateDictConfig()
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, ragged), record_collectives() as log:
+        FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
+    assert all(str(record.label).startswith("agree") for record in log.records), "parts of ranks stay where they are"
+    received = moved[0].output_nbytes
+    assert received <= 2 * state / world_size + 64, "of sharded states each rank gets its chunk only"
+
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    with record_collectives() as log:
+        FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    assert [record.op for record in log.records] == ["all_reduce"] * 2 + ["all_to_all"] * 6
+    assert all(record.output_nbytes <= 2 * state / world_size + 64 for record in log.records[2:])
+    with record_collectives() as log:
+        if dist.get_rank() == 0:
+            FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+    assert log.records == []
+    with record_collectives() as log:
+        FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer)
+    assert [record.op for record in log.records] == ["all_reduce"] + ["all_to_all"] * 6
+    assert log.records[0].nbytes == 24, "whether every rank has the same to send"
+
+
 SQUARE = 256 * 256 * 4
 
 
@@ -56,7 +102,7 @@ def settings_of(kind: str) -> tuple[Any, ...]:
     return (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
 
 
-def make_wide() -> FullyShardedDataParallel:
+def make_wide() -> FSDP:
     """Wrap a root with parameters before and after the units; a square matrix has a quarter of a megabyte."""
 
     def square() -> nn.Module:
@@ -70,7 +116,7 @@ def make_wide() -> FullyShardedDataParallel:
 def _peak(kind: str) -> tuple[int, int]:
     """Return the peak of bytes while the state is collected, and the bytes held afterwards, beyond those before."""
     model, meter = make_wide(), Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
+    with FSDP.state_dict_type(model, *settings_of(kind)):
         with Peak(meter):  # imports at first use leave cycles of tracebacks
             model.state_dict()
         gc.collect()
@@ -101,7 +147,7 @@ def test_a_full_state_dict_needs_memory_for_one_further_unit() -> None:
 def _peak_of_loading(kind: str) -> int:
     """Return the peak of bytes during a load, beyond those before."""
     model, meter = make_wide(), Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings_of(kind)):
+    with FSDP.state_dict_type(model, *settings_of(kind)):
         state = model.state_dict()
         with Peak(meter):
             model.load_state_dict(state)

@@ -326,6 +326,10 @@ def interrupt_saves(root: str, group: Any) -> None:
     for failing in range(world_size):
         for at in (0, 1) if failing == 0 else (0,):  # a rank's file; on rank 0 the directory before it
             interrupted_on({failing}, at, root, model, group, step := step + 2)
+        full = OSError(errno.ENOSPC, "full")
+        fails = on_disk(FaultyDisk(0, full) if dist.get_rank() == failing else Disk())
+        with fails, pytest.raises(OSError, match=f"rank {failing}: full"):
+            save(root, model, process_group=group)
     interrupted_on(set(range(world_size)), 0, root, model, group, step := step + 2)
     if dist.get_rank() == 1:  # between two rounds: rank 1 has an answer and does not start the next round
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -5,8 +5,6 @@ A load reads the manifest, which has a line for each rank that saved.
 
 from __future__ import annotations
 
-import random
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,14 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.checkpoint import files, index, load, load_plain, rank_file, save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.placement.boxes import Box, memory_order
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
 
-LAYERS, EXTRA = 12, 200_000
-
 
 def layers(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(7, 7) for _ in range(LAYERS)))
+    return nn.Sequential(*(nn.Linear(7, 7) for _ in range(12)))
 
 
 def wrapped(seed: int, **options: Any) -> FSDP:
@@ -58,64 +53,39 @@ def test_each_replica_writes_a_part(tmp_path: Path) -> None:
 # -- without processes -------------------------------------------------------------------------------------------------
 
 
-def sharded(shapes: list[tuple[int, ...]], rank: int, ranks: int, transposed: bool) -> dict[str, RaggedTensor]:
-    """Return this rank's part of one flat vector of these tensors."""
-    numel = sum(torch.Size(shape).numel() for shape in shapes)
-    shard, offset, state = -(-numel // ranks), 0, {}
-    for number, shape in enumerate(shapes):
-        size = torch.Size(shape).numel()
-        start, end = (min(max(place * shard - offset, 0), size) for place in (rank, rank + 1))
-        stride = torch.empty(shape, device="meta").T.contiguous().T.stride() if transposed and len(shape) == 2 else None
-        state[str(number)] = RaggedTensor(torch.empty(end - start), shape, start, stride)
-        offset += size
-    return state
-
-
-def writes(key: str, rank: int, ranks: int, replicas: int) -> bool:
-    return zlib.crc32(key.encode()) % replicas == rank // ranks
-
-
-def table_of(state: dict[str, RaggedTensor], rank: int, ranks: int, replicas: int = 1) -> index.Table:
-    """Describe the elements that a rank writes; rank 0 writes tensors without elements."""
-    table: index.Table = {}
-    for key, value in state.items():
-        shape, boxes = tuple(value.shape), value.boxes
-        if value.numel() == 0:
-            boxes = (Box.whole(shape),) if rank == 0 else ()
-        if boxes and (value.numel() == 0 or writes(key, rank, ranks, replicas)):
-            table[key] = index.of_tensor(value.dtype, shape, memory_order(shape, value.stride()), boxes, rank)
-    return table
-
-
-def described(shapes: list[tuple[int, ...]], ranks: int, replicas: int, transposed: bool = False) -> index.Table:
-    """Join tables as the ranks do: some tables first, then some of the results."""
-    states = [sharded(shapes, rank % ranks, ranks, transposed) for rank in range(ranks * replicas)]
-    joined = [table_of(state, rank, ranks, replicas) for rank, state in enumerate(states)]
-    while len(joined) > 1:
-        width = random.randint(2, 5)
-        joined = [index.joined(joined[at : at + width]) for at in range(0, len(joined), width)]
-    return joined[0]
+def tables_of(shapes: list[tuple[int, ...]], ranks: int) -> list[index.Table]:
+    """Describe what each rank writes: a part of one flat vector of these tensors."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    shard, tables = -(-sum(sizes) // ranks), [index.Table() for _ in range(ranks)]
+    for number, (shape, size) in enumerate(zip(shapes, sizes)):
+        offset = sum(sizes[:number])
+        for rank, table in enumerate(tables):
+            start, end = (min(max(place * shard - offset, 0), size) for place in (rank, rank + 1))
+            if start < end:
+                boxes = RaggedTensor(torch.empty(end - start), shape, start).boxes
+                table[str(number)] = index.of_tensor(torch.float32, shape, range(len(shape)), boxes, rank)
+    return tables
 
 
 def test_the_size_of_the_index_is_independent_of_the_number_of_ranks() -> None:
-    """The messages that build the index are as small."""
-    shapes = [(512, 64), (64,), (64, 512), (512,)]
-    nbytes = [len(index.packed(described(shapes, ranks, 1))) for ranks in (8, 64, 512)]
+    """The messages that build the index are as small. Ranks join some tables first, then some of the results."""
+    shapes, nbytes = [(512, 64), (64,), (64, 512), (512,)], []
+    for ranks in (8, 64, 512):
+        tables = tables_of(shapes, ranks)
+        while len(tables) > 1:
+            tables = [index.joined(tables[at : at + 3]) for at in range(0, len(tables), 3)]
+            assert max(len(saved.runs) for table in tables for saved in table.values()) <= 3
+        nbytes.append(len(index.packed(tables[0])))
     assert max(nbytes) < 1.5 * min(nbytes), nbytes
-    counts = []
-    for ranks in (8, 512):
-        table = described(shapes, ranks, 1)
-        counts.append(sum(len(saved.runs) for saved in table.values()))
-    assert max(counts) <= 3 * len(shapes)
 
 
 def test_ranks_with_different_tensors_raise() -> None:
-    one, other = (table_of(sharded([(4, 4 + rank)], rank, 2, False), rank, 2) for rank in range(2))
+    one, other = tables_of([(4, 4)], 2)[0], tables_of([(4, 5)], 2)[1]
     with pytest.raises(ValueError, match=r"'0' is float32 of shape \(4, 4\) on rank 0 and .* \(4, 5\) on rank 1"):
         index.joined([one, other])
     with pytest.raises(ValueError, match=r"'0' has 16 elements, and the ranks together have 8 of them"):
         index.check_complete(one)
-    both = index.joined([one, table_of(sharded([(4, 4)], 1, 2, False), 1, 2)])
+    both = index.joined(tables_of([(4, 4)], 2))
     index.check_complete(both, ["0"])
     with pytest.raises(ValueError, match=r"no rank holds elements of '1' \(2 in all\)"):
         index.check_complete(both, ["0", "1", "2"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -69,25 +67,6 @@ def test_full_tensor_splits_flat_parameters() -> None:
     assert fsdp.num_params(model) == fsdp.num_params(plain)
     with pytest.raises(ValueError, match=r"'head.weight' and 'head.bias' are in one flat parameter"):
         fsdp.param_groups(model, weight_decay=0.1)
-
-
-@on_ranks(2)
-def test_an_optimizer_grouped_by_dimensions_trains_as_the_plain_one() -> None:
-    """Weight decay applies to the same parameters as for the plain model."""
-    plain: Any = plain_net()
-    matrices, vectors = ([p for p in plain.parameters() if (p.dim() >= 2) is wanted] for wanted in (True, False))
-    decay = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
-    theirs = torch.optim.AdamW(decay)
-    model = build()
-    ours = torch.optim.AdamW(fsdp.param_groups(model, weight_decay=0.3))
-    for step in range(3):
-        for module, optimizer in ((model, ours), (plain, theirs)):
-            module(batch(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = {clean_name(name): fsdp.full_tensor(param) for name, param in model.named_parameters()}
-    assert_bit_equal(found, dict(plain.named_parameters()))
-    assert [len(group["params"]) for group in fsdp.param_groups(plain, weight_decay=0.3)] == [5, 4]
 
 
 @on_ranks(2)
