@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -69,11 +68,8 @@ def backward(model: Any, step: int) -> None:
 
 
 def train(model: Any, optimizer: AdamW, steps: range) -> None:
-    """Step the optimizer; every third step accumulates two batches, the first without a reduction."""
     for step in steps:
-        for micro in range(1 + (step % 3 == 2)):
-            with model.no_sync() if step % 3 == 2 and micro == 0 else nullcontext():
-                backward(model, 2 * step + micro)
+        backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -27,7 +27,6 @@ from tests.harness.models import Net
 from tests.harness.oracle import clean_name
 from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.sharded import full_gradients, full_parameters
-from tests.harness.versions import RELEASE
 
 
 def net() -> nn.Module:
@@ -101,7 +100,7 @@ def batch_normed() -> nn.Module:
 
 @on_ranks(2)
 def test_broadcast_buffers_equals_ddp() -> None:
-    """With accumulation, evaluation in between, and two forwards before a backward."""
+    """With accumulation, and evaluation in between."""
     reference = batch_normed()
     wrapped = FullyShardedDataParallel(
         batch_normed(),
@@ -111,8 +110,7 @@ def test_broadcast_buffers_equals_ddp() -> None:
     )
     ddp = DistributedDataParallel(reference)
     rank = dist.get_rank()
-    modes = ["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]
-    for step, mode in enumerate(modes if RELEASE >= (2, 13) else modes[:-2]):  # older DDP cannot run "twice"
+    for step, mode in enumerate(["sync", "no_sync", "no_sync", "sync", "no_grad", "sync"]):
         for model in (wrapped, ddp):
             x = batch(10 * step + rank)
             if mode == "no_grad":
@@ -121,11 +119,6 @@ def test_broadcast_buffers_equals_ddp() -> None:
             elif mode == "no_sync":
                 with model.no_sync():
                     model(x).sum().backward()
-            elif mode == "twice":
-                model.module.eval()
-                first = model(x).sum()
-                (first + model(2 * x).sum()).backward()
-                model.module.train()
             else:
                 model(x).sum().backward()
         found = {clean_name(name): buffer for name, buffer in wrapped.named_buffers()}

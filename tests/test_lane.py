@@ -17,7 +17,7 @@ from fsdp.comm.lane.lane import ORDER_REMEDY, Lane
 from fsdp.comm.transport.native import Transfer
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.work import OutOfStep
-from tests.harness.agreeing import impatient, new_group, raises_soon
+from tests.harness.agreeing import BadBatchError, impatient, new_group, raises_soon
 from tests.harness.pool import on_ranks
 
 UNITS = ["the root unit", "unit 'a'", "unit 'b'"]
@@ -125,6 +125,33 @@ def test_an_interrupt_in_the_first_use_of_a_group_reaches_all_ranks(where: str) 
     assert tree.run([0, 1, 2]) == [3.0] * 3
 
 
+@pytest.mark.parametrize("before", ["end", "leave", "fail"])
+@on_ranks(2)
+@impatient
+def test_a_rank_that_failed_before_its_first_collective_goes_on_with_its_peers(before: str) -> None:
+    """The failure counts for the evaluation that the peer has begun, however the one before it ended."""
+    lane, rank, passed = lane_of_new_group(), dist.get_rank(), list[int]()
+    tree = Tree(lane)
+    for _ in range(2):
+        tree.run([0, 1, 2])
+    ends: dict[str, Any] = {
+        "end": contextlib.nullcontext(),
+        "leave": mock.patch.object(lane, "end", lambda *_, **__: lane.leave()),
+        "fail": mock.patch.object(lane, "end", side_effect=BadBatchError),
+    }
+    with ends[before], contextlib.suppress(BadBatchError):
+        tree.run([0, 1, 2])
+    for batch in range(3):
+        with contextlib.suppress(BadBatchError, OutOfStep):
+            tree.recover()
+            if rank == 1 and batch == 0:
+                lane.fail(Pass("forward", tree))
+                raise BadBatchError
+            tree.run([0, 1, 2])
+            passed.append(batch)
+    assert passed == [1, 2]
+
+
 @on_ranks(2)
 @impatient
 def test_a_collective_of_an_earlier_generation_waits_for_no_rank() -> None:
@@ -158,6 +185,44 @@ def test_messages_in_flight_at_an_equal_failure_of_all_ranks_arrive() -> None:
     assert not lane._held, "the memory of the messages is kept"
     tree.step([0, 1, 2])
     assert lane.carrier.number == 0
+
+
+@on_ranks(2)
+@impatient
+def test_new_tree_works_after_the_replacement_group_was_destroyed() -> None:
+    lane = lane_of_new_group()
+    tree = Tree(lane)
+    tree.step([0, 1, 2])
+    with pytest.raises(OutOfStep):
+        tree.run([0, 1, 2] if dist.get_rank() == 0 else [0, 2, 1])
+    tree.recover()
+    tree.step([0, 1, 2])
+    dist.barrier()
+    dist.destroy_process_group(lane.carrier.group)
+    assert (Tree(lane).run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 2)
+
+
+@on_ranks(2)
+@impatient
+def test_new_tree_works_after_an_unequal_pass_of_a_deleted_tree() -> None:
+    """Run one more pass on rank 0 only, then delete the tree on all ranks."""
+    lane = lane_of_new_group()
+    tree: Any = Tree(lane)
+    for _ in range(2):
+        tree.step([0, 1, 2])
+    if dist.get_rank() == 0:
+        current_pass, event = Pass("forward", tree), Event.of(GATHER, 0, UNITS[0])
+        lane.enter(current_pass, 1, neighbours=(), remedy=ORDER_REMEDY)
+        lane.agree(event)
+        pending = lane.collective("all_reduce", event, torch.ones(1), asynchronous=True)
+    del tree
+    lane.begin("a model")
+    other = Tree(lane)
+    other.step([2, 1, 0])
+    if dist.get_rank() == 0:
+        pending.wait()  # at once: the peer will never take part
+    other = Tree(lane)  # the ranks count alike again
+    assert (other.run([0, 1, 2]), lane.carrier.number) == ([3.0] * 3, 1)
 
 
 @on_ranks(2)

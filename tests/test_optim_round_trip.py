@@ -114,18 +114,6 @@ def test_states_are_cast_to_another_dtype_as_torch_casts_them(tmp_path: Path) ->
             step(fresh)
 
 
-def test_states_of_parameters_without_dimensions() -> None:
-    """Elementwise states and shared scalars have equal shapes there."""
-    module = nn.ParameterDict({"matrix": torch.ones(2, 3), "scalar": torch.tensor(1.0)})
-    state = get_optimizer_state_dict(module, step(torch.optim.NAdam(module.parameters())))
-    module = module.bfloat16()
-    optimizer = torch.optim.NAdam(module.parameters())
-    set_optimizer_state_dict(module, optimizer, state)
-    for states in optimizer.state.values():
-        assert (states["exp_avg"].dtype, states["mu_product"].dtype) == (torch.bfloat16, torch.float32)
-    step(optimizer)
-
-
 def groups_of(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
     """Return two parameter groups; `backwards` reverses the order of groups and of parameters."""
     params = list(model.parameters())

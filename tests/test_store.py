@@ -34,11 +34,6 @@ from tests.harness.states import Rich, full_state, rich, whole
 from tests.harness.strategies import FULL_SHARD
 from tests.harness.versions import needs_cpu_events
 
-
-def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
 # -- with the optimizer ------------------------------------------------------------------------------------------------
 
 LORA = ZOO["lora"]  # this model has frozen parameters
@@ -182,26 +177,25 @@ def test_an_error_at_any_operation_keeps_the_old_checkpoint(tmp_path: Path) -> N
         assert value_of(root) == (3.0, 3)
 
 
-class Interrupting(Disk):
-    """A disk that runs a complete second save before operation number `at`, not counting writes."""
+class Interrupting(FaultyDisk):
+    """A disk that runs a complete second save before operation number `turn`, counted from 1."""
 
-    def __init__(self, at: int, root: Path) -> None:
-        self.at, self.root, self.count = at, root, 0
+    def __init__(self, turn: int, root: Path) -> None:
+        super().__init__()
+        self.turn, self.root = turn, root
 
-    def _step(self) -> None:
-        self.count += 1
-        if self.count == self.at:
+    def _step(self, path: Path | None = None) -> None:
+        super()._step(path)
+        if self.count == self.turn:
             save(self.root, small(9.0), extra=9)
-
-    make_directory, sync, sync_directory, rename = (
-        lambda self, *args, name=name: (self._step(), getattr(Disk, name)(self, *args))[1]
-        for name in ("make_directory", "sync", "sync_directory", "rename")
-    )
 
 
 def test_concurrent_saves_get_separate_checkpoints(tmp_path: Path) -> None:
     """Each save makes a separate checkpoint, at whichever operation the second one begins."""
-    for at in range(1, 12):  # the number of operations other than writes
+    save(tmp_path / "count", small(1.0))
+    with on_disk(counting := FaultyDisk()):
+        save(tmp_path / "count", small(2.0))
+    for at in range(1, counting.count + 1):
         root = tmp_path / str(at)
         save(root, small(1.0), extra=1)
         with on_disk(Interrupting(at, root)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fsdp.checkpoint import load, save
 from fsdp.checkpoint.files import Disk
 from fsdp.flat.tensor_parallel import local_of
 from tests.harness.disk import on_disk
-from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
+from tests.harness.pool import of_all_ranks, on_ranks
 from tests.harness.sharded import wrap
 from tests.harness.versions import needs_cpu_events
 
@@ -187,23 +186,6 @@ def test_a_block_that_fails_is_read_twice_again(tmp_path: Path) -> None:
         with on_disk(fails(at=at, times=2)):
             load(tmp_path, model, optimizer)
         assert content_of(model, optimizer) == content_of(*expected)
-
-
-def load_while_rank_1_dies(root: str) -> str:
-    save(root, *trained(0.25))
-    last = reads_of(Path(root))
-    with on_disk(WatchedReads(lambda count, _: os._exit(9) if count == last and dist.get_rank() == 1 else None)):
-        try:
-            load(root, *trained(0.5))
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_rank_that_dies_in_the_second_pass_is_reported_on_the_others(tmp_path: Path) -> None:
-    text, died = run_fresh(2, load_while_rank_1_dies, str(tmp_path))
-    assert isinstance(died, Died)
-    assert re.search(r"hold old and new values: load again, .*rank 1", text), text
 
 
 class Doubling(nn.Linear):
