@@ -135,12 +135,13 @@ def agree(
     quantized = any(is_quantized(value) for state in state_of.values() for value in state.values())
     ranks = TrainingRanks(ranks_of(params.units).groups, params.device, params.units)
     problems = list[Exception]()
-    agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, unknown))
     of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
-    for holder in agreed:
-        of_shards[holder.unit.groups.shard].append(holder)
+    for holder in params.holders.values():
+        of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
         if holder.tp_owners:
             of_tp[holder.unit.groups.tp].append(holder)
+    travels = any(group is not None for group in (*of_shards, *of_tp))
+    agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, unknown, travels=travels))
 
     def gathered(holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
         """Yield each of ``holders`` with the descriptions by rank of ``group``."""
@@ -167,9 +168,9 @@ def agree(
 
 
 def _all_described(
-    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
+    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None, *, travels: bool
 ) -> dict[Holder, States | None]:
-    """Describe the states of every parameter on this rank; None without state.
+    """Describe the states of every parameter on this rank, which ``travels`` to other ranks; None without state.
 
     Raises: as :func:`agree`.
     """
@@ -181,7 +182,7 @@ def _all_described(
         for param, holder in params.holders.items()
     }
     try:
-        pickle.dumps([*described.values()])
+        pickle.dumps([*described.values()] if travels else None)
     except Exception as error:  # a value's own __reduce__ may raise any exception
         problems.append(f"a state cannot be pickled: {error}")
     if problems:
