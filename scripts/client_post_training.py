@@ -13,6 +13,7 @@ from client_rows import (
     HF_FLAT,
     HF_ORIG,
     LORA,
+    OLD,
     ORIG,
     RANKS,
     VOCABULARY,
@@ -22,7 +23,6 @@ from client_rows import (
     language_model,
     my_batches,
     noted_losses,
-    row,
     size_of,
     training_arguments,
 )
@@ -197,9 +197,10 @@ def verls_batch(number: int, fields: dict[str, Any]) -> Any:
     return data
 
 
-def with_verl(part: Part, *, lora: bool = False, **options: Any) -> list[float]:
+def with_verl(part: Part, *, lora: bool = False, max_norm: float = 1.0, **options: Any) -> list[float]:
     from verl.trainer.config import CheckpointConfig
     from verl.utils.dataset.dataset_utils import DatasetPadMode
+    from verl.utils.fsdp_utils import get_fsdp_wrap_policy
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp import FSDPEngineWithLMHead
     from verl.workers.utils.losses import sft_loss
@@ -230,11 +231,15 @@ def with_verl(part: Part, *, lora: bool = False, **options: Any) -> list[float]:
             wrap_policy={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
             **options,
         ),
-        FSDPOptimizerConfig(lr=0.01, total_training_steps=100),
+        FSDPOptimizerConfig(lr=0.01, total_training_steps=100, clip_grad=max_norm),
         CheckpointConfig(),
     )
     engine.initialize()
-    if part.begin:
+    if part.is_old:
+        plain = language_model("tied llama", ("LoraConfig", {"r": 2, "target_modules": "all-linear"}) if lora else None)
+        policy = get_fsdp_wrap_policy(plain, engine.engine_config.wrap_policy, is_lora=lora)
+        part.load_old(f"{part.folder}/saved", engine.module, engine.optimizer, model=plain, auto_wrap_policy=policy)
+    elif part.begin:
         engine.load_checkpoint(f"{part.folder}/saved", del_local_after_load=False)
     fields = {
         "temperature": 1.0,
@@ -260,11 +265,13 @@ def with_verl(part: Part, *, lora: bool = False, **options: Any) -> list[float]:
     return losses
 
 
-ROWS: list[Row] = [
-    row(with_qlora, "4-bit base", **HF_ORIG),
-    row(with_qlora, "4-bit base, flat parameters", **HF_FLAT),
-    *(row(with_trl, f"{trainer} with LoRA", trainer=trainer, **HF_ORIG) for trainer in ("SFT", "DPO", "GRPO")),
-    row(with_verl, "FSDPEngineWithLMHead", **ORIG),
-    row(with_verl, "FSDPEngineWithLMHead, flat parameters", **FLAT),
-    row(with_verl, "FSDPEngineWithLMHead, LoRA", lora=True, **ORIG),
+ROWS = [
+    Row(with_qlora, "4-bit base", **HF_ORIG),
+    Row(with_qlora, "4-bit base, flat parameters", **HF_FLAT),
+    *(Row(with_trl, f"{trainer} with LoRA", trainer=trainer, **HF_ORIG) for trainer in ("SFT", "DPO", "GRPO")),
+    *(
+        Row(with_verl, f"FSDPEngineWithLMHead{what}{', old checkpoint' * bool(old)}", **old, **options)
+        for old in ({}, OLD)
+        for what, options in (("", ORIG), (", flat parameters", FLAT), (", LoRA", {"lora": True, **ORIG}))
+    ),
 ]

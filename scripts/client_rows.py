@@ -10,7 +10,8 @@ import importlib.machinery
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
+
+from fsdp.checkpoint import convert, load
 
 RANKS, STEPS, VOCABULARY, LENGTH = 2, 8, 40, 12
 
@@ -65,18 +68,30 @@ class Part:
     """One run of a row's program: steps `begin` to `end`.
 
     The program loads from `folder` first, unless `begin` is 0, and saves there at the end. The losses are reported
-    directly after training, because torch's FSDP1 may fail afterwards.
+    directly after training, because torch's FSDP1 may fail afterwards. If `is_old`, the checkpoint is one that the same
+    program saved on torch's FSDP1, for :meth:`load_old`.
     """
 
     begin: int
     end: int
     folder: str
-    result: str = ""
+    is_old: bool = False
+
+    @property
+    def result(self) -> Path:
+        return Path(f"{self.folder}.json")
 
     def tell(self, losses: list[float]) -> list[float]:
         if dist.get_rank() == 0:
-            Path(self.result).write_text(json.dumps(losses))
+            self.result.write_text(json.dumps(losses))
         return losses
+
+    def load_old(self, saved: str, into: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        """Convert what a tool has saved, and load that; `options` are those of `convert`."""
+        if dist.get_rank() == 0:
+            convert(saved, f"{self.folder}.converted", **options)
+        dist.barrier()
+        load(f"{self.folder}.converted", into, optimizer)
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------------
@@ -90,6 +105,7 @@ def with_accelerate(
     state: str = "FULL",
     compiled: bool = False,
     quantized: str = "",
+    max_norm: float = 0.5,
     **options: Any,
 ) -> list[float]:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -126,7 +142,9 @@ def with_accelerate(
 
         optimizer = getattr(bitsandbytes.optim, quantized)(model.parameters(), lr=0.01, min_8bit_size=256)
     optimizer, loader = accelerator.prepare(optimizer, loader)
-    if part.begin:
+    if part.is_old:
+        part.load_old(part.folder, model, optimizer.optimizer)
+    elif part.begin:
         accelerator.load_state(part.folder)
     losses = []
     for number, batch in enumerate(loader):
@@ -136,7 +154,7 @@ def with_accelerate(
             loss = loss_of(model(batch["input_ids"]), batch["labels"])
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
@@ -164,7 +182,9 @@ def on_cpu(strategy: type) -> type:
     return type(f"{strategy.__name__}OnCPU", (strategy,), {})
 
 
-def with_fabric(part: Part, *, precision: str = "32-true", state: str = "full", **options: Any) -> list[float]:
+def with_fabric(
+    part: Part, *, precision: str = "32-true", state: str = "full", max_norm: float = 0.5, **options: Any
+) -> list[float]:
     import lightning
     from lightning.fabric.strategies import FSDPStrategy
 
@@ -174,8 +194,10 @@ def with_fabric(part: Part, *, precision: str = "32-true", state: str = "full", 
     model = fabric.setup_module(net())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))
     held: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    saved = f"{part.folder}/saved"
-    if part.begin:
+    saved = f"{part.folder}/saved.ckpt"
+    if part.is_old:
+        part.load_old(saved, model._forward_module, optimizer.optimizer)
+    elif part.begin:
         fabric.load(saved, held)
     losses = []
     for batch in my_batches()[part.begin : part.end]:
@@ -183,7 +205,7 @@ def with_fabric(part: Part, *, precision: str = "32-true", state: str = "full", 
             fabric.backward(loss_of(model(batch), batch))
         loss = loss_of(model(batch), batch)
         fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        fabric.clip_gradients(model, optimizer, max_norm=max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach()).item())
@@ -269,12 +291,10 @@ def language_model(kind: str, adapters: Any = None) -> Any:
 
     torch.manual_seed(0)
     small = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if kind == "llama":
+    if kind in ("llama", "tied llama"):
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **sizes))
-    elif kind == "tied llama":
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **sizes, tie_word_embeddings=True))
+        config: Any = transformers.LlamaConfig(**small, **sizes, tie_word_embeddings=kind == "tied llama")
+        model: Any = transformers.LlamaForCausalLM(config)
     elif kind == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
         dropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -514,116 +534,87 @@ def my_batches() -> list[Tensor]:
     return list(whole.view(-1, RANKS, 2, LENGTH)[:, dist.get_rank()])
 
 
-@dataclass
 class Row:
-    tool: str
-    what: str
-    program: Callable[..., list[float]]
-    options: dict[str, Any] = field(default_factory=dict)
-    torch_is_wrong: str = ""  # the reason not to compare with torch, or to compare with `instead`
-    instead: dict[str, Any] | None = None  # options with which torch trains the same model correctly
-    within: float = 1e-6  # tolerance relative to torch's losses
+    """A program of one tool with its options.
 
-    @property
-    def resumes(self) -> bool:
-        return bool(self.options.get("saves", True))
+    Attributes:
+        torch_is_wrong: the reason not to compare with torch's FSDP1, or to compare with `instead`.
+        instead: options with which torch trains the same model correctly.
+        within: tolerance relative to torch's results.
+        is_old: the first half runs on torch's FSDP1, and its checkpoint is converted.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., list[float]],
+        what: str,
+        torch_is_wrong: str = "",
+        instead: dict[str, Any] | None = None,
+        within: float = 1e-6,
+        is_old: bool = False,
+        **options: Any,
+    ) -> None:
+        self.tool = "peft" if "adapters" in options else program.__name__.removeprefix("with_")
+        self.what, self.program, self.options = what, program, options
+        self.torch_is_wrong, self.instead, self.within, self.is_old = torch_is_wrong, instead, within, is_old
+        self.resumes = options.get("saves", True)
+        self.resumed_within = 1e-3 if "quantized" in options else 0.0  # 8-bit states are rounded once more
 
     def __str__(self) -> str:
         return f"{self.tool}: {self.what}"
-
-
-def row(
-    program: Callable[..., list[float]],
-    what: str,
-    torch_is_wrong: str = "",
-    instead: dict[str, Any] | None = None,
-    within: float = 1e-6,
-    **options: Any,
-) -> Row:
-    tool = program.__name__.removeprefix("with_")
-    return Row("peft" if "adapters" in options else tool, what, program, options, torch_is_wrong, instead, within)
 
 
 LORA = "LoraConfig", {"target_modules": ["q_proj", "v_proj"], "r": 2}
 PROMPT = "PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
 ORIG, FLAT = {"use_orig_params": True}, {"use_orig_params": False}
 HF_ORIG, HF_FLAT = {"use_orig_params": "true"}, {"use_orig_params": "false"}
-HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+HYBRID, GRAD_OP = {"sharding_strategy": "HYBRID_SHARD"}, {"sharding_strategy": "SHARD_GRAD_OP"}
 FULL = {"sharding_strategy": "FULL_SHARD"}  # the same training
+OLD: dict[str, Any] = {"is_old": True, "max_norm": torch.inf}  # without clipping: sums of norms differ in the last bit
 ONE_DEVICE = "it takes the CPU for the one device of a machine, and averages nothing"
+PEFT = partial(Row, with_transformers, kind="llama", saves=False)  # peft asks rank 0 alone for prompts to save
 ROWS = [
-    row(with_accelerate, "full state, accumulation, clipping", accumulate=2, **ORIG),
-    row(with_accelerate, "full state, bf16, flat parameters", precision="bf16", accumulate=2, **FLAT),
-    row(with_accelerate, "sharded state, flat parameters", state="SHARDED", **FLAT),
-    row(with_accelerate, "sharded state, bf16", state="SHARDED", precision="bf16", accumulate=2, **ORIG),
-    row(with_accelerate, "offload", "it needs an accelerator", {"cpu_offload": False}, cpu_offload=True, **ORIG),
-    row(with_accelerate, "activation checkpointing", activation_checkpointing=True, **ORIG),
-    row(with_accelerate, "policy by size", auto_wrap_policy="size_based_wrap", min_num_params=500, **FLAT),
-    row(
-        with_accelerate,
-        "no policy, kept after forward",
-        auto_wrap_policy="NO_WRAP",
-        sharding_strategy="SHARD_GRAD_OP",
-        **ORIG,
+    Row(with_accelerate, "full state, accumulation, clipping", accumulate=2, **ORIG),
+    Row(with_accelerate, "full state, bf16, flat parameters", precision="bf16", accumulate=2, **FLAT),
+    Row(with_accelerate, "sharded state, flat parameters", state="SHARDED", **FLAT),
+    Row(with_accelerate, "sharded state, bf16", state="SHARDED", precision="bf16", accumulate=2, **ORIG),
+    Row(with_accelerate, "offload", "it needs an accelerator", {"cpu_offload": False}, cpu_offload=True, **ORIG),
+    Row(with_accelerate, "activation checkpointing", activation_checkpointing=True, **ORIG),
+    Row(with_accelerate, "policy by size", auto_wrap_policy="size_based_wrap", min_num_params=500, **FLAT),
+    Row(with_accelerate, "no policy, kept after forward", auto_wrap_policy="NO_WRAP", **ORIG, **GRAD_OP),
+    Row(with_accelerate, "ignored modules", ignored_modules="head", **ORIG),
+    Row(with_accelerate, "HYBRID_SHARD", ONE_DEVICE, FULL, **ORIG, **HYBRID),
+    Row(with_accelerate, "HYBRID_SHARD, sharded state, flat", ONE_DEVICE, FULL, state="SHARDED", **FLAT, **HYBRID),
+    Row(with_accelerate, "torch_compile", compiled=True, **ORIG),
+    Row(with_accelerate, "AdamW8bit, flat parameters", quantized="AdamW8bit", **FLAT),
+    Row(with_accelerate, "Lion8bit, sharded state", quantized="Lion8bit", state="SHARDED", **ORIG),
+    *(
+        Row(with_accelerate, f"old checkpoint, {state} state, {mode}", state=state, **OLD, **mode)
+        for state in ("FULL", "SHARDED")
+        for mode in (ORIG, FLAT)
     ),
-    row(with_accelerate, "ignored modules", ignored_modules="head", **ORIG),
-    row(with_accelerate, "HYBRID_SHARD", ONE_DEVICE, FULL, **ORIG, **HYBRID),
-    row(
-        with_accelerate,
-        "HYBRID_SHARD, sharded state, flat parameters",
-        ONE_DEVICE,
-        FULL,
-        state="SHARDED",
-        **FLAT,
-        **HYBRID,
-    ),
-    row(with_accelerate, "torch_compile", compiled=True, **ORIG),
-    row(with_accelerate, "AdamW8bit, flat parameters", quantized="AdamW8bit", **FLAT),
-    row(with_accelerate, "Lion8bit, sharded state", quantized="Lion8bit", state="SHARDED", **ORIG),
-    row(with_fabric, "full state, accumulation, clipping"),
-    row(with_fabric, "sharded state, bf16, flat parameters", state="sharded", precision="bf16-mixed", **FLAT),
-    row(with_fabric, "HYBRID_SHARD", ONE_DEVICE, FULL, **HYBRID),
-    row(with_fabric, "device_mesh (1, 2), sharded state", state="sharded", device_mesh=(1, 2), **HYBRID),
-    row(with_trainer, "full state, predict, torchmetrics"),
-    row(with_trainer, "sharded state, bf16", state="sharded", precision="bf16-mixed"),
-    row(with_trainer, "accumulation, sharded state, flat parameters", accumulate=2, state="sharded", **FLAT),
-    row(with_trainer, "manual optimisation", "it raises inside the forward", {"manual": False}, manual=True),
-    row(with_trainer, "device_mesh (1, 2)", device_mesh=(1, 2), **HYBRID),
-    row(with_transformers, "llama", kind="llama", **HF_ORIG),
-    row(with_transformers, "tied llama, flat parameters", kind="tied llama", **HF_FLAT),
-    row(with_transformers, "gpt2", kind="gpt2", **HF_ORIG),
+    Row(with_fabric, "full state, accumulation, clipping"),
+    Row(with_fabric, "sharded state, bf16, flat parameters", state="sharded", precision="bf16-mixed", **FLAT),
+    Row(with_fabric, "HYBRID_SHARD", ONE_DEVICE, FULL, **HYBRID),
+    Row(with_fabric, "device_mesh (1, 2), sharded state", state="sharded", device_mesh=(1, 2), **HYBRID),
+    *(Row(with_fabric, f"old checkpoint, {state} state", state=state, **OLD) for state in ("full", "sharded")),
+    Row(with_trainer, "full state, predict, torchmetrics"),
+    Row(with_trainer, "sharded state, bf16", state="sharded", precision="bf16-mixed"),
+    Row(with_trainer, "accumulation, sharded state, flat parameters", accumulate=2, state="sharded", **FLAT),
+    Row(with_trainer, "manual optimisation", "it raises inside the forward", {"manual": False}, manual=True),
+    Row(with_trainer, "device_mesh (1, 2)", device_mesh=(1, 2), **HYBRID),
+    Row(with_transformers, "llama", kind="llama", **HF_ORIG),
+    Row(with_transformers, "tied llama, flat parameters", kind="tied llama", **HF_FLAT),
+    Row(with_transformers, "gpt2", kind="gpt2", **HF_ORIG),
     # the two engines round differently from the fourth step on, by 1e-5
-    row(with_transformers, "gpt2, bf16", within=1e-3, kind="gpt2", bf16=True, **HF_ORIG),
-    row(with_transformers, "t5, checkpointing", kind="t5", checkpointing=True, **HF_ORIG),
-    row(
-        with_transformers, "llama, generate", "its generate() does not gather", kind="llama", generates=True, **HF_ORIG
-    ),
-    row(
-        with_transformers, "t5, predict_with_generate", "its weights are corrupted", kind="t5", seq2seq=True, **HF_ORIG
-    ),
-    # peft finds no adapters to save in a model with wrapped modules inside, and asks rank 0 alone for prompts
-    row(with_transformers, "LoRA, merged", kind="llama", adapters=LORA, saves=False, **HF_ORIG),
-    row(with_transformers, "prompt tuning", kind="llama", adapters=PROMPT, saves=False, **HF_ORIG),
-    row(
-        with_transformers,
-        "LoRA, frozen and trainable in one flat parameter's unit, layers alone wrapped",
-        "it refuses that",
-        kind="llama",
-        adapters=LORA,
-        saves=False,
-        own_policy=True,
-        **HF_FLAT,
-    ),
-    row(
-        with_transformers,
-        "LoRA on a frozen bf16 model",
-        "it refuses that",
-        kind="llama",
-        adapters=LORA,
-        saves=False,
-        low=True,
-        **HF_FLAT,
-    ),
-    row(with_composer, "full state, clipping, microbatches"),
-    row(with_composer, "sharded state, flat parameters, OOM hooks", hooks=True, state_dict_type="sharded", **FLAT),
+    Row(with_transformers, "gpt2, bf16", within=1e-3, kind="gpt2", bf16=True, **HF_ORIG),
+    Row(with_transformers, "t5, checkpointing", kind="t5", checkpointing=True, **HF_ORIG),
+    Row(with_transformers, "generate", "its generate() does not gather", kind="llama", generates=True, **HF_ORIG),
+    Row(with_transformers, "predict_with_generate", "its weights are corrupted", kind="t5", seq2seq=True, **HF_ORIG),
+    PEFT("LoRA, merged", adapters=LORA, **HF_ORIG),
+    PEFT("prompt tuning", adapters=PROMPT, **HF_ORIG),
+    PEFT("LoRA, flat parameters, frozen and trainable", "it refuses that", adapters=LORA, own_policy=True, **HF_FLAT),
+    PEFT("LoRA on a frozen bf16 model", "it refuses that", adapters=LORA, low=True, **HF_FLAT),
+    Row(with_composer, "full state, clipping, microbatches"),
+    Row(with_composer, "sharded state, flat parameters, OOM hooks", hooks=True, state_dict_type="sharded", **FLAT),
 ]

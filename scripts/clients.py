@@ -1,13 +1,14 @@
 """Runs real tools on this package and on torch's FSDP1, with the same programs, and compares.
 
-    bash scripts/test_clients.sh [--only SUBSTRING] [--list]
+    bash scripts/test_clients.sh [--only SUBSTRING] [--list] [--without-fsdp1]
 
 makes an environment with the tools and runs this script in it. Each row of `ROWS` is a small program for one tool, on
 2 CPU ranks. New processes run it three times: on torch's FSDP1; on this package, through `fsdp.compat.patch()` alone
 (before or after the import of the tool, see `TOOLS`); and on this package in two halves, of which the second starts
-from the first half's checkpoint in new processes.
+from the first half's checkpoint in new processes. In the rows of old checkpoints torch's FSDP1 runs the whole program
+and the first half, and the second half loads the converted checkpoint.
 
-Losses and further results must equal torch's to 6 digits, unless the row names torch's mistake. The resumed run must
+Losses and other results must equal torch's to 6 digits, unless the row names torch's mistake. The resumed run must
 equal the uninterrupted run bit for bit. A tool is imported once per engine, and the ranks are forked from there.
 """
 
@@ -28,6 +29,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import client_post_training
 import client_rows
@@ -39,6 +43,7 @@ from client_rows import RANKS, STEPS, Part
 from torch import nn
 
 from fsdp.compat import patch
+from tests.harness import without_fsdp1
 
 PATIENCE = 240.0  # seconds for one run of a row
 ROWS = client_rows.ROWS + client_post_training.ROWS
@@ -63,6 +68,7 @@ TOOLS: dict[str, tuple[Sequence[str], bool]] = {
 def prepare(tool: str, engine: str) -> None:
     """Import the tool for one engine, patched for CPU ranks."""
     modules, late = TOOLS[tool]
+    late = late and hasattr(torchs, "FullyShardedDataParallel")  # else the tool cannot be imported before patch()
     if tool in ("fabric", "trainer"):  # Lightning builds meshes for CUDA
         make_mesh = torch.distributed.device_mesh.init_device_mesh
         torch.distributed.device_mesh.init_device_mesh = lambda kind, *args, **options: make_mesh(
@@ -158,31 +164,30 @@ def serve(tool: str, engine: str, asked: Any) -> None:
         if engine == "torch":
             options.update(ROWS[number].instead or {})
         until, failed = time.monotonic() + PATIENCE, ""
-        with tempfile.TemporaryDirectory() as folder:
-            part.result = f"{folder}/result"
-            try:
-                ranks = mp.start_processes(
-                    rank_process, (number, part, port, options), nprocs=RANKS, join=False, start_method="fork"
-                )
-                while not ranks.join(timeout=1):
-                    if time.monotonic() > until:
-                        for process in ranks.processes:
-                            process.kill()
-                        raise TimeoutError(f"not over after {PATIENCE:.0f} s")
-            except Exception:
-                failed = traceback.format_exc()
-            told = Path(part.result)
-            asked.send((json.loads(told.read_text()) if told.exists() else [], failed.strip()))
+        part.result.unlink(missing_ok=True)
+        try:
+            ranks = mp.start_processes(
+                rank_process, (number, part, port, options), nprocs=RANKS, join=False, start_method="fork"
+            )
+            while not ranks.join(timeout=1):
+                if time.monotonic() > until:
+                    for process in ranks.processes:
+                        process.kill()
+                    raise TimeoutError(f"not over after {PATIENCE:.0f} s")
+        except Exception:
+            failed = traceback.format_exc()
+        asked.send((json.loads(part.result.read_text()) if part.result.exists() else [], failed.strip()))
 
 
 class Engine:
     """A process that has imported one tool and runs rows of that tool."""
 
-    def __init__(self, tool: str, engine: str) -> None:
-        context = mp.get_context("fork")
+    def __init__(self, tool: str, engine: str, variables: dict[str, str]) -> None:
+        context = mp.get_context("spawn")
         self._asked, asked = context.Pipe()
         self._process = context.Process(target=serve, args=(tool, engine, asked))
-        self._process.start()
+        with mock.patch.dict(os.environ, variables):
+            self._process.start()
         asked.close()
 
     def run(self, number: int, part: Part) -> tuple[list[float], str]:
@@ -199,38 +204,43 @@ def close(one: list[float], other: list[float], within: float) -> bool:
     return len(one) == len(other) and all(abs(a - b) <= within * max(abs(a), abs(b)) for a, b in zip(one, other))
 
 
-def judge(number: int, torchs_engine: Engine, engine: Engine) -> tuple[str, str]:
-    """Compare the engines on a row; return the error, empty if the row passes, and a remark about torch's FSDP1."""
-    row, aside = ROWS[number], ROWS[number].torch_is_wrong
+def judge(number: int, torchs_engine: Engine, engine: Engine) -> str:
+    """Compare the engines on a row, and return remarks about torch's FSDP1.
+
+    Raises:
+        RuntimeError: a run has failed. On torch's FSDP1 it may fail after the training.
+        AssertionError: results differ.
+    """
+    row, half, aside = ROWS[number], STEPS // 2, ROWS[number].torch_is_wrong
+
+    def run(by: Engine, name: str, begin: int, end: int) -> list[float]:
+        nonlocal aside
+        told, failed = by.run(number, Part(begin, end, f"{folder}/{name}", row.is_old and by is engine))
+        if failed and (by is engine or len(told) < end - begin):
+            raise RuntimeError(f"on {'this package' if by is engine else 'torch'}: {failed}")
+        aside += f"; it trains the same, and fails then: {failed.splitlines()[-1]}" if failed else ""
+        return told
+
     with tempfile.TemporaryDirectory() as folder:
-        ours, failed = engine.run(number, Part(0, STEPS, f"{folder}/whole"))
-        if failed:
-            return failed, aside
-        if not row.torch_is_wrong or row.instead is not None:
-            theirs, failed = torchs_engine.run(number, Part(0, STEPS, f"{folder}/torch"))
-            if failed and len(theirs) == STEPS:
-                aside += f"{'; ' if aside else ''}it trains the same, and fails then: {failed.splitlines()[-1]}"
-            elif failed:
-                return f"torch's FSDP1 failed: {failed}", aside
-            mine = ours[: len(theirs)] if failed or row.instead is not None else ours
-            if not close(mine, theirs, row.within):
-                return f"torch's FSDP1 has {theirs}, and here are {ours}", aside
-        if not row.resumes:
-            return "", aside
-        first, failed = engine.run(number, Part(0, STEPS // 2, f"{folder}/parts"))
-        second, failed_then = engine.run(number, Part(STEPS // 2, STEPS, f"{folder}/parts"))
-        if failed or failed_then:
-            return failed or failed_then, aside
-        if first[: STEPS // 2] + second != ours:
-            return f"resumed {first[: STEPS // 2] + second}, and not stopped {ours}", aside
-    return "", aside
+        before = torchs_engine if row.is_old else engine
+        whole = run(before, "whole", 0, STEPS)
+        if before is engine and (not row.torch_is_wrong or row.instead is not None):
+            theirs = run(torchs_engine, "torch", 0, STEPS)
+            assert close(whole[: len(theirs)], theirs, row.within), f"{theirs} on torch, and here {whole}"
+        if row.resumes:
+            resumed = run(before, "parts", 0, half)[:half] + run(engine, "parts", half, STEPS)
+            assert close(whole, resumed[: len(whole)], row.resumed_within), f"{whole}, and resumed {resumed}"
+    return aside.removeprefix("; ")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose tool or description contains this")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--without-fsdp1", action="store_true", help="hide torch's FSDP1 where this package runs")
     options = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    hidden = without_fsdp1.environment(Path(folder.name)) if options.without_fsdp1 else {}
     chosen = [number for number, row in enumerate(ROWS) if options.only in str(row)]
     bad = skipped = 0
     for tool in TOOLS:
@@ -242,15 +252,14 @@ def main() -> int:
             print(f"not there: {tool}, {len(mine)} rows", flush=True)
             skipped += len(mine)
             continue
-        engines = [Engine(tool, engine) for engine in ("torch", "fsdp")] if mine else []
+        engines = [Engine(tool, "torch", {}), Engine(tool, "fsdp", hidden)] if mine else []
         for number in mine:
             try:
-                wrong, aside = judge(number, *engines)
-            except Exception:
-                wrong, aside = traceback.format_exc(), ""
-            bad += bool(wrong)
-            aside = f" (torch: {aside})" if aside else ""
-            print(f"{'FAILED' if wrong else 'ok':7}{ROWS[number]}{aside}{f': {wrong}' if wrong else ''}", flush=True)
+                aside = judge(number, *engines)
+                print(f"ok     {ROWS[number]}{f' (torch: {aside})' * bool(aside)}", flush=True)
+            except Exception as error:
+                bad += 1
+                print(f"FAILED {ROWS[number]}: {type(error).__name__}: {error}", flush=True)
         for engine in engines:
             engine.end()
     if not options.list:

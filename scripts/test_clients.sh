@@ -5,6 +5,7 @@
 #
 #   test_clients.sh                     every row
 #   test_clients.sh --only accelerate   those whose words contain that; --list shows them
+#   test_clients.sh --without-fsdp1     this package's half where torch has no FSDP1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
