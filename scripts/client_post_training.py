@@ -236,7 +236,7 @@ def with_verl(part: Part, *, lora: bool = False, max_norm: float = 1.0, **option
     )
     engine.initialize()
     if part.is_old:
-        plain = language_model("tied llama", ("LoraConfig", {"r": 2, "target_modules": "all-linear"}) if lora else None)
+        plain = language_model("tied llama", LORA if lora else None)
         policy = get_fsdp_wrap_policy(plain, engine.engine_config.wrap_policy, is_lora=lora)
         part.load_old(f"{part.folder}/saved", engine.module, engine.optimizer, model=plain, auto_wrap_policy=policy)
     elif part.begin:
