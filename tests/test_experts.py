@@ -439,6 +439,24 @@ def test_ranks_may_have_unequal_numbers_of_declared_experts_and_none() -> None:
 
 
 @on_ranks(4)
+def test_declared_experts_next_to_tensor_parallelism_are_counted_and_saved_once(tmp_path: Path) -> None:
+    dp, tp = (mesh[name] for mesh in [mesh_of((2, 2))] for name in mesh.mesh_dim_names or ())
+    torch.manual_seed(0)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tp, plan)
+    experts = fsdp.shard_experts(nn.Linear(4, 4), dp)  # with other values on each rank of dp
+    experts = wrap(experts, wrap_policy=None, use_orig_params=True, process_group=dist.new_subgroups(1)[0])
+    model = wrap(nn.Sequential(parallel, experts), wrap_policy=None, use_orig_params=True, device_mesh=dp)
+    model(torch.ones(2, 4) * (1 + dp.get_local_rank())).sum().backward()
+    grads = [fsdp.full_grad(param) for param in model.parameters()]
+    norms = torch.stack([grad.norm() for grad in grads if grad is not None])
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), norms.norm())
+    save(tmp_path, model, progress=False)
+    assert_bit_equal(load_plain(tmp_path, progress=False).model, model.state_dict())
+    assert model.state_dict()["1.weight"].shape == (8, 4)
+
+
+@on_ranks(4)
 def test_wrong_declarations_of_experts_are_refused_on_every_rank() -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     dp, ep = (mesh[name] for name in mesh.mesh_dim_names or ())

@@ -261,8 +261,8 @@ def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None 
         if values is None:
             values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
     # replicated over the ranks of tensor parallelism, whose shard groups may cut it differently
-    tp_group = handle.tp_group or handle.replicated_over
-    elsewhere = tp_group is not None and tp_group.rank() > 0 and not handle.is_cut(index)
+    tp_group = (None if handle.is_cut(index) else handle.tp_group) or handle.replicated_over
+    elsewhere = tp_group is not None and tp_group.rank() > 0
     shape, stride, within = record.shape, record.stride, None
     if tp is not None:
         rank = tp.group.rank()

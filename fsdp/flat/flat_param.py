@@ -111,9 +111,9 @@ class FlatParamHandle:
         device: the device that computes.
         offload: whether shards and gradients are in host memory between uses.
         tp: the placement of each parameter by tensor parallelism, or None. With a placement, the shape in the layout
-            is that of this rank's part, and the leaf is a ``DTensor``.
+            is that of this rank's part, and the leaf is a ``DTensor``, unless ``is_plain``.
         has_tp: whether some parameter has a placement.
-        replicated_over: the ranks of tensor parallelism that hold equal parameters; None if ``tp`` has a placement, or
+        replicated_over: the ranks of tensor parallelism that hold equal parameters; None if ``tp`` has these ranks, or
             no save has noted them.
         full_precision: whether the bucket computes, and reduces gradients, in ``layout.dtype``.
         copy: the full buffer in use.
@@ -352,12 +352,10 @@ class FlatParamHandle:
     def note_replicas(self, tp_group: ProcessGroup) -> None:
         """Note that the ranks of ``tp_group``, by which other units of the model are cut, hold equal parameters here.
 
-        This is a no-op for a bucket with parameters of tensor parallelism, or one that is sharded or replicated
-        over these ranks.
+        This is a no-op for a bucket that is cut, sharded or replicated over these ranks.
         """
-        own = [group for group in (self.groups.shard, self.groups.replica) if group is not None]
-        spread = any(len({*rank_names(group)}.intersection(rank_names(tp_group))) > 1 for group in own)
-        if self.tp_group is None and not spread:
+        own = [group for group in (self.groups.shard, self.groups.replica, self.tp_group) if group is not None]
+        if not any(len({*rank_names(group)}.intersection(rank_names(tp_group))) > 1 for group in own):
             self.replicated_over = tp_group
 
     def is_leaf(self, tensor: object, index: int) -> bool:
