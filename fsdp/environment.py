@@ -90,6 +90,7 @@ SHARD_ALIGNMENT: Variable[int | None] = Variable(
     "FSDP_SHARD_ALIGNMENT", None, _positive, "a positive number of bytes, such as 16"
 )
 DEBUG = _flag("FSDP_DEBUG", alike=False)
+HOST = Variable("FSDP_HOST", "", str, "any name", alike=False)
 
 
 def check() -> None:

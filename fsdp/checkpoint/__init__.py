@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
+from fsdp.checkpoint.local import Local
 from fsdp.checkpoint.save_checkpoint import async_save, save
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fsdp.checkpoint.outgoing import to_dcp, to_safetensors
 
 __all__ = [
+    "Local",
     "Plain",
     "StateDictOptions",
     "async_save",

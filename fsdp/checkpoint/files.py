@@ -22,7 +22,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -32,9 +33,9 @@ from fsdp.comm.user_warnings import warn_user
 
 MANIFEST, LATEST, INDEX = "manifest.json", "latest", "index.json"
 FORMAT, VERSION = "fsdp checkpoint", 1
-_NAME = re.compile(r"checkpoint_(\d{8,})")
-_UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
-_LATEST = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n")
+NAME = re.compile(r"checkpoint_(\d{8,})")
+UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
+_LATEST = re.compile(rf"({NAME.pattern}) ([0-9a-f]{{64}})\n")
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync directories
 
 Advance = Callable[[int], object]  # called with the number of bytes that were written or read
@@ -134,6 +135,10 @@ def write_durably(path: Path, content: bytes) -> FileRecord:
     with with_path(path), disk.create(path) as stream:
         disk.write(stream, content, 0)
         disk.sync(stream)
+    return record_of(content)
+
+
+def record_of(content: bytes) -> FileRecord:
     return FileRecord(len(content), sha256(content))
 
 
@@ -150,21 +155,26 @@ def warn_of_path(here: str, first: str) -> None:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def begin(root: Path) -> Path:
-    """Make an empty directory for the next checkpoint in ``root``, and ``root``. No two savers get the same."""
+def make_directories(root: Path) -> None:
+    """Make ``root``, and the directories around it that are missing."""
     for missing in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
         with contextlib.suppress(FileExistsError):  # another saver was faster; if it is a file, the next step fails
             disk.make_directory(missing)
             disk.sync_directory(missing.parent)
-    newest = next((number for number, path in reversed(_numbered(root, _NAME)) if _is_checkpoint(path)), 0)
+
+
+def begin(root: Path) -> Path:
+    """Make an empty directory for the next checkpoint in ``root``, and ``root``. No two savers get the same."""
+    make_directories(root)
+    newest = next((number for number, path in reversed(numbered(root, NAME)) if _is_checkpoint(path)), 0)
     latest = root / LATEST
     if latest.is_dir() or (newest == 0 and latest.exists() and not latest.read_bytes().startswith(b"checkpoint_")):
         text = "expected a file that names the latest checkpoint; move it, or save into another directory"
         raise FileExistsError(errno.EEXIST, text, str(latest))
-    number = 1 + max([newest, *(number for number, _ in _numbered(root, _UNFINISHED))])
+    number = 1 + max([newest, *(number for number, _ in numbered(root, UNFINISHED))])
     while True:
-        final = root / f"checkpoint_{number:08d}"
-        temporary = _temporary(final)
+        final = final_of(root, number)
+        temporary = temporary_of(final)
         number += 1
         if os.path.lexists(final):
             continue
@@ -177,12 +187,17 @@ def begin(root: Path) -> Path:
         disk.remove(temporary)  # another saver was faster, and is through
 
 
-def seal(temporary: Path, records: dict[str, FileRecord], ranks: int) -> None:
+def manifest(records: Mapping[str, FileRecord], ranks: int) -> bytes:
+    """Return the content of the manifest of a checkpoint of now that ``ranks`` ranks have saved in these files."""
+    content = {"format": FORMAT, "version": VERSION, "ranks": ranks, "time": time.time()}
+    content["files"] = dict(sorted(records.items()))
+    return _dumped({"checksum": sha256(_dumped(content)), **content})
+
+
+def seal(temporary: Path, manifest: bytes) -> None:
     """Write the manifest of the files in ``temporary``, which are on the disk, and the next ``latest``."""
-    content = {"format": FORMAT, "version": VERSION, "ranks": ranks, "files": dict(sorted(records.items()))}
-    checksum = sha256(_dumped(content))
-    write_durably(temporary / MANIFEST, _dumped({"checksum": checksum, **content}))
-    write_durably(temporary / LATEST, f"{_final(temporary).name} {checksum}\n".encode())
+    write_durably(temporary / MANIFEST, manifest)
+    write_durably(temporary / LATEST, f"{_final(temporary).name} {json.loads(manifest)['checksum']}\n".encode())
     disk.sync_directory(temporary)
 
 
@@ -227,14 +242,14 @@ def remove_older(newest: Path, keep: int) -> None:
     """
     root = newest.parent
     with _as_warning(newest):
-        unfinished = _below(root, _UNFINISHED, newest)
-        older = [*filter(_is_checkpoint, _below(root, _NAME, newest))]
+        unfinished = _below(root, UNFINISHED, newest)
+        older = [*filter(_is_checkpoint, _below(root, NAME, newest))]
         for directory in unfinished:
             with _as_warning(newest):
                 disk.remove(directory)
         for directory in older[: max(len(older) + 1 - keep, 0)]:
             with _as_warning(newest):
-                disk.rename(directory, leaving := _temporary(directory))
+                disk.rename(directory, leaving := temporary_of(directory))
                 disk.sync_directory(root)
                 disk.remove(leaving)
 
@@ -247,7 +262,7 @@ def _as_warning(newest: Path) -> Iterator[None]:
         warn_user(f"{newest} is saved, but something older could not be removed: {error}")
 
 
-def _numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+def numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
     """List the paths with names that match, in the order of their numbers."""
     return sorted((int(match[1]), root / name) for name in os.listdir(root) if (match := pattern.fullmatch(name)))
 
@@ -255,19 +270,23 @@ def _numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
 def _below(root: Path, pattern: re.Pattern[str], newest: Path) -> list[Path]:
     """List the directories, without links, that match and have a smaller number than ``newest``."""
     limit = int(newest.name.removeprefix("checkpoint_"))
-    below = [path for number, path in _numbered(root, pattern) if number < limit]
+    below = [path for number, path in numbered(root, pattern) if number < limit]
     return [path for path in below if path.is_dir() and not path.is_symlink()]
 
 
 def _is_checkpoint(path: Path) -> bool:
     try:
-        _read_manifest(path / MANIFEST)
+        read_manifest(path / MANIFEST)
     except (OSError, RuntimeError):
         return False
     return True
 
 
-def _temporary(final: Path) -> Path:
+def final_of(root: Path, number: int) -> Path:
+    return root / f"checkpoint_{number:08d}"
+
+
+def temporary_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp")
 
 
@@ -281,6 +300,14 @@ def _final(temporary: Path) -> Path:
 def damage(problem: str) -> RuntimeError:
     """Return the error for files that differ from what was saved."""
     return RuntimeError(f"the checkpoint is damaged: {problem}")
+
+
+class MissingFiles(RuntimeError):
+    """The error of a checkpoint of which ``names``, files in ``directory``, are not there."""
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        super().__init__(str(damage(f"{', '.join(str(directory / name) for name in names)} is missing")))
+        self.names = names
 
 
 def check_size(path: Path, record: FileRecord) -> None:
@@ -306,11 +333,13 @@ class Manifest(NamedTuple):
 
     Attributes:
         ranks: the number of ranks that saved.
+        time: of the save, in seconds since the epoch by the clock of rank 0; 0.0 if unknown.
         files: sizes and checksums by name.
         checksum: the SHA-256 of the manifest itself, which tells checkpoints apart.
     """
 
     ranks: int
+    time: float
     files: dict[str, FileRecord]
     checksum: str
 
@@ -323,7 +352,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
         RuntimeError: ``latest`` or the manifest is damaged, with the path.
     """
     if (path / MANIFEST).is_file():
-        return path, _read_manifest(path / MANIFEST)
+        return path, read_manifest(path / MANIFEST)
     with contextlib.suppress(OSError, RuntimeError):
         return _latest(path)
     return _latest(path)  # once more, for another job may have replaced the latest checkpoint meanwhile
@@ -331,7 +360,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
 
 def _other_kind(path: Path) -> str | None:
     """Return the kind of a checkpoint at ``path`` that another program has written."""
-    if path.is_dir() and any(map(_NAME.fullmatch, os.listdir(path))):
+    if path.is_dir() and any(map(NAME.fullmatch, os.listdir(path))):
         return None  # of ours, whose ``latest`` is lost
     return old_sources.kinds_of(old_sources.find_sources(path)) or None
 
@@ -355,7 +384,7 @@ def _latest(root: Path) -> tuple[Path, Manifest]:
             f"{root / LATEST} is damaged: it holds {text!r}. The other checkpoints there can be loaded by their paths"
         )
     directory = root / match[1]
-    manifest = _read_manifest(directory / MANIFEST)
+    manifest = read_manifest(directory / MANIFEST)
     if manifest.checksum != match[3]:
         raise RuntimeError(
             f"{root / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
@@ -364,22 +393,28 @@ def _latest(root: Path) -> tuple[Path, Manifest]:
     return directory, manifest
 
 
-def _read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
+    """Read and verify a manifest."""
     try:
         with with_path(path):
             text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged") from error
+    return parsed_manifest(path, text)
+
+
+def parsed_manifest(path: Path, text: bytes) -> Manifest:
+    """Verify the content of the manifest ``path``."""
     with of_ours(path):
         content = json.loads(text)
         checksum = str(content.pop("checksum"))
         if text != _dumped({"checksum": checksum, **content}) or checksum != sha256(_dumped(content)):
             raise ValueError("it is damaged, for its checksum is not that of its content")
         files = {name: FileRecord(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-        version, ranks = content["version"], len(files) - len([INDEX])
+        version, ranks, saved = content["version"], len(files) - len([INDEX]), float(content.get("time", 0.0))
     if version != VERSION or content.get("format") != FORMAT:
         raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
-    return Manifest(ranks, files, checksum)
+    return Manifest(ranks, saved, files, checksum)
 
 
 _T = TypeVar("_T")

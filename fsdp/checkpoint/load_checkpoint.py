@@ -18,7 +18,7 @@ a module may change as it loads them, are read so in any case.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
 from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Backup, Loading, prepare
+from fsdp.checkpoint.local import Found, Gathering, Local, look
 from fsdp.checkpoint.optim_dtypes import with_classes
 from fsdp.checkpoint.optim_load import UnreadState
 from fsdp.checkpoint.progress import bar
@@ -44,6 +45,7 @@ from fsdp.checkpoint.save_checkpoint import classes_of
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.unwritten import warn_of_unwritten
 from fsdp.placement.boxes import Box, Part, same_cover
 
@@ -67,7 +69,7 @@ class Plain(NamedTuple):
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Local | Sequence[str | Path | Local],
     model: nn.Module,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
@@ -86,7 +88,10 @@ def load(
     order. If another job saves into the directory meanwhile and removes this checkpoint, the newest is loaded.
 
     Args:
-        path: a directory of checkpoints, whose latest is loaded, or one checkpoint; as for :func:`save`.
+        path: a directory of checkpoints, whose latest is loaded, or one checkpoint; as for :func:`save`. Or a list of
+            such paths and of :class:`~fsdp.checkpoint.Local`: the newest checkpoint, by the time of the save, that is
+            whole is loaded, with a warning that says why a newer one of the hosts was not; None is returned if there
+            is none.
         model: as for :func:`save`, wrapped in any way, or plain.
         optimizer: as for :func:`save`; None leaves the saved optimizer state alone.
         strict: names that only the model or only the checkpoint has are errors; without it they are not changed.
@@ -117,8 +122,11 @@ def load(
     """
     ranks = Ranks.of(process_group)
     reading = Reading(strict, trusted, in_place, progress and ranks.rank == 0)
+    loading = _Load(model, optimizer, reading)
     with ranks.call("fsdp.checkpoint.load()"):
-        return _load(ranks, Path(path), _Load(model, optimizer, reading))
+        if isinstance(path, (str, Path)):
+            return _load(ranks, partial(_read, ranks, Path(path), loading), loading)
+        return _load_newest(ranks, [path] if isinstance(path, Local) else path, loading)
 
 
 def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True) -> Plain:
@@ -177,6 +185,7 @@ class _Load:
         self.model_state: dict[str, Any] = {}
         self.optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
         self.again: Callable[[], None] = lambda: None
+        self._of_live, self._of_new = dict[int, list[PieceRead]](), dict[int, list[PieceRead]]()
 
     def look_at_model(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -185,8 +194,16 @@ class _Load:
         self.likes = {MODEL + name: like for name, like in state.items()}
         self.trained = by_name.trained_names(self.model, self.several or ())
 
-    def read(self, contents: Contents) -> None:
-        """Verify and read everything that this rank needs. A second call is for a newer checkpoint."""
+    def opened(self, directory: Path, manifest: Manifest) -> Contents:
+        """Open a checkpoint, and check that it fits the model."""
+        with ExitStack() as stack:
+            contents = stack.enter_context(Contents(directory, manifest, self.reading))
+            contents.check_fits(self.likes, None if self.several is None else {*chain(*self.trained)})
+            stack.pop_all()
+            return contents
+
+    def plan(self, contents: Contents) -> None:
+        """Find everything that this rank needs. A second call is for other files, or for a newer checkpoint."""
         self.live, self.new, self.has_live_states = {}, {}, False
         likes = {key: self.likes[key] for key in contents.tensors if key in self.likes}
         for key, like in likes.items():  # load hooks of modules may change the values of other classes
@@ -201,10 +218,15 @@ class _Load:
             self._check_classes(state["param_groups"], contents.values([CLASSES]).get(CLASSES, []))
             settings, strict = by_name.ragged(), self.reading.strict
             self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, settings, strict=strict)
-        live, new = contents.find(self.live), contents.find(self.new)
+        self._of_live, self._of_new = contents.find(self.live), contents.find(self.new)
+
+    def read(self, contents: Contents, rank: int) -> Any:
+        """Verify and read what :meth:`plan` has found; return the ``extra`` of the saved ``rank``."""
+        live = self._of_live
         contents.read(live, verify_only=True)
-        contents.read(new)
+        contents.read(self._of_new)
         self.again = lambda: contents.read(live)
+        return contents.extra(rank)
 
     def _place_state(self, key: str, memory: torch.Tensor, exists: bool) -> None:
         (self.live if exists else self.new)[key] = memory
@@ -239,10 +261,53 @@ class _Load:
             self.load_optimizers()
 
 
-def _load(ranks: Ranks, path: Path, load: _Load) -> Any:
+def _load_newest(ranks: Ranks, sources: Sequence[str | Path | Local], load: _Load) -> Any:
+    """Load the newest checkpoint in ``sources`` that is whole."""
+
+    def found() -> set[Found]:
+        return {each for number, source in enumerate(sources) for each in _found(ranks, number, source)}
+
+    def newest_first(several: set[Found]) -> list[Found]:
+        return sorted(several, key=lambda each: each.time, reverse=True)
+
+    problems: list[str] = []
+    for each in ranks.round("find checkpoints", found, newest_first, lambda several: set().union(*several)):
+        source = sources[each.source]
+        if isinstance(source, Local):
+            gathering = Gathering(ranks, source, each)
+            if gathering.problem:
+                problems.append(f"{each.name} of the hosts was not loaded: {gathering.problem}")
+                continue
+            read = partial(_read_gathered, ranks, gathering, load)
+        else:
+            read = partial(_read, ranks, Path(source), load)
+        if problems and ranks.rank == 0:
+            warn_user(f"an older checkpoint is loaded, {each.name}: {'; '.join(problems)}")
+        return _load(ranks, read, load)
+    if problems:
+        raise RuntimeError(f"there is no checkpoint that is whole: {'; '.join(problems)}")
+    return None
+
+
+def _found(ranks: Ranks, number: int, source: str | Path | Local) -> list[Found]:
+    """Return the checkpoints in ``source``: those of this host, or on rank 0 the latest in a shared directory."""
+    if isinstance(source, Local):
+        return look(number, source)
+    if ranks.rank > 0:
+        return []
+    try:
+        directory, manifest = files.find(Path(source).absolute())
+    except FileNotFoundError:
+        return []
+    except RuntimeError:  # the load will raise it, if there is nothing newer
+        return [Found(number, str(source), 0.0, "")]
+    return [Found(number, str(directory), manifest.time, manifest.checksum)]
+
+
+def _load(ranks: Ranks, read: Callable[[ExitStack], Any], load: _Load) -> Any:
     with ExitStack() as stack:
         ranks.together("check what is to be loaded", load.look_at_model)
-        extra = _read(ranks, path, load, stack)
+        extra = read(stack)
         with Backup(optimizers=[one for one, _ in load.optimizers]), ExitStack() as undo:
             loading = ranks.together("load what was read", lambda: load.prepare(undo))
             undo.pop_all()
@@ -280,18 +345,37 @@ def _read(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
                 raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
             for name in sorted(manifest.files)[ranks.rank :: ranks.size]:  # this rank's share
                 files.check_size(directory / name, manifest.files[name])
-            contents = stack.enter_context(Contents(directory, manifest, load.reading))
-            contents.check_fits(load.likes, None if load.several is None else {*chain(*load.trained)})
-            return contents
+            return stack.enter_context(load.opened(directory, manifest))
 
         def read_all() -> Any:
-            load.read(contents)
-            return contents.extra(ranks.rank % of_first.ranks)
+            load.plan(contents)
+            return load.read(contents, ranks.rank % of_first.ranks)
 
         contents = ranks.together("look for what to read", look)
         return ranks.together("read a checkpoint", read_all)
 
     return files.read_latest(path, read, find)
+
+
+def _read_gathered(ranks: Ranks, gathering: Gathering, load: _Load, stack: ExitStack) -> Any:
+    """Read and verify what this rank needs from the directory of this host, after the files of other hosts have come;
+    as ``_read``."""
+
+    def look() -> Contents:
+        return stack.enter_context(load.opened(*files.find(gathering.directory)))
+
+    def lacked() -> Sequence[str]:
+        try:
+            load.plan(contents)
+            contents.require([number])
+        except files.MissingFiles as missing:
+            return missing.names
+        return ()
+
+    contents = ranks.together("look for what to read", look)
+    number = ranks.rank % contents.ranks
+    gathering.fetch(lacked)
+    return ranks.together("read a checkpoint", lambda: load.read(contents, number))
 
 
 def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
@@ -328,6 +412,7 @@ class Contents(ExitStack):
     """A checkpoint that is being read; the context closes the files.
 
     Attributes:
+        ranks: the number of ranks that saved.
         table: the index.
         tensors, others: the keys of tensors, and of values that are no tensors.
     """
@@ -336,6 +421,7 @@ class Contents(ExitStack):
         """Read the index."""
         super().__init__()
         self.directory, self.reading, self._records = directory, reading, manifest.files
+        self.ranks = manifest.ranks
         path = directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
         with files.of_ours(path):
@@ -345,8 +431,15 @@ class Contents(ExitStack):
         self.others = [key for key, saved in self.table.items() if not saved.dtype]
         self._open: dict[int, RankFile] = {}
 
+    def require(self, ranks: Iterable[int]) -> None:
+        """Raise :class:`~fsdp.checkpoint.files.MissingFiles` if files of ``ranks`` are not there."""
+        names = [files.rank_name(rank) for rank in ranks if rank not in self._open]
+        if missing := [name for name in names if not (self.directory / name).is_file()]:
+            raise files.MissingFiles(self.directory, missing)
+
     def _file(self, rank: int) -> RankFile:
         if rank not in self._open:
+            self.require([rank])
             name = files.rank_name(rank)
             self._open[rank] = self.enter_context(RankFile(self.directory / name, self._records[name]))
         return self._open[rank]
@@ -404,6 +497,7 @@ class Contents(ExitStack):
         for key, several in parts.items():
             for rank in self.table[key].holders(box for box, _ in several):
                 by_rank.setdefault(rank, {})[key] = several
+        self.require(sorted(by_rank))
         copies: dict[int, list[PieceRead]] = {}
         found: dict[str, list[Box]] = {key: [] for key in parts}
         for rank, wanted in sorted(by_rank.items()):

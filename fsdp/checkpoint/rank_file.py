@@ -251,6 +251,12 @@ class RankFile(ExitStack):
                         found[key].append(both)
         return sorted(copies, key=lambda copy: copy.begin), found
 
+    def verify(self) -> None:
+        """Compare the checksums of all blocks."""
+        scratch = torch.empty(min(self._block, self._size), dtype=torch.uint8, device="cpu")
+        for number, begin in enumerate(range(0, self._size, self._block)):
+            self._read_block(number, begin, min(begin + self._block, self._size), [], scratch)
+
     def read(self, copies: Iterable[PieceRead], advance: Advance = no_progress, *, verify_only: bool = False) -> None:
         """Read blocks, compare their checksums, and copy from them; with ``verify_only`` without writes."""
         waiting = deque(copies)

@@ -100,11 +100,8 @@ def save(
         save("checkpoints", model, optimizer, extra={"step": step}, keep=3)
         extra = load("checkpoints", model, optimizer)
     """
-    ranks = Ranks.of(process_group)
-    saving = Save(ranks, path, keep, trusted=trusted)
-    with ranks.call("fsdp.checkpoint.save()"):
-        saving.take(model, optimizer, extra, stage=False)
-        return saving.write(progress=progress)
+    saving = Save(Ranks.of(process_group), path, keep, trusted=trusted)
+    return saving.now("fsdp.checkpoint.save()", model, optimizer, extra, progress=progress)
 
 
 def async_save(
@@ -130,34 +127,8 @@ def async_save(
 
     Raises: at once, and on every rank if on one, the errors of ``save`` before it writes.
     """
-    ranks = Ranks.of(process_group)
-    saving = Save(ranks, path, keep, trusted=trusted)
-    begun: Future[Outcome | None] = Future()
-    streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
-
-    def write() -> None:
-        outcome = begun.result()
-        if outcome is None:  # another rank could not begin
-            return
-        try:
-            with streams.on_device(), ranks.call("fsdp.checkpoint.async_save()", resumed=True):
-                path = saving.write(progress=False)
-        except BaseException as error:  # an interrupt as well: the caller of result() gets it
-            outcome.set_exception(_without_variables(error))
-        else:
-            outcome.set_result(path)
-
-    outcome: Outcome | None = None
-    with ranks.call("fsdp.checkpoint.async_save()"):
-        saving.take(model, optimizer, extra, stage=True)
-        executor = ThreadPoolExecutor(1, thread_name_prefix=f"saving to {path}")
-        try:
-            ranks.together("begin to save in the background", lambda: executor.submit(write))
-            outcome = ranks.underway = Outcome()
-        finally:
-            begun.set_result(outcome)
-            executor.shutdown(wait=False)
-    return outcome
+    saving = Save(Ranks.of(process_group), path, keep, trusted=trusted)
+    return saving.later("fsdp.checkpoint.async_save()", model, optimizer, extra)
 
 
 def _device_of(model: Any) -> torch.device:
@@ -258,7 +229,7 @@ def publish(directory: Path, written: Written, keys: Iterable[str], ranks: int) 
     index.check_complete(written.table, keys)
     records = {**written.records}
     records[files.INDEX] = files.write_durably(directory / files.INDEX, index.packed(written.table))
-    files.seal(directory, records, ranks)
+    files.seal(directory, files.manifest(records, ranks))
     return files.publish(directory)
 
 
@@ -266,11 +237,59 @@ class Save:
     """One checkpoint on the way to the disk. All ranks take the same steps, and an error on one is an error on all."""
 
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
-        self._ranks, self._keep, self._trusted = ranks, keep, trusted
+        self.ranks, self._keep, self._trusted = ranks, keep, trusted
         self._path, self._given = path, str(path)
         self.share = Share(ranks.rank)
-        self._keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
+        self.keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
         self._directory: Path | None = None  # on rank 0
+
+    # -- the whole save ------------------------------------------------------------------------------------------------
+
+    def now(
+        self,
+        call: str,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None,
+        extra: Any,
+        *,
+        progress: bool,
+    ) -> Path:
+        """Save in ``call``, as text for errors; return the directory of the new checkpoint."""
+        with self.ranks.call(call):
+            self.take(model, optimizer, extra, stage=False)
+            return self.write(progress=progress)
+
+    def later(
+        self, call: str, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any
+    ) -> Future[Path]:
+        """Take copies, and let a thread do the rest of the save; return the future of the directory."""
+        ranks = self.ranks
+        begun: Future[Outcome | None] = Future()
+        streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
+
+        def write() -> None:
+            outcome = begun.result()
+            if outcome is None:  # another rank could not begin
+                return
+            try:
+                with streams.on_device(), ranks.call(call, resumed=True):
+                    path = self.write(progress=False)
+            except BaseException as error:  # an interrupt as well: the caller of result() gets it
+                outcome.set_exception(_without_variables(error))
+            else:
+                outcome.set_result(path)
+
+        outcome: Outcome | None = None
+        with ranks.call(call):
+            self.take(model, optimizer, extra, stage=True)
+            executor = ThreadPoolExecutor(1, thread_name_prefix=f"saving to {self._given}")
+            try:
+                ranks.together("begin to save in the background", lambda: executor.submit(write))
+                outcome = ranks.underway = Outcome()
+            finally:
+                begun.set_result(outcome)
+                executor.shutdown(wait=False)
+        return outcome
 
     # -- taking the state ----------------------------------------------------------------------------------------------
 
@@ -281,7 +300,7 @@ class Save:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        before, self._ranks.underway = self._ranks.underway, None
+        before, self.ranks.underway = self.ranks.underway, None
         state: dict[str, Any] = {}
 
         def of_model() -> None:
@@ -294,7 +313,7 @@ class Save:
                 raise TypeError(f"expected a model to save, a torch.nn.Module, but got {type(model).__name__}")
             if self._keep is not None and (not isinstance(self._keep, int) or self._keep < 1):
                 raise ValueError(f"keep must be a positive number of checkpoints or None, but got {self._keep!r}")
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 self._path = Path(self._path).absolute()  # the working directory may change meanwhile
             if extra is not None:
                 self.share.pack(EXTRA, extra)
@@ -308,12 +327,12 @@ class Save:
             if stage:
                 self._stage()
 
-        self._ranks.together("check what is to be saved", of_model)
-        self._ranks.together("take what is to be saved", of_optimizer)
+        self.ranks.together("check what is to be saved", of_model)
+        self.ranks.together("take what is to be saved", of_optimizer)
 
     def divide(self, state: dict[str, Any]) -> None:
         """Choose the tensors and values of ``state`` that this rank writes."""
-        self._keys, members = tuple(state), self._ranks.members
+        self.keys, members = tuple(state), self.ranks.members
         for key, value in state.items():
             if not self._is_mine(key, value, members):
                 continue
@@ -327,11 +346,11 @@ class Save:
     def _is_mine(self, key: str, value: Any, members: list[int]) -> bool:
         """True if this rank writes ``value``: rank 0 if it is not divided, and one of the replicas otherwise."""
         if not is_distributed(value) or value.numel() == 0:
-            return self._ranks.rank == 0
+            return self.ranks.rank == 0
         if isinstance(value, RaggedTensor) and value.saved_elsewhere:
             return False
         several = sorted({*replicas_of(value)}.intersection(members))
-        return not several or several[zlib.crc32(key.encode()) % len(several)] == members[self._ranks.rank]
+        return not several or several[zlib.crc32(key.encode()) % len(several)] == members[self.ranks.rank]
 
     def _add(self, key: str, value: torch.Tensor, parts: Sequence[Part]) -> None:
         for _, part in parts:
@@ -379,14 +398,14 @@ class Save:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        size = self._ranks.size
+        size = self.ranks.size
         try:
-            directory, given = self._ranks.first("begin a checkpoint", self._begun)
+            directory, given = self.ranks.first("begin a checkpoint", self._begun)
             files.warn_of_path(self._given, given)
-            path = self._ranks.round(
+            path = self.ranks.round(
                 "write a checkpoint",
-                lambda: self._written(directory, progress=progress),
-                lambda written: publish(directory, written, self._keys, size),
+                lambda: self.written(directory, progress=progress),
+                lambda written: publish(directory, written, self.keys, size),
                 Written.joined,
             )
         except BaseException:
@@ -394,7 +413,7 @@ class Save:
                 files.discard(self._directory)
             raise
         finally:
-            self.share = Share(self._ranks.rank)
+            self.share = Share(self.ranks.rank)  # drops everything that was taken
         if self._keep is not None and self._directory is not None:
             files.remove_older(path, self._keep)  # on rank 0, and the other ranks do not wait
         return path
@@ -403,9 +422,10 @@ class Save:
         self._directory = files.begin(Path(self._path))
         return self._directory, self._given
 
-    def _written(self, directory: Path, *, progress: bool) -> Written:
+    def written(self, directory: Path, *, progress: bool) -> Written:
+        """Write the file of this rank."""
         nbytes = sum(piece.nbytes for piece in self.share.pieces)
-        with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
+        with bar("saving", nbytes, progress and self.ranks.rank == 0) as advance:
             written = self.share.write(directory, advance)
         files.disk.sync_directory(directory)
         return written

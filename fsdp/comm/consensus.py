@@ -37,7 +37,7 @@ import contextlib
 import functools
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from concurrent import futures
 from datetime import timedelta
@@ -479,6 +479,22 @@ class Ranks(Agreement):
                 side.send(child, (answer, failures))
         return answer, failures, error
 
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of ranks for :meth:`message`; both ranks of each have to call, inside a round."""
+        for pair in sorted(set(pairs)):  # in one order on all ranks: avoids a cycle of waits
+            assert self._side is not None
+            self._side.connect_pair(pair)
+
+    def message(self, pair: tuple[int, int], data: torch.Tensor, tag: int, *, sends: bool) -> Any:
+        """Begin to send, or to receive, bytes of the first rank of a connected pair for the second.
+
+        Returns:
+            the work, which keeps the connection open: drop it where an error ends the transfer, so that the other rank
+            does not wait.
+        """
+        assert self._side is not None
+        return self._side.message(pair, data, tag, sends=sends)
+
 
 class _SideGroup:
     """The connections of :class:`Ranks`; see [Note: A group of its own] and [Note: Spoiled groups]."""
@@ -491,6 +507,7 @@ class _SideGroup:
         self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
         self.global_ranks = group_ranks(group)
         self._groups: dict[int, tuple[Any, int]] = {}  # by connected rank: the group, and the place of the rank in it
+        self._pairs: dict[tuple[int, int], Any] = {}  # groups of two connected ranks
         self._connected = -1  # the generation of these groups
         self._calls = Sequence(group, BESIDE)  # a call counts as two: see [Note: Spoiled groups]
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
@@ -527,7 +544,7 @@ class _SideGroup:
             self._board.meet(f"{count.generation}/{count.number}", look)
             self._check()
             if self._connected != count.generation:
-                self._groups, self._tags = {}, {}
+                self._groups, self._pairs, self._tags = {}, {}, {}
                 self._connect(wait.look)
                 self._connected = count.generation
         finally:
@@ -551,23 +568,43 @@ class _SideGroup:
             if head is None:
                 continue
             members = [head, *(child[0] for child in tree(head, self._size)[1])]
-            # not new_group(): it takes all ranks of the default group, and keeps each group for ever
-            prefixed = dist.PrefixStore(f"{self._calls.generation}/{head}/", self._store)
-            place = prefixed, members.index(self._rank), len(members), self._timeout
-            connected = in_thread(functools.partial(dist.ProcessGroupGloo, *place))  # not interrupted there
-            while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
-                look()
-            if (error := connected.exception()) is not None:
-                raise RuntimeError(f"the ranks cannot connect for {self._calls.doing}: {error}") from error
+            connected = self._connected_as(str(head), members, look)
             for at, rank in enumerate(members):
                 if head in (self._rank, rank):
                     self._groups[rank] = connected.result(), at
             del connected  # an error would keep the group and its connections open
 
+    def _connected_as(self, name: str, members: list[int], look: Callable[[], None]) -> futures.Future[Any]:
+        """Return the future, which is done, of a gloo group of ``members``; ``name`` tells it from other groups."""
+        # not new_group(): it takes all ranks of the default group, and keeps each group for ever
+        prefixed = dist.PrefixStore(f"{self._calls.generation}/{name}/", self._store)
+        place = prefixed, members.index(self._rank), len(members), self._timeout
+        connected = in_thread(functools.partial(dist.ProcessGroupGloo, *place))  # not interrupted there
+        while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
+            look()
+        if (error := connected.exception()) is not None:
+            raise RuntimeError(f"the ranks cannot connect for {self._calls.doing}: {error}") from error
+        return connected
+
+    def connect_pair(self, pair: tuple[int, int]) -> None:
+        """Connect two ranks, of which this is one, unless they are."""
+        if pair not in self._pairs:
+            wait = Wait(self._calls, self._calls.count, self._calls.doing)
+            try:
+                self._pairs[pair] = self._connected_as("{} to {}".format(*pair), [*pair], wait.look).result()
+            finally:
+                wait.over()
+
+    def message(self, pair: tuple[int, int], data: torch.Tensor, tag: int, *, sends: bool) -> Any:
+        """Begin to send, or to receive; return the work."""
+        if sends:
+            return self._pairs[pair].send([data], 1, tag)
+        return self._pairs[pair].recv([data], 0, tag)
+
     def spoil(self, words: str) -> None:
         """Close the connections, and have the other ranks raise ``words``, or the reason that this rank has raised."""
         self._calls.end(words)
-        self._groups, self._connected = {}, -1
+        self._groups, self._pairs, self._connected = {}, {}, -1
 
     def send(self, rank: int, value: Any) -> None:
         """Send ``value`` to ``rank``; raise _Gone if the connection has ended."""
