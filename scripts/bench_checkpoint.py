@@ -13,7 +13,8 @@ million parameters; ``--width`` and further options change it. The contenders ta
   ``fsdp.checkpoint.save``: files with a checksum for each block, synced to the disk, published by a rename; ``load``
   verifies all data before any change. torch's contenders use ``torch.distributed.checkpoint.save``, which syncs files
   to the disk, too, and verifies no data in a load;
-* starting the same save in the background: for how long the call blocks, beside a bare copy of the same bytes.
+* starting the same save in the background: for how long the call blocks, beside a bare copy of the same bytes;
+* this package's checkpoints in the memory of hosts (``Local``), with a copy on another host, beside those on the disk.
 
 Prints for each row and contender: the median time of the slowest rank, with the fastest and slowest round; the time
 relative to this package, round by round (median, smallest and largest); and the peak of memory above that held before,
@@ -28,6 +29,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import os
 import shutil
 import statistics
 import sys
@@ -37,6 +39,7 @@ import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -296,7 +299,38 @@ def background(contender: Contender, directory: Path) -> Rows:
     saved.result()
 
 
-SCENARIOS = {"model": model_state, "optimizer": optimizer_state, "sharded": sharded, "background": background}
+def hosts(contender: Contender, directory: Path) -> Rows:
+    """Save to the memory of hosts, beside the disk; every rank is a host."""
+    if not isinstance(contender, Ours):
+        return
+    memory = Path("/dev/shm") / f"{directory.parent.name}-{dist.get_rank()}"
+    local = fsdp.checkpoint.Local(memory)
+    with mock.patch.dict(os.environ, FSDP_HOST=memory.name):
+        yield "save", ", in memory with a copy", lambda: local.save(contender.model, contender.optimizer)
+        row = "save in the background, blocked"
+        saved = yield row, ", in memory with a copy", lambda: local.async_save(contender.model, contender.optimizer)
+        saved.result()
+        yield "load", ", from memory", lambda: fsdp.checkpoint.load(local, contender.model, contender.optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(memory)
+        dist.barrier()
+        row = ", from the copy of a lost host"
+        yield "load", row, lambda: fsdp.checkpoint.load(local, contender.model, contender.optimizer)
+        shutil.rmtree(memory)
+    yield "save", "", lambda: contender.save(directory)
+    saved = yield "save in the background, blocked", "", lambda: contender.begin_save(directory / "later")
+    saved.result()
+    yield "load", "", lambda: contender.load(directory)
+
+
+SCENARIOS = {
+    "model": model_state,
+    "optimizer": optimizer_state,
+    "sharded": sharded,
+    "background": background,
+    "hosts": hosts,
+}
 
 
 class Results:

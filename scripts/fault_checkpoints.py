@@ -1,6 +1,7 @@
 """Kill saves, damage checkpoints and make disks fail at random; a load then gives the old or the new checkpoint, whole.
 
     python scripts/fault_checkpoints.py [--kills 200] [--damages 500] [--errors 500] [--seed N]
+    python scripts/fault_checkpoints.py --hosts
 
 * kills: two ranks save; one of them, or both, are killed by SIGKILL at a random moment.
 * damages: a bit of one of the files is flipped, or it is cut, made longer, zeroed in part, or lost.
@@ -11,6 +12,10 @@ and the next save works. A violation is counted, and printed with the seed of th
 loaded), torn (values of two saves), wrong (a damage that was not found, or a failed load that changed the model). The
 exit code is 0 only without violations. Every test has a seed, from which it can be repeated alone (`--seed N --kills 1`
 ...).
+
+With --hosts instead: three ranks under `torchrun --max-restarts 1`, each a host, save every step to the memory of the
+hosts. Each rank is killed in each phase of a step. The table has the step from which the run went on, the seconds from
+the kill to the end of the next step, and whether the final weights are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,6 +37,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,6 +49,7 @@ from fsdp.checkpoint import load, load_plain, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests import test_local
 from tests.harness.disk import FaultyDisk, on_disk
 
 RANKS = 2
@@ -239,13 +248,71 @@ def run(name: str, count: int, seed: int, test: Callable[[int, Path], str]) -> b
     return all(kind.startswith("well") for kind in outcomes)
 
 
+# -- the memory of hosts -----------------------------------------------------------------------------------------------
+
+
+def host_rank(root: Path, phase: str, victim: int) -> None:
+    """Train as one rank of `torchrun`, to be killed in the first start."""
+    dist.init_process_group("gloo")
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    step, kill = test_local.step, os.kill
+
+    def note_step(*args: Any) -> None:
+        step(*args)
+        if not is_first and not (root / "resumed").exists():
+            (root / "resumed").write_text(str(time.time()))
+
+    def note_kill(*args: Any) -> None:
+        (root / "killed").write_text(str(time.time()))
+        kill(*args)
+
+    with mock.patch.object(test_local, "step", note_step), mock.patch.object(os, "kill", note_kill):
+        begun, params = test_local.train(str(root), phase if is_first else "", victim)
+    if is_first and phase != "none":
+        sys.exit(1)  # another rank is dead
+    torch.save((begun, params), root / f"weights{dist.get_rank()}")
+
+
+def hosts() -> bool:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+
+        def run_hosts(phase: str, victim: int) -> tuple[Path, list[Any]]:
+            root = Path(folder, f"{phase}{victim}")
+            root.mkdir()
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+            command += [f"--nproc-per-node={test_local.HOSTS}", "--monitor-interval=0.1", __file__]
+            subprocess.run([*command, "--host", str(root), phase, str(victim)], check=True, capture_output=True)
+            return root, [torch.load(root / f"weights{rank}") for rank in range(test_local.HOSTS)]
+
+        _, expected = run_hosts("none", -1)
+        print("| rank | killed in | goes on after step | seconds to the next step | weights |\n|---|---|---|---|---|")
+        all_well = True
+        for victim in range(test_local.HOSTS):
+            for phase in test_local.PHASES:
+                root, found = run_hosts(phase, victim)
+                seconds = float((root / "resumed").read_text()) - float((root / "killed").read_text())
+                pairs = [(one, other) for here, there in zip(found, expected) for one, other in zip(here[1], there[1])]
+                well = all(torch.equal(*pair) for pair in pairs)
+                all_well &= well
+                words = "equal" if well else "DIFFERENT"
+                print(f"| {victim} | {phase} | {found[0][0]} | {seconds:.1f} | {words} |", flush=True)
+        return all_well
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--damages", type=int, default=500)
     parser.add_argument("--errors", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--host", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.host:
+        host_rank(Path(options.host[0]), options.host[1], int(options.host[2]))
+        return 0
+    if options.hosts:
+        return int(not hosts())
     torch.set_num_threads(1)  # so that processes can be forked
     importlib.import_module("torch._dynamo")  # once, and not by the first optimizer of each of them
     warnings.filterwarnings("ignore", ".*could not be removed")
