@@ -110,7 +110,7 @@ class ShardedGradScaler(GradScaler):
         return self._agree(optimizer)
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Combine the flags of all devices and ranks to one on the device of the scale: the number of raised flags."""
+        """Combine the flags of all devices and ranks to one on the device of the scale."""
         assert self._scale is not None
         state = self._per_optimizer_states[id(optimizer)]
         flags = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
@@ -118,6 +118,7 @@ class ShardedGradScaler(GradScaler):
         group = self.process_group if self.process_group is not None else default_group()
         if group.size() > 1:
             combine(found, group, streams_for(found.device), "agree on infinite gradients")
+        found.clamp_(max=1.0)  # kernels of fused optimizers skip a step at the value 1 alone
         state["found_inf_per_device"] = {found.device: found}
         return dict(state["found_inf_per_device"])
 
