@@ -30,7 +30,7 @@ DOCUMENTS = [
 FILES = {  # files that a document's snippets are expected to write
     "README.md": {"checkpoints"},
     "fsdp/checkpoint/README.md": {
-        *("step_1000", "checkpoints", "model.safetensors", "dcp"),
+        *("step_1000", "checkpoints", "model.safetensors", "dcp", "memory"),
         *("ddp", "fsdp1_dcp", "verl", "fsdp1_local", "from_ddp", "from_dcp", "from_verl", "from_local"),
     },
     "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
