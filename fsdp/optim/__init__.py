@@ -1,6 +1,7 @@
 """Optimizers for sharded models."""
 
+from fsdp.optim.host import HostOptimizer
 from fsdp.optim.whole import WholeParamOptimizer
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = ["ShardedGradScaler", "WholeParamOptimizer"]
+__all__ = ["HostOptimizer", "ShardedGradScaler", "WholeParamOptimizer"]

@@ -211,8 +211,8 @@ class WholeParamOptimizer(Optimizer):
             return others
 
         def make() -> tuple[Optimizer, Optimizer | None]:
-            whole = _made(factory, [each.param for each in self._selected], "factory")
-            return whole, None if rest is None or not others else _made(rest, others, "rest")
+            whole = made_by(factory, [each.param for each in self._selected], "factory")
+            return whole, None if rest is None or not others else made_by(rest, others, "rest")
 
         with self._calling("WholeParamOptimizer()"):
             ranks = TrainingRanks([*map(_group_of, self._units)], params.device)
@@ -529,7 +529,7 @@ def _selected(holder: Holder, member: Member, owner: int) -> _Selected:
     return _Selected(param, holder, member, owner, zeros)
 
 
-def _made(factory: Factory, params: list[nn.Parameter], name: str) -> Optimizer:
+def made_by(factory: Factory, params: list[nn.Parameter], name: str) -> Optimizer:
     """Return the optimizer that ``factory`` makes of ``params``."""
     made = factory(list(params))
     if not isinstance(made, Optimizer):

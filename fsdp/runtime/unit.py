@@ -123,6 +123,7 @@ class Unit:
         open_calls: the ``ForwardCall`` s that a backward has entered and not passed, with the ``Place`` of entry.
         position: in the tree.
         summoned: where full parameters are shown; None outside of ``summon_full_params``.
+        step_under_way: waits for a thread that steps the parameters; None if there is none.
         initial: digests of the buckets' first values; empty if all ranks have those of rank 0.
         state_settings: of the state dicts that the unit makes and loads.
         membership: a weak reference to the ``Membership`` that the unit's wrapper holds.
@@ -156,6 +157,7 @@ class Unit:
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.membership: Callable[[], Any] = lambda: None
         self.summoned: Summoned | None = None
+        self.step_under_way: Callable[[], None] | None = None
         self.set_name(name)
         self.arrivals = Arrivals(views, weakref.ref(self))
         hooks.units.add(self)
@@ -427,8 +429,16 @@ class Unit:
         """Iterate over the unit's parameters as optimizers hold them."""
         return (visible.param for views in self.views for visible in views.visible)
 
-    def follow_parameters(self) -> None:
-        """Take over what users did to the visible parameters."""
+    def settle_step(self) -> None:
+        """Wait for a thread that steps the parameters; raise its error."""
+        step, self.step_under_way = self.step_under_way, None
+        if step is not None:
+            step()
+
+    def follow_parameters(self, *, settles: bool = True) -> None:
+        """Take over what users did to the visible parameters. Unless it ``settles``, a thread may step them still."""
+        if settles:
+            self.settle_step()
         changed = False
         for guard in self.guards:
             changed = guard.enter() or changed

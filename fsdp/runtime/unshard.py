@@ -127,6 +127,7 @@ class Unsharder:
 
     def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
+        unit.settle_step()
         nearby = unit.position.nearby is not None and unit.has_slices
         event = Event("")  # where nothing travels
         if unit.groups.sharded:
@@ -148,6 +149,7 @@ class Unsharder:
         have changed since; so is any copy if parameters were assigned inside of this forward. Where a backward of
         ``no_sync`` kept it, the versions of the shards decide. A backward needs the values from before an assignment.
         """
+        unit.settle_step()
         assigned = False
         for guard in unit.guards if refill else ():
             assigned = guard.take_assigned() or assigned
@@ -351,7 +353,7 @@ class Unsharder:
         """Follow changes of the module's mode and of the visible parameters since the last forward."""
         if unit.summoned is None:  # now, so that the right copy is prefetched
             self.compute_in(unit, unit.precision.wants_full)
-        unit.follow_parameters()
+        unit.follow_parameters(settles=False)  # the gather of each unit waits for that unit's step alone
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
