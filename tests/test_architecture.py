@@ -473,19 +473,19 @@ def code_lines(path: Path) -> int:
 # Lines of code by folder. A new ability pays by a simplification first; a number changes in a commit of its own, with
 # the reason.
 BUDGETS = {
-    "fsdp/*.py": 1480,
-    "fsdp/checkpoint": 5490,
-    "fsdp/comm": 3590,
+    "fsdp/*.py": 1470,
+    "fsdp/checkpoint": 5700,
+    "fsdp/comm": 3470,
     "fsdp/compat": 310,
     "fsdp/export": 710,
-    "fsdp/flat": 2360,
+    "fsdp/flat": 2450,
     "fsdp/names": 540,
-    "fsdp/optim": 520,
+    "fsdp/optim": 680,
     "fsdp/placement": 380,
-    "fsdp/runtime": 3940,
-    "fsdp/tools": 1800,
-    "scripts": 3330,
-    "tests": 37740,
+    "fsdp/runtime": 3990,
+    "fsdp/tools": 1600,
+    "scripts": 3210,
+    "tests": 32450,
 }
 
 
