@@ -437,7 +437,7 @@ class Unit:
 
     def follow_parameters(self, *, settles: bool = True) -> None:
         """Take over what users did to the visible parameters. Unless it ``settles``, a thread may step them still."""
-        if settles:
+        if settles and self.step_under_way is not None:
             self.settle_step()
         changed = False
         for guard in self.guards:

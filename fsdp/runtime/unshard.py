@@ -127,7 +127,8 @@ class Unsharder:
 
     def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
-        unit.settle_step()
+        if unit.step_under_way is not None:
+            unit.settle_step()
         nearby = unit.position.nearby is not None and unit.has_slices
         event = Event("")  # where nothing travels
         if unit.groups.sharded:
@@ -149,7 +150,8 @@ class Unsharder:
         have changed since; so is any copy if parameters were assigned inside of this forward. Where a backward of
         ``no_sync`` kept it, the versions of the shards decide. A backward needs the values from before an assignment.
         """
-        unit.settle_step()
+        if unit.step_under_way is not None:
+            unit.settle_step()
         assigned = False
         for guard in unit.guards if refill else ():
             assigned = guard.take_assigned() or assigned
