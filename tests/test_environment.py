@@ -39,7 +39,7 @@ def test_invalid_value_is_refused_when_a_module_is_wrapped(name: str, value: str
 
 
 def test_every_variable_is_checked() -> None:
-    assert set(WRONG) == {variable.name for variable in environment.VARIABLES}
+    assert set(WRONG) == {variable.name for variable in environment.VARIABLES} - {"FSDP_HOST"}  # which may be any name
 
 
 def test_allowed_values_are_read() -> None:

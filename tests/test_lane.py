@@ -182,7 +182,7 @@ def test_messages_in_flight_at_an_equal_failure_of_all_ranks_arrive() -> None:
     lane.fail(current_pass)
     tree.recover()
     assert all(message.is_completed() for message in messages) and received.min() == 1
-    assert not lane._held, "the memory of the messages is kept"
+    assert not lane.carrier._held, "the memory of the messages is kept"
     tree.step([0, 1, 2])
     assert lane.carrier.number == 0
 

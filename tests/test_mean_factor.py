@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -142,6 +143,7 @@ def test_ranks_of_tensor_parallelism_count_as_one() -> None:
         cut = parallelize_module(cut, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
         inner = [wrap(each, FULL_SHARD, True, wrap_policy=None, device_mesh=mesh["dp"]) for each in (cut, last)]
         model = wrap(nn.Sequential(first, *inner), FULL_SHARD, True, wrap_policy=None, **of_root)
+        warnings.filterwarnings("ignore", "unit '1' has DTensors over the ranks .* which the root unit is over")
         batches = [torch.randn(n, 8, generator=torch.Generator().manual_seed(n)).double() for n in (3, 8)]
         factor = fsdp.mean_factor(model, len(batches[dp]))
         (model(batches[dp]).square().sum() * factor).backward()

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp.__main__ import main
 from fsdp.checkpoint import convert, load, load_plain
 from fsdp.checkpoint.safetensors import SafetensorsFile, laid_out, memory_of
-from fsdp.wrap import ModuleWrapPolicy
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.old_programs import AFTER, BEFORE, Block, adamw, old_model, old_programs, train
 from tests.harness.optim_states import quiet
 from tests.harness.oracle import assert_bit_equal
@@ -146,7 +146,7 @@ def put_code_in_metadata(path: Path) -> None:
         (VERL, lose_first, r"missing are \[0\]"),
         (LOCAL, lose_last, r"missing are \[1\]"),
         (RANKS, lose_last, "elements of 'model.first.weight'"),
-        (VERL, add_ranks_of_another_count, "has files of 2 and of 7 ranks or parts"),
+        (VERL, add_ranks_of_another_count, "once for each of 2 or 7 ranks or parts"),
         (VERL, rename_the_last_rank, r"_rank_2\.pt, of rank 2, has a DTensor over \[0, 1\]"),
         *((name, truncate, r"\.(pt|distcp)") for name in (VERL, RANKS, LOCAL, DCP, "ddp")),
         (DCP, truncate_metadata, r"\.metadata is damaged"),
@@ -339,6 +339,21 @@ def test_equal_parts_without_a_description_are_refused(tmp_path: Path) -> None:
     torch.save({**model.state_dict(), "weight": torch.zeros(4)}, old / "model_rank1.pt")
     with pytest.raises(ValueError, match=r"several values of 'model\.weight'"):
         convert(old, tmp_path / "other", model=model)
+
+
+def test_parts_that_two_orders_of_parameters_fit_are_refused(tmp_path: Path) -> None:
+    """FSDP1's flat parameters are those of the root first, and original ones are in the order of the model."""
+    for rank in range(2):
+        states = {number: {"exp_avg": torch.full((8,), float(number))} for number in range(2)}
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        torch.save(optimizer, tmp_path / f"optim_rank{rank}.pt")
+    wrapped, own = (nn.Linear(4, 4, bias=False) for _ in range(2))
+    model, policy = nn.Sequential(wrapped, own), CustomPolicy(lambda module: module is wrapped)
+    torch.save({"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="whose sizes two orders of parameters have"):
+        convert(tmp_path, tmp_path / "new", model=model, auto_wrap_policy=policy)
+    plain = load_plain(convert(tmp_path, tmp_path / "new", model=model))  # one flat parameter would have other sizes
+    assert plain.optimizer is not None and (plain.optimizer["state"]["1.weight"]["exp_avg"] == 1).all()
 
 
 def test_several_models_are_an_error_that_lists_them(tmp_path: Path) -> None:

@@ -234,17 +234,6 @@ def test_states_keep_their_memory_order_so_that_the_next_step_is_that_of_the_run
 # -- mismatched states ------------------------------------------------------------------------------------------------
 
 
-def quietly(function: Any, *args: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the optimizer's state has an entry")
-        return function(*args)
-
-
-def save_quietly(*args: Any) -> Path:
-    path: Path = quietly(save, *args)
-    return path
-
-
 @on_ranks(2)
 def test_entries_missing_in_the_checkpoint_are_left_alone(tmp_path: Path) -> None:
     """States, settings and entries of no parameter in the loading optimizer."""

@@ -71,7 +71,7 @@ def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
             op = "exchange"  # the direct all-gather
         assert [(record.op, record.group) for record in moved] == [(op, group)] * 6
         agreed = [record.op for record in log.records if record.label == "agree on the optimizer's states"]
-        assert agreed == ["all_reduce", "all_gather"]
+        assert agreed == ["all_reduce", "all_reduce", "all_gather", "all_reduce"]  # no failure, lengths, objects, alike
         assert moved[0].label == "optimizer state of unit '0'"
     ragged = RaggedOptimStateDictConfig()
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, ragged), record_collectives() as log:
@@ -83,8 +83,8 @@ def test_optimizer_state_takes_one_collective_per_unit(uop: bool) -> None:
     full = FSDP.full_optim_state_dict(model, optimizer)
     with record_collectives() as log:
         FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
-    assert [record.op for record in log.records] == ["all_reduce"] * 2 + ["all_to_all"] * 6
-    assert all(record.output_nbytes <= 2 * state / world_size + 64 for record in log.records[2:])
+    assert [record.op for record in log.records] == ["all_reduce"] * 3 + ["all_to_all"] * 6
+    assert all(record.output_nbytes <= 2 * state / world_size + 64 for record in log.records[3:])
     with record_collectives() as log:
         if dist.get_rank() == 0:
             FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)

@@ -195,7 +195,7 @@ def test_a_load_starts_again_if_the_checkpoint_is_replaced_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before each step of the load in turn; without a second job a missing file is damage."""
-    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (load_checkpoint, "Contents")]
+    steps: list[tuple[Any, str]] = [(files, "read_manifest"), (load_checkpoint, "Contents")]
     for number, (where, name) in enumerate([*steps, (rank_file.RankFile, "__init__")]):
         root = tmp_path / str(number)
         save(root, with_extra(1.0), extra=1)
@@ -229,8 +229,8 @@ def test_ranks_that_find_different_checkpoints_of_one_name_load_none(tmp_path: P
     for name in "ab":
         save(tmp_path / name, model, extra=name)
     nn.init.zeros_(model.weight)
-    own, read = tmp_path / "ab"[dist.get_rank()] / "checkpoint_00000001" / files.MANIFEST, files._read_manifest
-    found = mock.patch.object(files, "_read_manifest", lambda path: read(own))
+    own, read = tmp_path / "ab"[dist.get_rank()] / "checkpoint_00000001" / files.MANIFEST, files.read_manifest
+    found = mock.patch.object(files, "read_manifest", lambda path: read(own))
     with found, pytest.raises(RuntimeError, match=r"manifest\.json is another file on rank 0"):
         load(tmp_path / "a", model)
     assert not model.weight.any()
