@@ -253,8 +253,10 @@ def run(name: str, count: int, seed: int, test: Callable[[int, Path], str]) -> b
 
 def host_rank(root: Path, phase: str, victim: int) -> None:
     """Train as one rank of `torchrun`, to be killed in the first start."""
-    dist.init_process_group("gloo")
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.FileStore(str(root / f"store{start}"), test_local.HOSTS)  # the launcher's has keys of the start before
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=test_local.HOSTS)
+    is_first = start == "0"
     step, kill = test_local.step, os.kill
 
     def note_step(*args: Any) -> None:
@@ -281,7 +283,10 @@ def hosts() -> bool:
             root.mkdir()
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
             command += [f"--nproc-per-node={test_local.HOSTS}", "--monitor-interval=0.1", __file__]
-            subprocess.run([*command, "--host", str(root), phase, str(victim)], check=True, capture_output=True)
+            device = "lo" if sys.platform.startswith("linux") else "lo0"
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device}
+            command += ["--host", str(root), phase, str(victim)]
+            subprocess.run(command, check=True, capture_output=True, env=environment)
             return root, [torch.load(root / f"weights{rank}") for rank in range(test_local.HOSTS)]
 
         _, expected = run_hosts("none", -1)
