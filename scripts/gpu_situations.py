@@ -37,6 +37,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.comm import streams as streams_module
 from fsdp.comm.versions import STORAGES_SWAP
+from fsdp.optim import HostOptimizer
 from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 1024
@@ -264,6 +265,28 @@ def offload(device: torch.device) -> str:
     finally:
         streams_module.AcceleratorStreams.upload = real  # type: ignore[method-assign]
     return ", ".join(reads)
+
+
+def host_optimizer(device: torch.device) -> str:
+    """Step offloaded parameters on a thread, behind a long queue of the device, with the norms of the last backward."""
+
+    def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-4)
+
+    plain, model = (tower(device, cpu_offload=CPUOffload(offload_params=True)) for _ in range(2))
+    losses: list[list[Tensor]] = [[], []]
+    pairs = ((plain, adamw([*plain.parameters()])), (model, HostOptimizer(model, adamw)))
+    for (each, optimizer), found in zip(pairs, losses, strict=True):
+        for _ in range(5):
+            torch.cuda._sleep(LONG // 10)
+            loss = each(torch.ones(8, WIDTH, device=device)).square().mean()
+            loss.backward()
+            each.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+    expect(all(map(torch.equal, *losses)), f"losses of {losses[0]} with plain steps, and {losses[1]} on a thread")
+    return f"the losses are equal, {losses[0][0].item():.3f} to {losses[0][-1].item():.3f}"
 
 
 def backward_on_another_stream(device: torch.device) -> str:
@@ -506,6 +529,7 @@ TOGETHER = (
     Situation(backward_on_another_stream),
     Situation(failing_backwards),
     Situation(offload),
+    Situation(host_optimizer),
     Situation(failed_and_deleted),
     Situation(forked),
     Situation(forms_of_state),

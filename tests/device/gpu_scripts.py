@@ -29,6 +29,7 @@ NAMES = (
     "backward_on_another_stream",
     "failing_backwards",
     "offload",
+    "host_optimizer",
     "failed_and_deleted",
     "forked",
     "forms_of_state",
