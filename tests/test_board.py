@@ -89,6 +89,19 @@ def test_the_best_of_several_values_stays(two_boards: list[Board]) -> None:
     assert two_boards[1].read("end") == 0
 
 
+def test_the_best_value_is_written_to_a_store_that_cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(dist.HashStore):
+        def compare_set(self, *_: object) -> bytes:
+            raise RuntimeError("Not implemented")
+
+    store = Plain()
+    monkeypatch.setattr(boards, "group_store", lambda group: store)
+    board = Board(group_of(0, 2), "test")
+    for value in (7, 3, 5):
+        board.replace("end", value, lambda there, value=value: value < there)
+    assert board.read("end") == 3
+
+
 def test_posts_of_an_earlier_default_group_in_the_same_store_are_void(two_groups: list[Any]) -> None:
     def is_told() -> bool:
         return second.reason_of_end("collectives", Count(1, 7)) == "rank 0 failed"

@@ -224,8 +224,8 @@ def _copies(hosts: Sequence[str], copies: int) -> list[Route]:
     several = [*_ranks_by_host(hosts).values()]
     routes = []
     for number, here in enumerate(several):
-        for further in range(1, copies + 1):
-            there = several[(number + further) % len(several)]
+        for distance in range(1, copies + 1):
+            there = several[(number + distance) % len(several)]
             routes += [Route(rank, there[place % len(there)], files.rank_name(rank)) for place, rank in enumerate(here)]
     return routes
 
