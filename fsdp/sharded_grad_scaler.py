@@ -136,6 +136,9 @@ class ShardedGradScaler(GradScaler):
             ``found_inf`` has one on every rank, also without gradients.
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        check = getattr(optimizer, "check_not_stepped", None)  # of fsdp.optim.HostOptimizer
+        if check is not None:
+            check("ShardedGradScaler.unscale_()")
         with torch.no_grad():
             for param in stepped_params(optimizer):
                 grad = param.grad

@@ -268,25 +268,30 @@ def offload(device: torch.device) -> str:
 
 
 def host_optimizer(device: torch.device) -> str:
-    """Step offloaded parameters on a thread, behind a long queue of the device, with the norms of the last backward."""
+    """Step offloaded parameters on a thread, behind a long queue of the device: with the norms of the last backward
+    after it, or early, without norms, during the backward."""
 
     def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-4)
 
-    plain, model = (tower(device, cpu_offload=CPUOffload(offload_params=True)) for _ in range(2))
-    losses: list[list[Tensor]] = [[], []]
-    pairs = ((plain, adamw([*plain.parameters()])), (model, HostOptimizer(model, adamw)))
-    for (each, optimizer), found in zip(pairs, losses, strict=True):
-        for _ in range(5):
-            torch.cuda._sleep(LONG // 10)
-            loss = each(torch.ones(8, WIDTH, device=device)).square().mean()
-            loss.backward()
-            each.clip_grad_norm_(0.1)
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-    expect(all(map(torch.equal, *losses)), f"losses of {losses[0]} with plain steps, and {losses[1]} on a thread")
-    return f"the losses are equal, {losses[0][0].item():.3f} to {losses[0][-1].item():.3f}"
+    last = []
+    for early in (False, True):
+        plain, model = (tower(device, cpu_offload=CPUOffload(offload_params=True)) for _ in range(2))
+        losses: list[list[Tensor]] = [[], []]
+        pairs = ((plain, adamw([*plain.parameters()])), (model, HostOptimizer(model, adamw, early=early)))
+        for (each, optimizer), found in zip(pairs, losses, strict=True):
+            for _ in range(5):
+                torch.cuda._sleep(LONG // 10)
+                loss = each(torch.ones(8, WIDTH, device=device)).square().mean()
+                loss.backward()
+                if not early:
+                    each.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        expect(all(map(torch.equal, *losses)), f"losses of {losses[0]} with plain steps, and {losses[1]} on a thread")
+        last.append(losses[0][-1].item())
+    return f"the losses are equal, at last {last[0]:.3f} and {last[1]:.3f}"
 
 
 def backward_on_another_stream(device: torch.device) -> str:

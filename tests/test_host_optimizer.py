@@ -77,11 +77,11 @@ def train(model: Any, optimizer: Optimizer, how: str, steps: int = 10) -> list[T
     return losses
 
 
-def check(strategy: ShardingStrategy, mode: bool, how: str, make: Make) -> None:
-    case = f"{strategy}, {mode}, {how}, {make.__name__}"
+def check(strategy: ShardingStrategy, mode: bool, how: str, make: Make, *, early: bool = False) -> None:
+    case = f"{strategy}, {mode}, {how}, {make.__name__}, {early}"
     plain, model = built(strategy, mode), built(strategy, mode)
     of_plain = make([param for param in plain.parameters() if param.requires_grad])
-    optimizer = HostOptimizer(model, make)
+    optimizer = HostOptimizer(model, make, early=early)
     expected, found = train(plain, of_plain, how), train(model, optimizer, how)
     assert all(map(torch.equal, found, expected)), case
     assert_bit_equal(whole(model, optimizer), whole(plain, of_plain), case)
@@ -95,13 +95,23 @@ def test_training_equals_plain_steps_bit_for_bit() -> None:
         (FULL_SHARD, True, "clipped", momentum),
         (SHARD_GRAD_OP, True, "scaled", adamw),
         (NO_SHARD, True, "accumulated", in_groups),
-        (FULL_SHARD, False, "accumulated", adamw),
     ):
         check(strategy, mode, how, make)
 
 
+@on_ranks(2)
+def test_early_steps_equal_plain_steps_bit_for_bit() -> None:
+    for strategy, mode, how, make in (
+        (FULL_SHARD, True, "", adamw),
+        (SHARD_GRAD_OP, False, "accumulated", momentum),
+        (NO_SHARD, True, "", adamw),
+    ):
+        check(strategy, mode, how, make, early=True)
+
+
+@pytest.mark.parametrize("early", [False, True])
 @on_ranks(4)
-def test_hybrid_training_equals_plain_steps_bit_for_bit() -> None:
+def test_hybrid_training_equals_plain_steps_bit_for_bit(early: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     models = [
         FullyShardedDataParallel(
@@ -114,8 +124,9 @@ def test_hybrid_training_equals_plain_steps_bit_for_bit() -> None:
         )
         for _ in range(2)
     ]
-    plain, optimizer = adamw(list(models[0].parameters())), HostOptimizer(models[1], adamw)
-    expected, found = train(models[0], plain, "clipped"), train(models[1], optimizer, "clipped")
+    plain, optimizer = adamw(list(models[0].parameters())), HostOptimizer(models[1], adamw, early=early)
+    how = "accumulated" if early else "clipped"
+    expected, found = train(models[0], plain, how), train(models[1], optimizer, how)
     assert all(map(torch.equal, found, expected))
 
 
@@ -153,6 +164,64 @@ def test_forward_begins_before_the_last_unit_is_stepped() -> None:
     result = model(batch(1))  # the first units run meanwhile; the head waits for its own step
     handle.remove()
     assert torch.equal(result, plain(batch(1)))
+
+
+@on_ranks(2)
+def test_early_steps_run_during_the_backward() -> None:
+    """When the backward reaches the first unit, the last one is stepped and its gradient is gone."""
+    plain, model = built(), built()
+    optimizer = HostOptimizer(model, momentum, early=True)
+    of_plain = momentum(list(plain.parameters()))
+    found: list[bool] = []
+
+    def look(*_: Any) -> None:
+        optimizer.synchronize()
+        found.extend(param.grad is None for param in model.module.head.parameters())
+        found.extend(map(torch.equal, model.module.head.parameters(), plain.module.head.parameters()))
+
+    plain(batch(0)).square().mean().backward()
+    of_plain.step()
+    model.module.layers[0].register_full_backward_pre_hook(look)
+    model(batch(0).requires_grad_()).square().mean().backward()
+    optimizer.step()
+    assert found
+    assert all(found)
+    assert_bit_equal(whole(model, optimizer), whole(plain, of_plain), "after step()")
+
+
+def misuse_early_steps(model: FullyShardedDataParallel) -> None:
+    optimizer, scaler = HostOptimizer(model, adamw, early=True), ShardedGradScaler("cpu", init_scale=1.0)
+
+    def backward() -> None:
+        scaler.scale(model(batch(0)).square().mean()).backward()
+
+    backward()
+    for call, text in (
+        (lambda: model.clip_grad_norm_(1.0), r"clip_grad_norm_\(\): HostOptimizer\(early=True\) has stepped"),
+        (optimizer.zero_grad, r"zero_grad\(\) instead of step\(\): .* has stepped"),
+        (lambda: scaler.unscale_(optimizer), "leave out early=True to clip, scale"),
+        (backward, r"a second backward before step\(\): .* under no_sync\(\)"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            call()
+    backward()  # after a failed one
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(RuntimeError, match=r"'lr' of parameter group 0 changed from 0\.05 to 0\.25 after units were"):
+        optimizer.step()
+    backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_misuse_of_early_steps_is_refused() -> None:
+    model = built()
+    misuse_early_steps(model)
+    optimizer = adamw(list(model.parameters()))  # an ordinary one takes over
+    model(batch(0)).square().mean().backward()
+    assert model.clip_grad_norm_(1.0) > 0
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"leave out reduce_unused=True or early=True"):
+        HostOptimizer(wrap(net(), reduce_unused=True, cpu_offload=CPUOffload(True)), adamw, early=True)
 
 
 @on_ranks(2)

@@ -5,7 +5,9 @@
 thread then steps one unit after the other, in the order of the model. The next forward waits for the step of a unit
 when it gathers that unit, and so does each call that reads the parameters: ``Unit.settle_step``. Each unit has one call
 of the unmodified optimizer's ``step``, with the same parameters, states and values in the same order: the results are
-those of a plain step, bit for bit, for an optimizer that steps each parameter by itself.
+those of a plain step, bit for bit, for an optimizer that steps each parameter by itself. With ``early`` the thread has
+a unit's gradients as soon as they are complete in host memory, during the backward; ``step()`` adds the other
+parameters.
 
 [Note: Parameters of the thread]
 The thread steps aliases of the parameters, which have gradients of their own, so that ``zero_grad()`` may be called at
@@ -31,6 +33,7 @@ from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.flat.flat_param import assign_grad
 from fsdp.optim.whole import Factory, made_by
 from fsdp.runtime import hooks
+from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.unit import Unit
 
 
@@ -57,19 +60,26 @@ class HostOptimizer(Optimizer):
     next forward, it has to call :meth:`synchronize`; ``optimizer.state`` and ``state_dict()`` do so. With
     ``FSDP_DEBUG=1`` a read of a parameter that is being stepped is an error.
 
+    With ``early=True`` each unit is stepped during the backward, when its gradient is complete, so that steps overlap
+    with the backward too, and no gradient outlives the step of its unit. ``optimizer.step()`` is still called after
+    each backward that is not under ``no_sync()``. Nothing can be done to gradients after a backward: clipping, scalers,
+    ``zero_grad()`` instead of a step, two backwards for one step, and changes of hyperparameters between a backward and
+    ``step()`` raise an error. If a backward raises, some units are stepped and others are not: load a checkpoint.
+
     Args:
         model: a wrapped model, or a module with wrapped modules in it.
         factory: makes the optimizer for the list of parameters that require gradients, in the order of
             ``model.parameters()``. It may make groups.
+        early: step each unit during the backward.
 
     Raises:
         TypeError: ``factory`` returns no optimizer.
         ValueError: the model has no wrapped modules, or one whose parameters are not in host memory; or the optimizer
-            does not hold exactly the parameters that it was given.
+            does not hold exactly the parameters that it was given; or ``early`` with ``reduce_unused``.
         NotImplementedError: the optimizer is LBFGS.
     """
 
-    def __init__(self, model: nn.Module, factory: Factory) -> None:
+    def __init__(self, model: nn.Module, factory: Factory, *, early: bool = False) -> None:
         params = ModelParams(model)
         if not params.units:
             raise ValueError(
@@ -82,6 +92,11 @@ class HostOptimizer(Optimizer):
                     f"HostOptimizer steps parameters in host memory, but those of {name} are on {unit.device}: wrap "
                     "the model with cpu_offload=CPUOffload(offload_params=True), or use the optimizer itself"
                 )
+            if early and unit.policy.tree.reduce_unused:
+                raise ValueError(
+                    "HostOptimizer(early=True) steps gradients before the ranks agree on unused parameters: leave out "
+                    "reduce_unused=True or early=True"
+                )
         self._model = model  # whose deletion would end the units
         self._inner = made_by(factory, [param for param in params.in_order if param.requires_grad], "factory")
         self.inner_optimizers = [self._inner]
@@ -91,6 +106,10 @@ class HostOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 by_unit[params.holders[param].unit if param in params.holders else None].params[number].append(param)
+        self._settings: list[dict[str, Any]] = []  # of the groups, when the first unit was stepped early
+        for number, part in enumerate(self._parts):
+            for bucket in part.buckets:
+                bucket.stepper = functools.partial(_step_early, weakref.ref(self), number, bucket) if early else None
         self._error: BaseException | None = None  # of the thread
         self._failed_at = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp steps")
@@ -121,6 +140,7 @@ class HostOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; with ``set_to_none=False`` after the steps under way, which read them."""
+        self.check_not_stepped("zero_grad() instead of step()")
         if not set_to_none:
             self.synchronize()
         self._inner.zero_grad(set_to_none)
@@ -133,24 +153,22 @@ class HostOptimizer(Optimizer):
             the result of ``closure``, which is called first, with gradients enabled.
 
         Raises:
-            RuntimeError: the step before has failed; or gradients are not reduced yet.
+            RuntimeError: the step before has failed; or gradients are not reduced yet; or, with ``early``,
+                hyperparameters changed after the backward.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.synchronize()
+        if any(bucket.stepped for part in self._parts for bucket in part.buckets):
+            self._end_early_steps()
+        else:
+            self.synchronize()
         for part in self._parts:
             if part.unit is not None:
                 part.unit.check_gradients("HostOptimizer.step()")
         for part in self._parts:
-            part.prepare(hides=environment.DEBUG.value and part.unit is not None)
-            if part.unit is None:  # no call of the package says when these are read
-                part.step()
-                part.show()
-            else:
-                part.unit.step_under_way = functools.partial(self._wait, part)
-        self._thread.submit(self._run)
+            self._begin(part)
         return loss
 
     def synchronize(self) -> None:
@@ -173,30 +191,91 @@ class HostOptimizer(Optimizer):
         """Return the inner optimizer."""
         return self._inner
 
+    def check_not_stepped(self, call: str) -> None:
+        """Raise RuntimeError if gradients that ``call`` is about were stepped early."""
+        for part in self._parts:
+            for bucket in part.buckets:
+                bucket.check_not_stepped(call)
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        """Step the units, on the thread. After an error the others are left as they are."""
-        for part in self._parts:
-            if part.unit is not None:
-                try:
-                    if self._error is None:
-                        part.step()
-                except BaseException as error:  # an interrupt as well: the next call of the program raises it
-                    self._error, self._failed_at = error, part.unit.name
-                finally:
-                    part.done.set()
+    def _begin(self, part: _Part, *, consumes: bool = False) -> None:
+        """Let the thread step the parameters of ``part`` that have gradients; if it ``consumes`` these, ``.grad`` is
+        None afterwards."""
+        step = part.begin(hides=environment.DEBUG.value and part.unit is not None, consumes=consumes)
+        if step is None:
+            return
+        if part.unit is None:  # no call of the package says when these are read
+            self._run(step, "")
+            self._wait(part)
+        else:
+            part.unit.step_under_way = functools.partial(self._wait, part)
+            self._thread.submit(self._run, step, part.unit.name)
+
+    def _run(self, step: _Step, unit_name: str) -> None:
+        """Run ``step``, on the thread. After an error the others are left out."""
+        try:
+            if self._error is None:
+                step.run()
+        except BaseException as error:  # an interrupt as well: the next call of the program raises it
+            self._error, self._failed_at = error, unit_name
+        finally:
+            step.done.set()
 
     def _wait(self, part: _Part) -> None:
-        """Wait for the step of ``part``; raise the error of the thread once."""
-        part.done.wait()
-        part.show()
-        error, self._error = self._error, None
-        if error is not None:
+        """Wait for the steps of ``part``; raise the error of the thread once."""
+        part.end()
+        if self._error is not None:
+            for each in self._parts:  # whose steps are left out while there is an error
+                each.end()
+            error, self._error = self._error, None
             raise RuntimeError(
                 f"the last step of HostOptimizer has failed at {self._failed_at}: {error}. Units before it are "
                 "stepped, and others are not: load a checkpoint before training goes on"
             ) from error
+
+    def step_early(self, number: int, bucket: BucketGradients) -> None:
+        """Begin to step the parameters of ``bucket``, whose gradients are complete, in the middle of a backward."""
+        bucket.check_not_stepped("a second backward before step()")
+        if not any(each.stepped for part in self._parts for each in part.buckets):
+            self.synchronize()
+            self._settings = list(map(_settings, self.param_groups))
+        bucket.stepped = True
+        self._begin(self._parts[number], consumes=True)
+
+    def _end_early_steps(self) -> None:
+        """Raise RuntimeError if the units that were stepped in the backward had other hyperparameters."""
+        for part in self._parts:
+            for bucket in part.buckets:
+                bucket.stepped = False
+        for number, (before, now) in enumerate(zip(self._settings, map(_settings, self.param_groups))):
+            changed = [name for name in now if name not in before or not _equal(before[name], now[name])]
+            if changed:
+                raise RuntimeError(
+                    f"{changed[0]!r} of parameter group {number} changed from {before.get(changed[0])} to "
+                    f"{now[changed[0]]} after units were stepped in the backward: with HostOptimizer(early=True) set "
+                    "hyperparameters before the backward"
+                )
+
+
+def _step_early(optimizer: weakref.ref[HostOptimizer], number: int, bucket: BucketGradients) -> None:
+    """Step ``bucket`` early; the model does not keep the optimizer alive."""
+    alive = optimizer()
+    if alive is not None:
+        alive.step_early(number, bucket)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group, which may be changed afterwards."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)
 
 
 class _Alias(NamedTuple):
@@ -206,58 +285,74 @@ class _Alias(NamedTuple):
     stepped: nn.Parameter
 
 
+class _Step(NamedTuple):
+    """One step of some parameters of a unit. ``done`` is set when the thread has called ``run``."""
+
+    run: Callable[[], None]
+    aliases: list[_Alias]
+    done: threading.Event
+
+
 class _Part:
-    """The parameters of one unit, or of no unit, in an optimizer of the factory's class.
+    """The parameters of one unit, or of no unit, and an optimizer of the factory's class for them.
 
     Attributes:
         params: by parameter group.
-        done: the thread has stepped them.
+        buckets: of the unit.
     """
 
     def __init__(self, unit: Unit | None, inner: Optimizer) -> None:
-        self.unit, self.done = unit, threading.Event()
+        self.unit = unit
+        self.buckets = [] if unit is None else unit.gradients
         self.params: list[list[nn.Parameter]] = [[] for _ in inner.param_groups]
-        self._inner, self._aliases = inner, list[_Alias]()
+        self._inner, self._steps = inner, list[_Step]()
         self._optimizer: Optimizer = object.__new__(type(inner))
         self._optimizer.__dict__.update(inner.__dict__)
 
-    def prepare(self, *, hides: bool) -> None:
-        """Take the gradients and the hyperparameters; with ``hides``, reads of the parameters are errors until
-        ``show``."""
-        self.done.clear()
-        groups = []
+    def begin(self, *, hides: bool, consumes: bool) -> _Step | None:
+        """Take the gradients and the hyperparameters for a step; with ``hides``, reads of the parameters are errors
+        until ``end``."""
+        groups, aliases = [], []
         for group, params in zip(self._inner.param_groups, self.params):
-            aliases = []
+            several = []
             for param in params:
                 if param.grad is not None:
                     stepped = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
                     assign_grad(stepped, param.grad)
-                    aliases.append(_Alias(param, stepped))
-            if aliases:
-                settings = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in group.items()}
-                groups.append({**settings, "params": [alias.stepped for alias in aliases]})
-            self._aliases += aliases
-        self._optimizer.param_groups = groups
-        hooks.steps_no_shards(self._optimizer)
-        for param, _ in self._aliases if hides else ():
-            param.__class__ = _Hidden
+                    several.append(_Alias(param, stepped))
+            if several:
+                groups.append({**_settings(group), "params": [alias.stepped for alias in several]})
+                aliases += several
+        if not aliases:
+            return None
+        for param, _ in aliases:
+            if consumes:
+                param.grad = None
+            if hides:
+                param.__class__ = _Hidden
+        step = _Step(functools.partial(self._run, groups, aliases), aliases, threading.Event())
+        self._steps.append(step)
+        return step
 
-    def step(self) -> None:
-        """Step the parameters."""
-        if not self._aliases:
-            return
-        states = self._inner.state
-        self._optimizer.state = defaultdict(dict, {each.stepped: states.get(each.param, {}) for each in self._aliases})
-        self._optimizer.step()
-        for param, stepped in self._aliases:
-            if state := self._optimizer.state.get(stepped):
+    def _run(self, groups: list[dict[str, Any]], aliases: list[_Alias]) -> None:
+        optimizer, states = self._optimizer, self._inner.state
+        optimizer.param_groups = groups
+        optimizer.state = defaultdict(dict, {each.stepped: states.get(each.param, {}) for each in aliases})
+        hooks.steps_no_shards(optimizer)
+        optimizer.step()
+        for param, stepped in aliases:
+            if state := optimizer.state.get(stepped):
                 states[param] = state
+            stepped.grad = None
+        optimizer.param_groups, optimizer.state = [], defaultdict(dict)
 
-    def show(self) -> None:
-        """Allow reads of the parameters again, and drop the gradients."""
-        for param, _ in self._aliases:
-            param.__class__ = nn.Parameter
-        self._aliases, self._optimizer.param_groups, self._optimizer.state = [], [], defaultdict(dict)
+    def end(self) -> None:
+        """Wait for the steps, and allow reads of the parameters again."""
+        for step in self._steps:
+            step.done.wait()
+            for param, _ in step.aliases:
+                param.__class__ = nn.Parameter
+        self._steps = []
 
 
 class _Hidden(nn.Parameter):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,6 +320,8 @@ class BucketGradients:
         used: the leaves, by index, that this rank has gradients of in reductions that are not attached yet; empty
             unless ``reduce_unused``, where a parameter that no rank uses gets no gradient. Otherwise it gets zeros if
             a parameter of the unit is used.
+        stepper: steps the parameters during the backward, when ``.grad`` is complete; None for an ordinary optimizer.
+        stepped: ``stepper`` was called, and the program has not called the optimizer's ``step`` since.
     """
 
     def __init__(self, views: BucketViews, policy: UnitPolicy, *, keep_low_precision: bool) -> None:
@@ -329,6 +331,8 @@ class BucketGradients:
         self.accumulator = Accumulator(views)
         self.partial: torch.Tensor | None = None
         self.used: set[int] = set()
+        self.stepper: Callable[[], None] | None = None
+        self.stepped = False
         self._keep_low_precision = keep_low_precision
         self._unused: set[int] = set()  # the leaves, by index, that no rank has a gradient of in what is reduced next
         self._host_buffers = HostBuffers()  # of offloaded gradients
@@ -471,6 +475,8 @@ class BucketGradients:
     @property
     def _is_awaited(self) -> bool:
         """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
+        if self.stepper is not None:
+            return True
         params: Sequence[Any] = self.views.params
         hooked = list(filter(None, map(accumulation_hooks_of, params)))
         if hooked and any(found.keys() != {hooks.OWN_HOOK} for found in hooked):
@@ -479,7 +485,7 @@ class BucketGradients:
 
     def _announce(self) -> None:
         """Call the parameters' hooks, and step the optimizers that torch's ``_apply_optimizer_in_backward`` has set on
-        them: the gradients are complete."""
+        them, or the unit's ``stepper``: the gradients are complete."""
         for held in self.views.visible:
             param: Any = held.param
             if held.absent or param.grad is None or not param.requires_grad:
@@ -490,6 +496,17 @@ class BucketGradients:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 optimizer.step()
                 optimizer.zero_grad()
+        if self.stepper is not None:
+            self.stepper()
+
+    def check_not_stepped(self, call: str) -> None:
+        """Raise RuntimeError if ``stepper`` has used the gradients that ``call`` is about."""
+        if self.stepped:
+            raise RuntimeError(
+                f"{call}: HostOptimizer(early=True) has stepped {self.handle.unit_name} in the last backward. Call its "
+                "step() after each backward that is not under no_sync(); leave out early=True to clip, scale, drop or "
+                "add up gradients after a backward"
+            )
 
     def expose(self, queue: ReductionQueue, *, complete: bool) -> None:
         """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` if no
@@ -506,6 +523,7 @@ class BucketGradients:
         """Drop what a failed backward has written. An accumulator keeps what it has."""
         slots, self.slots = self.slots, None
         self.used, self._unused = set(), set()
+        self.stepped = False  # as after a step: the program goes on with a checkpoint
         if slots is not None and queue.streams.asynchronous_work:
             self._scratch = None  # a reduction that cannot be waited for may still read it, and holds it
         elif slots is not None:

@@ -309,7 +309,7 @@ class Unit:
             raise kind(f"{self.name} is in {self.phase.name}: {words}")
 
     def check_gradients(self, call: str) -> None:
-        """Raise RuntimeError if gradients of earlier backwards are not reduced, or not attached."""
+        """Raise RuntimeError if gradients of earlier backwards are not reduced, or not attached, or were stepped."""
         context = self.context
         in_flight = context is not None and context.reductions.outlasts_backward
         if in_flight or any(bucket.accumulates for bucket in self.gradients):
@@ -317,6 +317,8 @@ class Unit:
                 f"{call}: {self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: run "
                 "a backward that reduces and shows them before, or set them to None"
             )
+        for bucket in self.gradients:
+            bucket.check_not_stepped(call)
 
     def check_can_change(self) -> None:
         """Raise RuntimeError if the unit is running or summoned, or holds unsharded gradients of ``no_sync``."""
