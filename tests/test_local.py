@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fsdp
-from fsdp.checkpoint import Local, files, load, peers, save
+from fsdp.checkpoint import Local, files, load, save
+from fsdp.comm import consensus
 from tests.harness.disk import FaultyDisk, on_disk
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import Died, on_ranks, run_fresh
@@ -230,7 +231,7 @@ def train(root: str, phase: str = "", victim: int = -1) -> tuple[int, list[Tenso
         begun = load(local, model, optimizer)
         for name, owner, attribute in (
             ("write", files.disk, "create"),
-            ("send", peers.Copy, "end_block"),
+            ("send", consensus.Ranks, "message"),
             ("rename", files, "publish"),
         ):
             stack.enter_context(reaching(name, owner, attribute))

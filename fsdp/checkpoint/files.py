@@ -130,6 +130,20 @@ def of_ours(path: Path) -> Iterator[None]:
         raise RuntimeError(f"{path} is damaged, or was not written by this package: {error}") from error
 
 
+def fill(stream: BinaryIO, memory: memoryview, offset: int) -> None:
+    """Fill ``memory`` with the bytes of a file from ``offset`` on.
+
+    Raises:
+        RuntimeError: the file has become shorter.
+    """
+    with with_path(Path(stream.name)):
+        while memory:
+            nbytes = disk.read(stream.fileno(), memory, offset)
+            if nbytes == 0:
+                raise damage(f"{stream.name} ends before its byte {offset}: it has become shorter")
+            memory, offset = memory[nbytes:], offset + nbytes
+
+
 def write_durably(path: Path, content: bytes) -> FileRecord:
     """Write a new file; afterwards the content is on the disk."""
     with with_path(path), disk.create(path) as stream:

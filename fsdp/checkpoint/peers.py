@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +24,8 @@ class Route(NamedTuple):
     name: str
 
 
-def copy_files(ranks: Ranks, routes: Collection[Route], sizes: Mapping[str, int], directory: Path) -> None:
-    """Copy a file along each route; the same routes, in the same order, on all ranks of them.
+def copy_files(ranks: Ranks, routes: Sequence[Route], sizes: Mapping[str, int], directory: Path) -> None:
+    """Copy a file along each route; the same routes, in the same order, on all ranks.
 
     A disk's error is raised when all messages of this rank are through, because the other ranks wait for them. A file
     has its name only once it is whole.
@@ -38,94 +37,55 @@ def copy_files(ranks: Ranks, routes: Collection[Route], sizes: Mapping[str, int]
     Raises:
         OSError, RuntimeError: a file could not be read or written on this rank, or another rank is gone.
     """
-    own = [route for route in routes if ranks.rank in route[:2]]
-    ranks.connect((route.source, route.target) for route in own)
-    tags: Counter[tuple[int, int]] = Counter()
+    own = {route: tag for tag, route in enumerate(routes) if ranks.rank in route[:2]}
+    buffers = {route: torch.empty(min(_BLOCK, sizes[route.name]), dtype=torch.uint8, device="cpu") for route in own}
+    streams: dict[Route, Any] = {}
+    errors: list[Exception] = []
+
+    def attempt(route: Route, action: Callable[..., object], *args: Any) -> None:
+        """Run ``action`` for the file of ``route``. After an error of any file only the messages go on."""
+        if not errors:
+            try:
+                with files.with_path(directory / route.name):
+                    action(*args)
+            except (OSError, RuntimeError) as error:
+                errors.append(error)
+
+    def incomplete(route: Route) -> Path:
+        return directory / f".{route.name}.tmp"
+
+    def begin(route: Route) -> None:
+        sends = route.source == ranks.rank
+        stream = files.disk.open(directory / route.name) if sends else files.disk.create(incomplete(route))
+        streams[route] = stack.enter_context(stream)
+
+    def publish(route: Route) -> None:
+        files.disk.sync(streams[route])
+        files.disk.rename(incomplete(route), directory / route.name)
+
+    ranks.connect(route[:2] for route in own)
     with ExitStack() as stack:
-        copies = []
         for route in own:
-            tags[route[:2]] += 1
-            copy = Copy(ranks, route, tags[route[:2]], sizes[route.name], directory)
-            copies.append(stack.enter_context(copy))
-        under_way = copies
-        while under_way:
+            attempt(route, begin, route)
+        for offset in range(0, max((sizes[route.name] for route in own), default=0), _BLOCK):
+            lengths = {route: sizes[route.name] - offset for route in own}
+            blocks = {route: buffers[route][:length] for route, length in lengths.items() if length > 0}
             works = []
             try:
-                for copy in under_way:
-                    works.append(copy.begin_block())
+                for route, block in blocks.items():
+                    sends = route.source == ranks.rank
+                    if sends:
+                        attempt(route, files.fill, streams.get(route), memory_of(block), offset)
+                    works.append(ranks.message(route[:2], block, own[route], sends=sends))
                 for work in works:
                     work.wait(SLOWEST)
             finally:
                 works.clear()  # a work that is left in the frame of an error would keep the connection open
-            for copy in under_way:
-                copy.end_block()
-            under_way = [copy for copy in under_way if copy.left]
-        for copy in copies:
-            copy.finish()
-
-
-class Copy(ExitStack):
-    """One file on its way, on one of the two ranks. The context closes the file.
-
-    Attributes:
-        left: bytes that are not through.
-    """
-
-    def __init__(self, ranks: Ranks, route: Route, tag: int, nbytes: int, directory: Path) -> None:
-        super().__init__()
-        self.left, self._offset = nbytes, 0
-        self._ranks, self._route, self._tag = ranks, route, tag
-        self._sends = route.source == ranks.rank
-        self._buffer = torch.empty(min(_BLOCK, nbytes), dtype=torch.uint8, device="cpu")
-        self._error: Exception | None = None
-        self._path, self._partial = directory / route.name, directory / f".{route.name}.tmp"
-        self._try(self._open)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        """Run ``action``; after an error nothing more is read or written, and only the messages go on."""
-        if self._error is None:
-            try:
-                with files.with_path(self._path):
-                    action()
-            except (OSError, RuntimeError) as error:
-                self._error = error
-
-    def _open(self) -> None:
-        stream = files.disk.open(self._path) if self._sends else files.disk.create(self._partial)
-        self._stream = self.enter_context(stream)
-
-    @property
-    def _block(self) -> torch.Tensor:
-        return self._buffer[: self.left]
-
-    def begin_block(self) -> Any:
-        """Begin to send or to receive the next block; return the work."""
-        if self._sends:
-            self._try(self._read)
-        return self._ranks.message(self._route[:2], self._block, self._tag, sends=self._sends)
-
-    def _read(self) -> None:
-        memory, offset = memory_of(self._block), self._offset
-        while memory:
-            nbytes = files.disk.read(self._stream.fileno(), memory, offset)
-            if nbytes == 0:
-                raise files.damage(f"{self._path} ends before its byte {offset}: it has become shorter")
-            memory, offset = memory[nbytes:], offset + nbytes
-
-    def end_block(self) -> None:
-        """Note that the block is through."""
-        if not self._sends:
-            self._try(lambda: files.disk.write(self._stream, memory_of(self._block), self._offset))
-        nbytes = self._block.numel()
-        self.left, self._offset = self.left - nbytes, self._offset + nbytes
-
-    def finish(self) -> None:
-        """Give the file its name, or raise the error of this rank."""
-        if not self._sends:
-            self._try(self._publish)
-        if self._error is not None:
-            raise self._error
-
-    def _publish(self) -> None:
-        files.disk.sync(self._stream)
-        files.disk.rename(self._partial, self._path)
+            for route, block in blocks.items():
+                if route.target == ranks.rank:
+                    attempt(route, files.disk.write, streams.get(route), memory_of(block), offset)
+        for route in own:
+            if route.target == ranks.rank:
+                attempt(route, publish, route)
+    if errors:
+        raise errors[0]

@@ -81,7 +81,7 @@ def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     return size.to_bytes(LENGTH, "little") + text.ljust(size)
 
 
-def header_size(start: bytes, file_size: int) -> int:
+def header_size(start: bytes | bytearray, file_size: int) -> int:
     """Return the bytes before the tensors of a file that begins with ``start``.
 
     Raises:
@@ -173,28 +173,22 @@ class SafetensorsFile(ExitStack):
         Raises:
             ValueError: no safetensors file begins so.
         """
-        file = cls(path, files.disk.open(path))
-        try:
-            size, start = file._size(), bytearray(LENGTH)
-            if size >= LENGTH:
-                file.read(memoryview(start), 0)  # of the file, while there is no header
-            header = bytearray(header_size(bytes(start[:size]), size))
-            file.read(memoryview(header), 0)
-            file.header = bytes(header)
-        except BaseException:
-            file.close()
-            raise
-        return file
-
-    def _size(self) -> int:
-        return os.fstat(self._stream.fileno()).st_size
+        with ExitStack() as stack:
+            stream = stack.enter_context(files.disk.open(path))
+            size = os.fstat(stream.fileno()).st_size
+            start = bytearray(min(LENGTH, size))
+            files.fill(stream, memoryview(start), 0)
+            header = bytearray(header_size(start, size))
+            files.fill(stream, memoryview(header), 0)
+            stack.pop_all()
+        return cls(path, stream, bytes(header))
 
     def parse(self) -> tuple[list[Entry], dict[str, str]]:
         """Return the tensors and the metadata of the header.
 
         Raises: as :func:`parse_header`.
         """
-        return parse_header(self.header, self._size())
+        return parse_header(self.header, os.fstat(self._stream.fileno()).st_size)
 
     def read(self, memory: memoryview, begin: int) -> None:
         """Fill ``memory`` with the bytes of the tensors from ``begin`` on.
@@ -202,10 +196,4 @@ class SafetensorsFile(ExitStack):
         Raises:
             RuntimeError: the file has become shorter.
         """
-        offset = len(self.header) + begin
-        with files.with_path(self.path):
-            while memory:
-                nbytes = files.disk.read(self._stream.fileno(), memory, offset)
-                if nbytes == 0:
-                    raise files.damage(f"{self.path} ends before its byte {offset}: it has become shorter")
-                memory, offset = memory[nbytes:], offset + nbytes
+        files.fill(self._stream, memory, len(self.header) + begin)
