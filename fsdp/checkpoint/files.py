@@ -144,16 +144,11 @@ def fill(stream: BinaryIO, memory: memoryview, offset: int) -> None:
             memory, offset = memory[nbytes:], offset + nbytes
 
 
-def write_durably(path: Path, content: bytes) -> FileRecord:
+def write_durably(path: Path, content: bytes) -> None:
     """Write a new file; afterwards the content is on the disk."""
     with with_path(path), disk.create(path) as stream:
         disk.write(stream, content, 0)
         disk.sync(stream)
-    return record_of(content)
-
-
-def record_of(content: bytes) -> FileRecord:
-    return FileRecord(len(content), sha256(content))
 
 
 def warn_of_path(here: str, first: str) -> None:
@@ -187,18 +182,14 @@ def begin(root: Path) -> Path:
         raise FileExistsError(errno.EEXIST, text, str(latest))
     number = 1 + max([newest, *(number for number, _ in numbered(root, UNFINISHED))])
     while True:
-        final = final_of(root, number)
+        final = numbered_path(root, number)
         temporary = temporary_of(final)
-        number += 1
-        if os.path.lexists(final):
-            continue
-        try:
+        with contextlib.suppress(FileExistsError):  # another saver was faster
             disk.make_directory(temporary)
-        except FileExistsError:  # another saver was faster
-            continue
-        if not os.path.lexists(final):
-            return temporary
-        disk.remove(temporary)  # another saver was faster, and is through
+            if not os.path.lexists(final):
+                return temporary
+            disk.remove(temporary)  # the final one is of another saver that was faster, or of a user
+        number += 1
 
 
 def manifest(records: Mapping[str, FileRecord], ranks: int) -> bytes:
@@ -208,13 +199,6 @@ def manifest(records: Mapping[str, FileRecord], ranks: int) -> bytes:
     return _dumped({"checksum": sha256(_dumped(content)), **content})
 
 
-def seal(temporary: Path, manifest: bytes) -> None:
-    """Write the manifest of the files in ``temporary``, which are on the disk, and the next ``latest``."""
-    write_durably(temporary / MANIFEST, manifest)
-    write_durably(temporary / LATEST, f"{_final(temporary).name} {json.loads(manifest)['checksum']}\n".encode())
-    disk.sync_directory(temporary)
-
-
 def _dumped(content: Mapping[str, Any]) -> bytes:
     """Return JSON with each file of a manifest on a line."""
     files = ",\n".join(f"{json.dumps(name)}:{json.dumps(record)}" for name, record in content["files"].items())
@@ -222,9 +206,17 @@ def _dumped(content: Mapping[str, Any]) -> bytes:
     return f'{rest[:-1]}, "files": {{\n{files}\n}}}}\n'.encode()
 
 
-def publish(temporary: Path) -> Path:
-    """Make the sealed checkpoint in ``temporary`` the latest, and return the new path."""
-    root, final = temporary.parent, _final(temporary)
+def publish(temporary: Path, table: bytes, manifest: bytes) -> Path:
+    """Add index and manifest to the files in ``temporary``, which are on the disk, and make them the latest checkpoint.
+
+    Returns:
+        the new path.
+    """
+    root, final = temporary.parent, final_of(temporary)
+    latest = f"{final.name} {json.loads(manifest)['checksum']}\n".encode()
+    for name, content in ((INDEX, table), (MANIFEST, manifest), (LATEST, latest)):
+        write_durably(temporary / name, content)
+    disk.sync_directory(temporary)
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, "another job has made it meanwhile", str(final))
     disk.rename(temporary, final)
@@ -239,7 +231,7 @@ def discard(temporary: Path) -> None:
 
     An error is ignored: the save raises the first error, and no file refers to these files.
     """
-    root, final = temporary.parent, _final(temporary)
+    root, final = temporary.parent, final_of(temporary)
     with contextlib.suppress(OSError):
         if temporary.exists():
             disk.remove(temporary)
@@ -296,7 +288,7 @@ def _is_checkpoint(path: Path) -> bool:
     return True
 
 
-def final_of(root: Path, number: int) -> Path:
+def numbered_path(root: Path, number: int) -> Path:
     return root / f"checkpoint_{number:08d}"
 
 
@@ -304,7 +296,7 @@ def temporary_of(final: Path) -> Path:
     return final.with_name(f".{final.name}.tmp")
 
 
-def _final(temporary: Path) -> Path:
+def final_of(temporary: Path) -> Path:
     return temporary.parent / temporary.name.removeprefix(".").removesuffix(".tmp")
 
 

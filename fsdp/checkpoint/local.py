@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,10 +24,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp import environment
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import files
 from fsdp.checkpoint.peers import Route, copy_files
 from fsdp.checkpoint.rank_file import RankFile
-from fsdp.checkpoint.save_checkpoint import Save, Share, Written
+from fsdp.checkpoint.save_checkpoint import Save, Written, described
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.waiting.board import machine
 
@@ -126,43 +127,35 @@ class _LocalSave(Save):
     """A checkpoint on the way to the directories of the hosts."""
 
     def __init__(self, ranks: Ranks, local: Local, trusted: bool) -> None:
-        super().__init__(ranks, local.path, None, trusted=trusted)
+        super().__init__(ranks, local.path, _KEPT, trusted=trusted)
         self._local = local
 
-    def write(self, *, progress: bool) -> Path:
-        """Write, copy and publish the checkpoint; see :meth:`Save.write`."""
+    def published(self, *, progress: bool) -> Path:
+        """Write, copy and publish the checkpoint; see :meth:`Save.published`."""
         ranks, root = self.ranks, self._local.path
-        final = temporary = None
-        try:
-            hosts, number = ranks.round(
-                "find the hosts", lambda: [(_host_name(), _newest(root))], self._decided, joined
-            )
-            writes_for_host = hosts.index(hosts[ranks.rank]) == ranks.rank
-            directory = files.temporary_of(files.final_of(root, number))
-            temporary, final = (directory, files.final_of(root, number)) if writes_for_host else (None, None)
-            ranks.together("begin a checkpoint", lambda: _begin(temporary))
-            sealed = ranks.round(
-                "write a checkpoint",
-                lambda: self.written(directory, progress=progress),
-                self._described,
-                Written.joined,
-            )
-            sizes = {name: record.size for name, record in sealed.records.items()}
-            routes = _copies(hosts, self._local.copies)
-            ranks.together("copy to other hosts", lambda: copy_files(ranks, routes, sizes, directory))
-            ranks.together("publish a checkpoint", lambda: sealed.publish(temporary))
-        except BaseException:
-            for path in (temporary, final):
-                if path is not None:
-                    with contextlib.suppress(OSError):  # the save raises the first error
-                        files.disk.remove(path)
-            raise
-        finally:
-            self.share = Share(ranks.rank)  # drops everything that was taken
-        path = files.final_of(root, number)
-        if final is not None:
-            files.remove_older(final, _KEPT)
-        return path
+        hosts, number = ranks.round("find the hosts", lambda: [(_host_name(), _newest(root))], self._decided, joined)
+        directory = files.temporary_of(files.numbered_path(root, number))
+        publishes = hosts.index(hosts[ranks.rank]) == ranks.rank  # for this host
+        self.directory = directory if publishes else None
+        ranks.together("begin a checkpoint", lambda: files.make_directories(directory))
+        records, table, manifest = ranks.round(
+            "write a checkpoint",
+            lambda: self.written(directory, progress=progress),
+            lambda written: (written.records, *described(written, self.keys, ranks.size)),
+            Written.joined,
+        )
+        sizes = {name: record.size for name, record in records.items()}
+        routes = _copies(hosts, self._local.copies)
+        ranks.together("copy to other hosts", lambda: copy_files(ranks, routes, sizes, directory))
+        publish = partial(files.publish, directory, table, manifest) if publishes else lambda: None
+        ranks.together("publish a checkpoint", publish)
+        return files.final_of(directory)
+
+    def discard(self, directory: Path) -> None:
+        """Remove the files, published or not: another host may not have published them."""
+        for path in (directory, files.final_of(directory)):
+            with contextlib.suppress(OSError):  # the save raises the first error
+                files.disk.remove(path)
 
     def _decided(self, said: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
         """Return the host of each rank, and the number of the checkpoint."""
@@ -176,27 +169,6 @@ class _LocalSave(Save):
             )
         return hosts, 1 + max(number for _, number in said)
 
-    def _described(self, written: Written) -> _Sealed:
-        index.check_complete(written.table, self.keys)
-        content = index.packed(written.table)
-        records = {**written.records, files.INDEX: files.record_of(content)}
-        return _Sealed(written.records, files.manifest(records, self.ranks.size), content)
-
-
-class _Sealed(NamedTuple):
-    """The parts of a checkpoint that are alike on all hosts: the ranks' files, and the contents of two files."""
-
-    records: Mapping[str, files.FileRecord]
-    manifest: bytes
-    table: bytes
-
-    def publish(self, temporary: Path | None) -> None:
-        """Publish the checkpoint in ``temporary``; None on ranks that another rank publishes for."""
-        if temporary is not None:
-            files.write_durably(temporary / files.INDEX, self.table)
-            files.seal(temporary, self.manifest)
-            files.publish(temporary)
-
 
 def _newest(root: Path) -> int:
     """Return the highest number of a checkpoint on this host, whole or not; 0 if there is none."""
@@ -206,22 +178,12 @@ def _newest(root: Path) -> int:
     return max((number for number, _ in numbered), default=0)
 
 
-def _begin(temporary: Path | None) -> None:
-    if temporary is not None:
-        files.make_directories(temporary.parent)
-        files.disk.make_directory(temporary)
-
-
-def _ranks_by_host(hosts: Sequence[str]) -> dict[str, list[int]]:
+def _copies(hosts: Sequence[str], copies: int) -> list[Route]:
+    """Return the ways of each rank's file to ranks of the next ``copies`` hosts."""
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    return by_host
-
-
-def _copies(hosts: Sequence[str], copies: int) -> list[Route]:
-    """Return the ways of each rank's file to ranks of the next ``copies`` hosts."""
-    several = [*_ranks_by_host(hosts).values()]
+    several = [*by_host.values()]
     routes = []
     for number, here in enumerate(several):
         for distance in range(1, copies + 1):

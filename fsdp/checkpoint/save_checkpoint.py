@@ -18,8 +18,9 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import by_name, files, index, rank_file, values
+from fsdp.checkpoint.checksums import sha256
 from fsdp.checkpoint.files import Advance, FileRecord, no_progress
 from fsdp.checkpoint.forms import is_distributed, parts_of, replicas_of
 from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, state_key
@@ -131,10 +133,8 @@ def async_save(
     return saving.later("fsdp.checkpoint.async_save()", model, optimizer, extra)
 
 
-def _device_of(model: Any) -> torch.device:
+def _device_of(model: nn.Module) -> torch.device:
     """Return the accelerator that ``model`` computes on, or the CPU if it uses none."""
-    if not isinstance(model, nn.Module):
-        return torch.device("cpu")  # the save refuses it
     devices = [unit.device for unit in units_of(model)] or [param.device for param in model.parameters()]
     return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
@@ -224,13 +224,17 @@ class Share:
         return Written({name: record}, self.table)
 
 
+def described(written: Written, keys: Iterable[str], ranks: int) -> tuple[bytes, bytes]:
+    """Check that ``ranks`` ranks have written ``keys``; return the contents of index and manifest."""
+    index.check_complete(written.table, keys)
+    table = index.packed(written.table)
+    record = FileRecord(len(table), sha256(table))
+    return table, files.manifest({**written.records, files.INDEX: record}, ranks)
+
+
 def publish(directory: Path, written: Written, keys: Iterable[str], ranks: int) -> Path:
     """Complete the checkpoint that ``ranks`` ranks have written into ``directory``, and publish it."""
-    index.check_complete(written.table, keys)
-    records = {**written.records}
-    records[files.INDEX] = files.write_durably(directory / files.INDEX, index.packed(written.table))
-    files.seal(directory, files.manifest(records, ranks))
-    return files.publish(directory)
+    return files.publish(directory, *described(written, keys, ranks))
 
 
 class Save:
@@ -241,7 +245,7 @@ class Save:
         self._path, self._given = path, str(path)
         self.share = Share(ranks.rank)
         self.keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
-        self._directory: Path | None = None  # on rank 0
+        self.directory: Path | None = None  # made by this rank
 
     # -- the whole save ------------------------------------------------------------------------------------------------
 
@@ -263,14 +267,9 @@ class Save:
         self, call: str, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any
     ) -> Future[Path]:
         """Take copies, and let a thread do the rest of the save; return the future of the directory."""
-        ranks = self.ranks
-        begun: Future[Outcome | None] = Future()
-        streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
+        ranks, outcome = self.ranks, Outcome()
 
         def write() -> None:
-            outcome = begun.result()
-            if outcome is None:  # another rank could not begin
-                return
             try:
                 with streams.on_device(), ranks.call(call, resumed=True):
                     path = self.write(progress=False)
@@ -279,16 +278,15 @@ class Save:
             else:
                 outcome.set_result(path)
 
-        outcome: Outcome | None = None
         with ranks.call(call):
             self.take(model, optimizer, extra, stage=True)
-            executor = ThreadPoolExecutor(1, thread_name_prefix=f"saving to {self._given}")
+            streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
+            ranks.underway = outcome
             try:
-                ranks.together("begin to save in the background", lambda: executor.submit(write))
-                outcome = ranks.underway = Outcome()
-            finally:
-                begun.set_result(outcome)
-                executor.shutdown(wait=False)
+                Thread(target=write, name=f"saving to {self._given}").start()  # the process does not end before it
+            except RuntimeError as error:  # it cannot be started
+                outcome.set_exception(error)
+                raise
         return outcome
 
     # -- taking the state ----------------------------------------------------------------------------------------------
@@ -398,29 +396,37 @@ class Save:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        size = self.ranks.size
         try:
-            directory, given = self.ranks.first("begin a checkpoint", self._begun)
-            files.warn_of_path(self._given, given)
-            path = self.ranks.round(
-                "write a checkpoint",
-                lambda: self.written(directory, progress=progress),
-                lambda written: publish(directory, written, self.keys, size),
-                Written.joined,
-            )
+            path = self.published(progress=progress)
         except BaseException:
-            if self._directory is not None:
-                files.discard(self._directory)
+            if self.directory is not None:
+                self.discard(self.directory)
             raise
         finally:
             self.share = Share(self.ranks.rank)  # drops everything that was taken
-        if self._keep is not None and self._directory is not None:
-            files.remove_older(path, self._keep)  # on rank 0, and the other ranks do not wait
+        if self._keep is not None and self.directory is not None:
+            files.remove_older(path, self._keep)  # the other ranks do not wait
         return path
 
-    def _begun(self) -> tuple[Path, str]:
-        self._directory = files.begin(Path(self._path))
-        return self._directory, self._given
+    def published(self, *, progress: bool) -> Path:
+        """Write and publish the checkpoint; return the directory."""
+
+        def begun() -> tuple[Path, str]:
+            self.directory = files.begin(Path(self._path))
+            return self.directory, self._given
+
+        directory, given = self.ranks.first("begin a checkpoint", begun)
+        files.warn_of_path(self._given, given)
+        return self.ranks.round(
+            "write a checkpoint",
+            lambda: self.written(directory, progress=progress),
+            lambda written: publish(directory, written, self.keys, self.ranks.size),
+            Written.joined,
+        )
+
+    def discard(self, directory: Path) -> None:
+        """Remove the files of this save, which has failed."""
+        files.discard(directory)
 
     def written(self, directory: Path, *, progress: bool) -> Written:
         """Write the file of this rank."""

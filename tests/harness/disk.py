@@ -67,10 +67,6 @@ class FaultyDisk(Disk):
         self.names.append((path.parent, path.unlink))
         return stream
 
-    def reserve(self, stream: BinaryIO, nbytes: int) -> None:
-        self._step()
-        super().reserve(stream, nbytes)
-
     def write(self, stream: BinaryIO, data: Any, offset: int) -> None:
         if self.count == self.at:
             super().write(stream, data[: len(data) // 2], offset)
