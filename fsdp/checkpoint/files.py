@@ -406,11 +406,6 @@ def read_manifest(path: Path) -> Manifest:
             text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged") from error
-    return parsed_manifest(path, text)
-
-
-def parsed_manifest(path: Path, text: bytes) -> Manifest:
-    """Verify the content of the manifest ``path``."""
     with of_ours(path):
         content = json.loads(text)
         checksum = str(content.pop("checksum"))
@@ -430,17 +425,15 @@ def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable
     """Call ``read`` with the checkpoint that ``find`` finds, and once more with the next one if another job has removed
     it meanwhile. A removed file is a RuntimeError; a FileNotFoundError means that there was no checkpoint at the call.
     """
-    directory, manifest = find(path)
+    found = newer = find(path)
     try:
-        return _read_whole(read, directory, manifest)
-    except RuntimeError as error:
-        try:
-            newer, manifest = find(path)
-        except FileNotFoundError:  # there was one
-            raise error from error.__cause__
-        if newer == directory:
+        return _read_whole(read, *found)
+    except RuntimeError:
+        with contextlib.suppress(FileNotFoundError):  # there was one
+            newer = find(path)
+        if newer[0] == found[0]:
             raise
-    return _read_whole(read, newer, manifest)
+    return _read_whole(read, *newer)
 
 
 def _read_whole(read: Callable[[Path, Manifest], _T], directory: Path, manifest: Manifest) -> _T:

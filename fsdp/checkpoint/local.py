@@ -25,12 +25,14 @@ from torch.optim import Optimizer
 
 from fsdp import environment
 from fsdp.checkpoint import files
+from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.peers import Route, copy_files
 from fsdp.checkpoint.rank_file import RankFile
 from fsdp.checkpoint.save_checkpoint import Save, Written, described
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.waiting.board import machine
 
+_ALIKE = files.INDEX, files.MANIFEST  # files that are the same on all hosts
 _KEPT = 2  # checkpoints on a host
 
 _T = TypeVar("_T")
@@ -221,37 +223,28 @@ def look(source: int, local: Local) -> list[Found]:
     return found
 
 
-class _Head(NamedTuple):
-    """The files of a checkpoint that are alike on all hosts."""
-
-    manifest: bytes
-    table: bytes
-
-
 class _Holdings(NamedTuple):
-    """The whole parts of a checkpoint on some hosts.
+    """The files of a checkpoint on some hosts.
 
     Attributes:
-        hosts: by rank.
+        sizes: of all files of the checkpoint, by name; none if no host has the manifest.
         whole: the ranks that have verified a file on their hosts, by name.
         damaged: the errors of other files.
-        head: None if no host has it.
     """
 
-    hosts: dict[int, str]
+    sizes: dict[str, int]
     whole: dict[str, list[int]]
     damaged: list[str]
-    head: _Head | None
 
     @staticmethod
     def joined(several: Sequence[_Holdings]) -> _Holdings:
-        whole: dict[str, list[int]] = {}
+        result = _Holdings({}, {}, [])
         for one in several:
+            result.sizes.update(one.sizes)
+            result.damaged.extend(one.damaged)
             for name, ranks in one.whole.items():
-                whole[name] = [*whole.get(name, ()), *ranks]
-        hosts = {rank: host for one in several for rank, host in one.hosts.items()}
-        damaged = [text for one in several for text in one.damaged]
-        return _Holdings(hosts, whole, damaged, next((one.head for one in several if one.head is not None), None))
+                result.whole.setdefault(name, []).extend(ranks)
+        return result
 
 
 class Gathering:
@@ -263,60 +256,56 @@ class Gathering:
     """
 
     def __init__(self, ranks: Ranks, local: Local, found: Found) -> None:
-        """Verify the files on the hosts, and write manifest and index where they are missing."""
-        self._ranks, self._checksum = ranks, found.checksum
-        self.directory = local.path / found.name
-        host = _host_name()
-        hosts = ranks.round("find the hosts", lambda: [host], lambda hosts: hosts, joined)
-        here = [rank for rank, other in enumerate(hosts) if other == host]
-        self._holdings = _Holdings({}, {}, [], None)  # of all hosts, on rank 0
+        """Verify the files on the hosts, and copy index and manifest to hosts that lack them."""
+        self._ranks, self._checksum, self.directory = ranks, found.checksum, local.path / found.name
+        self._hosts = ranks.round("find the hosts", lambda: [_host_name()], lambda hosts: hosts, joined)
+        self._whole: dict[str, list[int]] = {}  # as of _Holdings, of all hosts; on rank 0
         label = "verify the files of the hosts"
-        self.problem, head = ranks.round(label, lambda: self._verified(host, here), self._compared, _Holdings.joined)
-        if head is not None:
-            writes = here[0] == ranks.rank
-            ranks.together("write the index of a checkpoint", lambda: self._place(head) if writes else None)
-            manifest = files.parsed_manifest(self.directory / files.MANIFEST, head.manifest)
-            self._sizes = {name: record.size for name, record in manifest.files.items()}
+        self.problem, self._sizes = ranks.round(label, self._verified, self._compared, _Holdings.joined)
+        if not self.problem:
+            self.fetch(lambda: () if self._manifest() and self._path(files.INDEX).exists() else _ALIKE)
 
-    def _verified(self, host: str, here: Sequence[int]) -> _Holdings:
+    def _path(self, name: str) -> Path:
+        return self.directory / name
+
+    def _manifest(self) -> Manifest | None:
+        """Return the manifest on this host; None if it is damaged, or of another checkpoint."""
+        with contextlib.suppress(OSError, RuntimeError):
+            manifest = files.read_manifest(self._path(files.MANIFEST))
+            return manifest if manifest.checksum == self._checksum else None
+        return None
+
+    def _verified(self) -> _Holdings:
         """Verify this rank's share of the files on its host; give damaged ones another name."""
-        rank, whole, damaged = self._ranks.rank, dict[str, list[int]](), list[str]()
-        try:
-            content = (self.directory / files.MANIFEST).read_bytes()
-            manifest = files.parsed_manifest(self.directory / files.MANIFEST, content)
-            head = _Head(content, files.read_verified(self.directory / files.INDEX, manifest.files[files.INDEX]))
-        except (OSError, RuntimeError):
-            return _Holdings({rank: host}, whole, damaged, None)
-        if manifest.checksum != self._checksum:
-            return _Holdings({rank: host}, whole, damaged, None)
-        names = [name for name in map(files.rank_name, range(manifest.ranks)) if (self.directory / name).exists()]
+        rank, manifest, damaged = self._ranks.rank, self._manifest(), list[str]()
+        if manifest is None:
+            return _Holdings({}, {}, damaged)
+        sizes, whole = {name: record.size for name, record in manifest.files.items()}, {files.MANIFEST: [rank]}
+        sizes[files.MANIFEST] = self._path(files.MANIFEST).stat().st_size
+        here = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        names = [*map(files.rank_name, range(manifest.ranks)), files.INDEX]
         for name in names[here.index(rank) :: len(here)]:
+            path, record = self._path(name), manifest.files[name]
+            if not path.exists():
+                continue
             try:
-                with RankFile(self.directory / name, manifest.files[name]) as file:
-                    file.verify()
+                if name == files.INDEX:
+                    files.read_verified(path, record)
+                else:
+                    with RankFile(path, record) as file:
+                        file.verify()
                 whole[name] = [rank]
             except (OSError, RuntimeError) as error:
                 damaged.append(str(error))
-                files.disk.rename(self.directory / name, self.directory / f".{name}.damaged")
-        return _Holdings({rank: host}, whole, damaged, head)
+                files.disk.rename(path, self._path(f".{name}.damaged"))
+        return _Holdings(sizes, whole, damaged)
 
-    def _compared(self, holdings: _Holdings) -> tuple[str, _Head | None]:
-        """Return the problem of the checkpoint, and the contents of manifest and index."""
-        self._holdings, head, problem = holdings, holdings.head, "no host has its index"
-        if head is not None:
-            manifest = files.parsed_manifest(self.directory / files.MANIFEST, head.manifest)
-            lost = [name for name in map(files.rank_name, range(manifest.ranks)) if name not in holdings.whole]
-            problem = "; ".join([f"no host has {', '.join(lost)} whole", *holdings.damaged]) if lost else ""
-        return problem, None if problem else head
-
-    def _place(self, head: _Head) -> None:
-        """Write manifest and index on this host, unless they are there."""
-        files.make_directories(self.directory)
-        for name, content in ((files.INDEX, head.table), (files.MANIFEST, head.manifest)):
-            path, partial = self.directory / name, self.directory / f".{name}.tmp"
-            if not (path.exists() and path.read_bytes() == content):
-                files.write_durably(partial, content)
-                files.disk.rename(partial, path)
+    def _compared(self, holdings: _Holdings) -> tuple[str, dict[str, int]]:
+        """Return the problem of the checkpoint, and the sizes of all files."""
+        self._whole = holdings.whole
+        lost = [name for name in holdings.sizes or [files.MANIFEST] if name not in holdings.whole]
+        problem = "; ".join([f"no host has {', '.join(lost)} whole", *holdings.damaged]) if lost else ""
+        return problem, holdings.sizes
 
     def fetch(self, needed: Callable[[], Sequence[str]]) -> None:
         """Copy files from other hosts until ``needed``, which lists files that this rank lacks, lists none on any
@@ -327,17 +316,16 @@ class Gathering:
             return [(ranks.rank, name) for name in needed()]
 
         while routes := ranks.round("find files of other hosts", lacked, self._routes, joined):
-            several = routes  # of this turn
-            label = "copy from other hosts"
-            ranks.together(label, lambda: copy_files(ranks, several, self._sizes, self.directory))  # noqa: B023
+            copy = partial(copy_files, ranks, routes, self._sizes, self.directory)
+            ranks.together("copy from other hosts", copy)
 
     def _routes(self, lacked: Sequence[tuple[int, str]]) -> list[Route]:
         """Return the routes of all ranks: one for each file that a host lacks."""
         first: dict[tuple[str, str], int] = {}  # by host and name: the rank that gets the file
         for rank, name in lacked:
-            first.setdefault((self._holdings.hosts[rank], name), rank)
+            first.setdefault((self._hosts[rank], name), rank)
         routes = []
         for number, ((_, name), rank) in enumerate(first.items()):
-            sources = self._holdings.whole[name]
+            sources = self._whole[name]
             routes.append(Route(sources[number % len(sources)], rank, name))
         return routes

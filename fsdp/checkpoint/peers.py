@@ -55,8 +55,11 @@ def copy_files(ranks: Ranks, routes: Sequence[Route], sizes: Mapping[str, int], 
         return directory / f".{route.name}.tmp"
 
     def begin(route: Route) -> None:
-        sends = route.source == ranks.rank
-        stream = files.disk.open(directory / route.name) if sends else files.disk.create(incomplete(route))
+        if route.source == ranks.rank:
+            stream = files.disk.open(directory / route.name)
+        else:
+            files.make_directories(directory)
+            stream = files.disk.create(incomplete(route))
         streams[route] = stack.enter_context(stream)
 
     def publish(route: Route) -> None:
