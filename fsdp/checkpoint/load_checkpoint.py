@@ -125,7 +125,7 @@ def load(
     loading = _Load(model, optimizer, reading)
     with ranks.call("fsdp.checkpoint.load()"):
         if isinstance(path, (str, Path)):
-            return _load(ranks, partial(_read, ranks, Path(path), loading), loading)
+            return _load(ranks, partial(_read_latest, ranks, Path(path), loading), loading)
         return _load_newest(ranks, [path] if isinstance(path, Local) else path, loading)
 
 
@@ -169,10 +169,9 @@ class _Load:
     Attributes:
         likes: the model's state to load into, by key.
         trained: the names of each optimizer's parameters.
+        contents: the files.
         live, new: the tensors to read by key: those that exist, which are read twice with ``in_place``, and others.
-        has_live_states: states of optimizers are among ``live``.
         model_state, optimizers: the state to load into the model, and into each optimizer.
-        again: reads ``live`` once more.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading) -> None:
@@ -180,11 +179,10 @@ class _Load:
         self.several = None if optimizer is None else by_name.as_list(optimizer)
         self.likes: dict[str, Any] = {}
         self.trained: list[list[str]] = []
+        self.contents: Contents
         self.live, self.new = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        self.has_live_states = False
         self.model_state: dict[str, Any] = {}
         self.optimizers: list[tuple[Optimizer, dict[str, Any]]] = []
-        self.again: Callable[[], None] = lambda: None
         self._of_live, self._of_new = dict[int, list[PieceRead]](), dict[int, list[PieceRead]]()
 
     def look_at_model(self) -> None:
@@ -194,17 +192,14 @@ class _Load:
         self.likes = {MODEL + name: like for name, like in state.items()}
         self.trained = by_name.trained_names(self.model, self.several or ())
 
-    def opened(self, directory: Path, manifest: Manifest) -> Contents:
-        """Open a checkpoint, and check that it fits the model."""
-        with ExitStack() as stack:
-            contents = stack.enter_context(Contents(directory, manifest, self.reading))
-            contents.check_fits(self.likes, None if self.several is None else {*chain(*self.trained)})
-            stack.pop_all()
-            return contents
+    def open(self, directory: Path, manifest: Manifest, stack: ExitStack) -> None:
+        """Open a checkpoint, and check that it fits the model. ``stack`` closes the files."""
+        self.contents = stack.enter_context(Contents(directory, manifest, self.reading))
+        self.contents.check_fits(self.likes, None if self.several is None else {*chain(*self.trained)})
 
-    def plan(self, contents: Contents) -> None:
+    def plan(self) -> None:
         """Find everything that this rank needs. A second call is for other files, or for a newer checkpoint."""
-        self.live, self.new, self.has_live_states = {}, {}, False
+        contents, self.live, self.new = self.contents, {}, {}
         likes = {key: self.likes[key] for key in contents.tensors if key in self.likes}
         for key, like in likes.items():  # load hooks of modules may change the values of other classes
             if self.reading.in_place and isinstance(like, RaggedTensor) and contents.has_parts_of(key, like):
@@ -220,17 +215,14 @@ class _Load:
             self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, settings, strict=strict)
         self._of_live, self._of_new = contents.find(self.live), contents.find(self.new)
 
-    def read(self, contents: Contents, rank: int) -> Any:
+    def read(self, rank: int) -> Any:
         """Verify and read what :meth:`plan` has found; return the ``extra`` of the saved ``rank``."""
-        live = self._of_live
-        contents.read(live, verify_only=True)
-        contents.read(self._of_new)
-        self.again = lambda: contents.read(live)
-        return contents.extra(rank)
+        self.contents.read(self._of_live, verify_only=True)
+        self.contents.read(self._of_new)
+        return self.contents.extra(rank)
 
     def _place_state(self, key: str, memory: torch.Tensor, exists: bool) -> None:
         (self.live if exists else self.new)[key] = memory
-        self.has_live_states |= exists
 
     def _check_classes(self, groups: list[dict[str, Any]], saved: list[list[str]]) -> None:
         """Refuse the state of another of torch's optimizer classes, which may have options of the same names."""
@@ -256,9 +248,9 @@ class _Load:
 
     def overwrite(self) -> None:
         """Make the second pass."""
-        self.again()
-        if self.has_live_states:  # load_state_dict() may have copied the states, for another dtype or class
-            self.load_optimizers()
+        self.contents.read(self._of_live)
+        if any(key.startswith(STATE) for key in self.live):
+            self.load_optimizers()  # load_state_dict() may have copied the states, for another dtype or class
 
 
 def _load_newest(ranks: Ranks, sources: Sequence[str | Path | Local], load: _Load) -> Any:
@@ -278,9 +270,9 @@ def _load_newest(ranks: Ranks, sources: Sequence[str | Path | Local], load: _Loa
             if gathering.problem:
                 problems.append(f"{each.name} of the hosts was not loaded: {gathering.problem}")
                 continue
-            read = partial(_read_gathered, ranks, gathering, load)
+            read = partial(_read, ranks, gathering.directory, each.checksum, load, gathering=gathering)
         else:
-            read = partial(_read, ranks, Path(source), load)
+            read = partial(_read_latest, ranks, Path(source), load)
         if problems and ranks.rank == 0:
             warn_user(f"an older checkpoint is loaded, {each.name}: {'; '.join(problems)}")
         return _load(ranks, read, load)
@@ -325,9 +317,8 @@ def _load(ranks: Ranks, read: Callable[[ExitStack], Any], load: _Load) -> Any:
         return extra
 
 
-def _read(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
-    """Find the checkpoint, and read and verify everything that this rank needs; return this rank's ``extra``.
-    ``stack`` keeps the files open."""
+def _read_latest(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
+    """Find the checkpoint in a directory that all ranks see, and read it; as ``_read``."""
 
     def find(path: Path) -> tuple[Path, Manifest]:
         def found() -> tuple[Path, Manifest, str]:
@@ -339,43 +330,48 @@ def _read(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
         return directory, manifest
 
     def read(directory: Path, of_first: Manifest) -> Any:
-        def look() -> Contents:
-            manifest = files.find(directory)[1]
-            if manifest.checksum != of_first.checksum:
-                raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
-            for name in sorted(manifest.files)[ranks.rank :: ranks.size]:  # this rank's share
-                files.check_size(directory / name, manifest.files[name])
-            return stack.enter_context(load.opened(directory, manifest))
-
-        def read_all() -> Any:
-            load.plan(contents)
-            return load.read(contents, ranks.rank % of_first.ranks)
-
-        contents = ranks.together("look for what to read", look)
-        return ranks.together("read a checkpoint", read_all)
+        return _read(ranks, directory, of_first.checksum, load, stack)
 
     return files.read_latest(path, read, find)
 
 
-def _read_gathered(ranks: Ranks, gathering: Gathering, load: _Load, stack: ExitStack) -> Any:
-    """Read and verify what this rank needs from the directory of this host, after the files of other hosts have come;
-    as ``_read``."""
+def _read(
+    ranks: Ranks, directory: Path, checksum: str, load: _Load, stack: ExitStack, gathering: Gathering | None = None
+) -> Any:
+    """Read and verify everything that this rank needs of a checkpoint; return this rank's ``extra``.
 
-    def look() -> Contents:
-        return stack.enter_context(load.opened(*files.find(gathering.directory)))
+    Args:
+        checksum: of the manifest.
+        stack: keeps the files open.
+        gathering: copies files that ``directory`` of this host lacks; None if all ranks see the same directory.
+    """
+
+    def look() -> None:
+        manifest = files.find(directory)[1]
+        if manifest.checksum != checksum:
+            raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
+        for name in sorted(manifest.files)[ranks.rank :: ranks.size] if gathering is None else ():  # this rank's share
+            files.check_size(directory / name, manifest.files[name])
+        load.open(directory, manifest, stack)
 
     def lacked() -> Sequence[str]:
         try:
-            load.plan(contents)
-            contents.require([number])
+            load.plan()
+            load.contents.require([number])
         except files.MissingFiles as missing:
             return missing.names
         return ()
 
-    contents = ranks.together("look for what to read", look)
-    number = ranks.rank % contents.ranks
-    gathering.fetch(lacked)
-    return ranks.together("read a checkpoint", lambda: load.read(contents, number))
+    def read() -> Any:
+        if gathering is None:
+            load.plan()
+        return load.read(number)
+
+    ranks.together("look for what to read", look)
+    number = ranks.rank % load.contents.ranks
+    if gathering is not None:
+        gathering.fetch(lacked)
+    return ranks.together("read a checkpoint", read)
 
 
 def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
