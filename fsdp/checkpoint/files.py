@@ -269,8 +269,9 @@ def _as_warning(newest: Path) -> Iterator[None]:
 
 
 def numbered(root: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """List the paths with names that match, in the order of their numbers."""
-    return sorted((int(match[1]), root / name) for name in os.listdir(root) if (match := pattern.fullmatch(name)))
+    """List the paths in ``root``, if it exists, with names that match, in the order of their numbers."""
+    names = os.listdir(root) if root.is_dir() else ()
+    return sorted((int(match[1]), root / name) for name in names if (match := pattern.fullmatch(name)))
 
 
 def _below(root: Path, pattern: re.Pattern[str], newest: Path) -> list[Path]:

@@ -17,6 +17,7 @@ a module may change as it loads them, are read so in any case.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -62,10 +63,6 @@ class Plain(NamedTuple):
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
     extra: list[Any]
-
-    def __repr__(self) -> str:
-        states = "no optimizer state" if self.optimizer is None else f"states of {len(self.optimizer['state'])}"
-        return f"Plain({len(self.model)} entries of the model, {states}, the extra of {len(self.extra)} ranks)"
 
 
 def load(
@@ -144,9 +141,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
 
     def read(directory: Path, manifest: Manifest) -> Plain:
         with Contents(directory, manifest, reading) as contents:
-            tensors = {key: contents.empty(key) for key in contents.tensors}
-            contents.read(contents.find(tensors))
-            found = {**tensors, **contents.values(contents.others)}
+            found = {**contents.whole(contents.tensors), **contents.values(contents.others)}
             model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
             extras = [contents.extra(rank) for rank in range(manifest.ranks)]
             return Plain(model, _optimizer_state(found) if GROUPS in found else None, extras)
@@ -259,11 +254,9 @@ def _load_newest(ranks: Ranks, sources: Sequence[str | Path | Local], load: _Loa
     def found() -> set[Found]:
         return {each for number, source in enumerate(sources) for each in _found(ranks, number, source)}
 
-    def newest_first(several: set[Found]) -> list[Found]:
-        return sorted(several, key=lambda each: each.time, reverse=True)
-
     problems: list[str] = []
-    for each in ranks.round("find checkpoints", found, newest_first, lambda several: set().union(*several)):
+    several = ranks.round("find checkpoints", found, lambda found: found, lambda several: set().union(*several))
+    for each in sorted(several, key=lambda each: (each.time, each), reverse=True):
         source = sources[each.source]
         if isinstance(source, Local):
             gathering = Gathering(ranks, source, each)
@@ -464,27 +457,27 @@ class Contents(ExitStack):
 
     def has_parts_of(self, key: str, like: Any) -> bool:
         """True if this rank needs only the part of the tensor that it holds of ``like``."""
-        return is_distributed(like) and like.shape == self._shape(key)
+        return is_distributed(like) and like.shape == self.table[key].shape
 
     def shadow(self, key: str, like: Any) -> torch.Tensor:
         """Make CPU memory for a tensor: for this rank's part, if ``like`` is distributed and of the same shape."""
-        dtype, cpu = self._dtype(key), torch.device("cpu")
         if not self.has_parts_of(key, like):
-            return self.empty(key)
+            return self._empty(key)
+        dtype, cpu = torch_dtype(self.table[key].dtype), torch.device("cpu")
         if isinstance(like, RaggedTensor):
             return like.with_local(host_memory.empty(like.local.numel(), dtype=dtype, device=cpu))
         return torch.empty_like(like, dtype=dtype, device=cpu)
 
-    def empty(self, key: str) -> torch.Tensor:
+    def _empty(self, key: str) -> torch.Tensor:
         """Make CPU memory for a whole tensor."""
-        shape = self._shape(key)
-        return host_memory.empty(shape.numel(), dtype=self._dtype(key), device=torch.device("cpu")).view(shape)
+        shape, dtype = self.table[key].shape, torch_dtype(self.table[key].dtype)
+        return host_memory.empty(math.prod(shape), dtype=dtype, device=torch.device("cpu")).view(shape)
 
-    def _shape(self, key: str) -> torch.Size:
-        return torch.Size(self.table[key].shape)
-
-    def _dtype(self, key: str) -> torch.dtype:
-        return torch_dtype(self.table[key].dtype)
+    def whole(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Read whole tensors."""
+        tensors = {key: self._empty(key) for key in keys}
+        self.read(self.find(tensors))
+        return tensors
 
     def find(self, targets: Mapping[str, torch.Tensor]) -> dict[int, list[PieceRead]]:
         """Find the elements of ``targets``; return copies for ``read``, by the rank of the file."""
@@ -522,11 +515,11 @@ class Contents(ExitStack):
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
-        return {key: self._value(0, key) for key in keys if key in self._file(0).keys}
+        return {key: self._value(0, key) for key in keys if key in self._file(0).packed}
 
     def extra(self, rank: int) -> Any:
         """Read the ``extra`` of a rank; None if there is none."""
-        return self._value(rank, EXTRA) if EXTRA in self._file(rank).keys else None
+        return self._value(rank, EXTRA) if EXTRA in self._file(rank).packed else None
 
     def _value(self, rank: int, key: str) -> Any:
         try:
@@ -547,15 +540,15 @@ class Contents(ExitStack):
             return key.startswith(STATE) and param_and_state(key)[0] in trained
 
         keys = [*filter(wanted, self.tensors)]
-        found: dict[str, Any] = {key: self._unread(key, place) if self._shape(key) else self.empty(key) for key in keys}
-        self.read(self.find({key: value for key, value in found.items() if not isinstance(value, UnreadState)}))
+        scalars = self.whole(key for key in keys if not self.table[key].shape)
+        found: dict[str, Any] = {key: scalars[key] if key in scalars else self._unread(key, place) for key in keys}
         return _optimizer_state(found | self.values([*filter(wanted, self.others), GROUPS, OTHERS]))
 
     def _unread(self, key: str, place: Callable[[str, torch.Tensor, bool], None]) -> UnreadState:
         state, param = self.table[key], self.table.get(MODEL + param_and_state(key)[0])
         usual = tuple(range(len(state.shape))) if param is None or param.shape != state.shape else param.order
         order, in_place = None if state.order == usual else state.order, self.reading.in_place
-        return UnreadState(self._dtype(key), state.shape, order, in_place=in_place, place=partial(place, key))
+        return UnreadState(torch_dtype(state.dtype), state.shape, order, in_place=in_place, place=partial(place, key))
 
 
 def _optimizer_state(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,6 @@ class Local:
             raise ValueError(f"copies must be a number of other hosts, 0 or more, but got {copies}")
         self.path, self.copies = Path(path).absolute(), copies
 
-    def __repr__(self) -> str:
-        return f"Local({str(self.path)!r}, copies={self.copies})"
-
     def save(
         self,
         model: nn.Module,
@@ -174,8 +171,6 @@ class _LocalSave(Save):
 
 def _newest(root: Path) -> int:
     """Return the highest number of a checkpoint on this host, whole or not; 0 if there is none."""
-    if not root.is_dir():
-        return 0
     numbered = [*files.numbered(root, files.NAME), *files.numbered(root, files.UNFINISHED)]
     return max((number for number, _ in numbered), default=0)
 
@@ -216,7 +211,7 @@ class Found(NamedTuple):
 def look(source: int, local: Local) -> list[Found]:
     """Return the checkpoints of which this host has parts."""
     found = []
-    for _, directory in files.numbered(local.path, files.NAME) if local.path.is_dir() else ():
+    for _, directory in files.numbered(local.path, files.NAME):
         with contextlib.suppress(OSError, RuntimeError):  # a damaged manifest is none; another host has it
             manifest = files.read_manifest(directory / files.MANIFEST)
             found.append(Found(source, directory.name, manifest.time, manifest.checksum))

@@ -43,15 +43,9 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
 
     def convert(directory: Path, manifest: Manifest) -> Path:
         with Contents(directory, manifest, Reading()) as contents:
-            names = [key.removeprefix(MODEL) for key in contents.tensors if key.startswith(MODEL)]
-
-            def read(name: str) -> torch.Tensor:
-                tensor = contents.empty(MODEL + name)
-                contents.read(contents.find({MODEL + name: tensor}))
-                return tensor
-
-            tables = ((name, contents.table[MODEL + name]) for name in names)
-            return write_safetensors(file, {name: (torch_dtype(of.dtype), of.shape) for name, of in tables}, read)
+            saved = {key: contents.table[key] for key in contents.tensors if key.startswith(MODEL)}
+            kinds = {key.removeprefix(MODEL): (torch_dtype(of.dtype), of.shape) for key, of in saved.items()}
+            return write_safetensors(file, kinds, lambda name: contents.whole([MODEL + name])[MODEL + name])
 
     return files.read_latest(Path(path), convert, files.find)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -35,10 +35,6 @@ class Piece(NamedTuple):
     box: Box
     values: torch.Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
 
 Values = Mapping[str, tuple[Any, values.Tensors]]  # packed, by key
 
@@ -57,8 +53,12 @@ def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance 
         for key, (_, tensors) in packed.items()
         for number, tensor in enumerate(tensors)
     ]
+
+    def alignment(piece: Piece) -> int:
+        return _WIDEST if piece.values.nbytes % _WIDEST == 0 else piece.values.dtype.itemsize
+
     # every element begins at a multiple of its size, because sizes that are no multiple of the widest come last
-    ordered = sorted([*pieces, *inner], key=lambda piece: -_alignment(piece))
+    ordered = sorted([*pieces, *inner], key=alignment, reverse=True)
     entries, boxes, dtypes = _laid_out(ordered)
     nbytes = entries[-1].end if entries else 0
     metadata = {"format": "pt", "fsdp.version": str(files.VERSION), "fsdp.block": str(BLOCK)}
@@ -74,11 +74,7 @@ def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance 
             position += len(block)
             advance(len(block))
         file.finish({**metadata, "fsdp.checksums": "".join(checksums)})
-        return FileRecord(file.nbytes, sha256(file.header))
-
-
-def _alignment(piece: Piece) -> int:
-    return _WIDEST if piece.nbytes % _WIDEST == 0 else piece.values.dtype.itemsize
+        return FileRecord(len(file.header) + nbytes, sha256(file.header))
 
 
 def _laid_out(pieces: Iterable[Piece]) -> tuple[list[safetensors.Entry], dict[str, Any], dict[str, str]]:
@@ -193,7 +189,11 @@ class PieceRead:
 
 
 class RankFile(ExitStack):
-    """A rank's file that is being read. Each block is verified before a read returns."""
+    """A rank's file that is being read. Each block is verified before a read returns.
+
+    Attributes:
+        packed: the values by key, without their tensors.
+    """
 
     def __init__(self, path: Path, record: FileRecord) -> None:
         """Open the file, and verify the header."""
@@ -206,7 +206,7 @@ class RankFile(ExitStack):
                 raise ValueError("it has another header than when it was written")
             entries, metadata = self._file.parse()
             boxes, dtypes = json.loads(metadata["fsdp.boxes"]), json.loads(metadata["fsdp.dtypes"])
-            self._values: dict[str, Any] = json.loads(metadata["fsdp.values"])
+            self.packed: dict[str, Any] = json.loads(metadata["fsdp.values"])
             self._checksums, self._block = metadata["fsdp.checksums"], int(metadata["fsdp.block"])
             self._size = record.size - len(self._file.header)
             self._stored: dict[str, list[StoredPiece]] = defaultdict(list)
@@ -217,15 +217,10 @@ class RankFile(ExitStack):
                 self._stored[key].append(StoredPiece(Box(tuple(offsets), shape), dtype, begin))
             self.push(stack.pop_all())
 
-    @property
-    def keys(self) -> Collection[str]:
-        """The keys of the values."""
-        return self._values.keys()
-
     def value(self, key: str, *, trusted: bool) -> Any:
         """Read a value; see :func:`fsdp.checkpoint.values.unpack`."""
         with files.of_ours(self.path):
-            return values.unpack(self._values[key], lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
+            return values.unpack(self.packed[key], lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
 
     def _tensor(self, key: str) -> torch.Tensor:
         (stored,) = self._stored[key]

@@ -146,11 +146,6 @@ class SafetensorsFile(ExitStack):
         header = pack_header(entries, metadata)
         return cls(path, files.disk.create(path), header, entries)
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the file, complete."""
-        return len(self.header) + max((entry.end for entry in self._entries), default=0)
-
     def write(self, data: Any, begin: int) -> None:
         """Write bytes of the tensors at ``begin``."""
         with files.with_path(self.path):

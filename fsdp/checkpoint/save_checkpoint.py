@@ -339,7 +339,10 @@ class Save:
                 continue
             if is_distributed(value) and value.numel() == 0:
                 value = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            self._add(key, value, parts_of(value))
+            shape, parts = tuple(value.shape), [(box, part.detach()) for box, part in parts_of(value)]
+            for _, part in parts:
+                _check_dense(key, part)
+            self.share.add(key, value.dtype, shape, memory_order(shape, value.stride()), parts)
 
     def _is_mine(self, key: str, value: Any, members: list[int]) -> bool:
         """True if this rank writes ``value``: rank 0 if it is not divided, and one of the replicas otherwise."""
@@ -349,13 +352,6 @@ class Save:
             return False
         several = sorted({*replicas_of(value)}.intersection(members))
         return not several or several[zlib.crc32(key.encode()) % len(several)] == members[self.ranks.rank]
-
-    def _add(self, key: str, value: torch.Tensor, parts: Sequence[Part]) -> None:
-        for _, part in parts:
-            _check_dense(key, part)
-        shape = tuple(value.shape)
-        dense = [(box, part.detach()) for box, part in parts]
-        self.share.add(key, value.dtype, shape, memory_order(shape, value.stride()), dense)
 
     def _stage(self) -> None:
         """Replace tensors by copies in CPU memory, and wait until they are complete.
@@ -430,7 +426,7 @@ class Save:
 
     def written(self, directory: Path, *, progress: bool) -> Written:
         """Write the file of this rank."""
-        nbytes = sum(piece.nbytes for piece in self.share.pieces)
+        nbytes = sum(piece.values.nbytes for piece in self.share.pieces)
         with bar("saving", nbytes, progress and self.ranks.rank == 0) as advance:
             written = self.share.write(directory, advance)
         files.disk.sync_directory(directory)
