@@ -110,6 +110,7 @@ def test_loss_of_a_host_and_damage_are_made_good_from_copies(tmp_path: Path) -> 
         check(3)
         check(3)  # and the file is whole again
         after(lambda: (tmp_path / "host2" / newest.name / "index.json").unlink())
+        after(lambda: (tmp_path / "host0" / newest.name / "rank_2.safetensors").unlink())  # a copy
         check(3)
         for rank in range(HOSTS):
             after(lambda: [flip(path) for path in tmp_path.glob(f"host{rank}/{newest.name}/rank_0.*")])  # noqa: B023

@@ -63,7 +63,7 @@ def test_a_change_of_any_byte_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(rank_file, "BLOCK", 112)
     path = tmp_path / "rank_0.safetensors"
     whole = torch.arange(101.0)
-    record = rank_file.write(path, [Piece("a", (101,), Box((0,), (101,)), whole)], {"extra": ([1, 2], [])})
+    record = rank_file.write(path, [Piece("a", (101,), Box((0,), (101,)), whole)], {"extra": [1, 2]})
     content = path.read_bytes()
     for number in range(len(content)):
         path.write_bytes(content[:number] + bytes([content[number] ^ 1 << number % 8]) + content[number + 1 :])

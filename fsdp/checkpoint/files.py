@@ -339,27 +339,29 @@ class Manifest(NamedTuple):
     """The content of a checkpoint's manifest.
 
     Attributes:
+        directory: the checkpoint.
         ranks: the number of ranks that saved.
         time: of the save, in seconds since the epoch by the clock of rank 0; 0.0 if unknown.
         files: sizes and checksums by name.
         checksum: the SHA-256 of the manifest itself, which tells checkpoints apart.
     """
 
+    directory: Path
     ranks: int
     time: float
     files: dict[str, FileRecord]
     checksum: str
 
 
-def find(path: Path) -> tuple[Path, Manifest]:
-    """Return the directory and manifest of the checkpoint ``path``, or of the latest one in ``path``.
+def find(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint ``path``, or of the latest one in ``path``.
 
     Raises:
         FileNotFoundError: there is none.
         RuntimeError: ``latest`` or the manifest is damaged, with the path.
     """
     if (path / MANIFEST).is_file():
-        return path, read_manifest(path / MANIFEST)
+        return read_manifest(path / MANIFEST)
     with contextlib.suppress(OSError, RuntimeError):
         return _latest(path)
     return _latest(path)  # once more, for another job may have replaced the latest checkpoint meanwhile
@@ -372,7 +374,7 @@ def _other_kind(path: Path) -> str | None:
     return old_sources.kinds_of(old_sources.find_sources(path)) or None
 
 
-def _latest(root: Path) -> tuple[Path, Manifest]:
+def _latest(root: Path) -> Manifest:
     try:
         text = (root / LATEST).read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -397,7 +399,7 @@ def _latest(root: Path) -> tuple[Path, Manifest]:
             f"{root / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
             "The checkpoints next to them can be loaded by their own paths"
         )
-    return directory, manifest
+    return manifest
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -416,29 +418,29 @@ def read_manifest(path: Path) -> Manifest:
         version, ranks, saved = content["version"], len(files) - len([INDEX]), float(content.get("time", 0.0))
     if version != VERSION or content.get("format") != FORMAT:
         raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
-    return Manifest(ranks, saved, files, checksum)
+    return Manifest(path.parent, ranks, saved, files, checksum)
 
 
 _T = TypeVar("_T")
 
 
-def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable[[Path], tuple[Path, Manifest]]) -> _T:
+def read_latest(path: Path, read: Callable[[Manifest], _T], find: Callable[[Path], Manifest]) -> _T:
     """Call ``read`` with the checkpoint that ``find`` finds, and once more with the next one if another job has removed
     it meanwhile. A removed file is a RuntimeError; a FileNotFoundError means that there was no checkpoint at the call.
     """
     found = newer = find(path)
     try:
-        return _read_whole(read, *found)
+        return _read_whole(read, found)
     except RuntimeError:
         with contextlib.suppress(FileNotFoundError):  # there was one
             newer = find(path)
-        if newer[0] == found[0]:
+        if newer.directory == found.directory:
             raise
-    return _read_whole(read, *newer)
+    return _read_whole(read, newer)
 
 
-def _read_whole(read: Callable[[Path, Manifest], _T], directory: Path, manifest: Manifest) -> _T:
+def _read_whole(read: Callable[[Manifest], _T], manifest: Manifest) -> _T:
     try:
-        return read(directory, manifest)
+        return read(manifest)
     except FileNotFoundError as error:
-        raise RuntimeError(f"{directory} was removed while it was read: {error}") from error
+        raise RuntimeError(f"{manifest.directory} was removed while it was read: {error}") from error

@@ -18,7 +18,6 @@ a module may change as it loads them, are read so in any case.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -42,7 +41,7 @@ from fsdp.checkpoint.optim_load import UnreadState
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import PieceRead, RankFile
-from fsdp.checkpoint.save_checkpoint import classes_of
+from fsdp.checkpoint.save_checkpoint import Optimizers, classes_of
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
@@ -139,8 +138,8 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     """
     reading = Reading(trusted=trusted, progress=progress)
 
-    def read(directory: Path, manifest: Manifest) -> Plain:
-        with Contents(directory, manifest, reading) as contents:
+    def read(manifest: Manifest) -> Plain:
+        with Contents(manifest, reading) as contents:
             found = {**contents.whole(contents.tensors), **contents.values(contents.others)}
             model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
             extras = [contents.extra(rank) for rank in range(manifest.ranks)]
@@ -169,7 +168,7 @@ class _Load:
         model_state, optimizers: the state to load into the model, and into each optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: Reading) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizers, reading: Reading) -> None:
         self.model, self.reading = model, reading
         self.several = None if optimizer is None else by_name.as_list(optimizer)
         self.likes: dict[str, Any] = {}
@@ -187,9 +186,9 @@ class _Load:
         self.likes = {MODEL + name: like for name, like in state.items()}
         self.trained = by_name.trained_names(self.model, self.several or ())
 
-    def open(self, directory: Path, manifest: Manifest, stack: ExitStack) -> None:
+    def open(self, manifest: Manifest, stack: ExitStack) -> None:
         """Open a checkpoint, and check that it fits the model. ``stack`` closes the files."""
-        self.contents = stack.enter_context(Contents(directory, manifest, self.reading))
+        self.contents = stack.enter_context(Contents(manifest, self.reading))
         self.contents.check_fits(self.likes, None if self.several is None else {*chain(*self.trained)})
 
     def plan(self) -> None:
@@ -197,7 +196,7 @@ class _Load:
         contents, self.live, self.new = self.contents, {}, {}
         likes = {key: self.likes[key] for key in contents.tensors if key in self.likes}
         for key, like in likes.items():  # load hooks of modules may change the values of other classes
-            if self.reading.in_place and isinstance(like, RaggedTensor) and contents.has_parts_of(key, like):
+            if self.reading.in_place and isinstance(like, RaggedTensor):
                 self.live[key] = like
             else:
                 self.new[key] = contents.shadow(key, like)
@@ -281,12 +280,12 @@ def _found(ranks: Ranks, number: int, source: str | Path | Local) -> list[Found]
     if ranks.rank > 0:
         return []
     try:
-        directory, manifest = files.find(Path(source).absolute())
+        manifest = files.find(Path(source).absolute())
     except FileNotFoundError:
         return []
     except RuntimeError:  # the load will raise it, if there is nothing newer
         return [Found(number, str(source), 0.0, "")]
-    return [Found(number, str(directory), manifest.time, manifest.checksum)]
+    return [Found(number, str(manifest.directory), manifest.time, manifest.checksum)]
 
 
 def _load(ranks: Ranks, read: Callable[[ExitStack], Any], load: _Load) -> Any:
@@ -313,19 +312,15 @@ def _load(ranks: Ranks, read: Callable[[ExitStack], Any], load: _Load) -> Any:
 def _read_latest(ranks: Ranks, path: Path, load: _Load, stack: ExitStack) -> Any:
     """Find the checkpoint in a directory that all ranks see, and read it; as ``_read``."""
 
-    def find(path: Path) -> tuple[Path, Manifest]:
-        def found() -> tuple[Path, Manifest, str]:
-            directory, manifest = files.find(path.absolute())
-            return directory, manifest._replace(files={}), str(path)  # each rank reads the files itself
+    def found() -> tuple[Manifest, str]:
+        return files.find(path.absolute())._replace(files={}), str(path)  # each rank reads the files itself
 
-        directory, manifest, given = ranks.first("find a checkpoint", found)
+    def find(path: Path) -> Manifest:
+        manifest, given = ranks.first("find a checkpoint", found)
         files.warn_of_path(str(path), given)
-        return directory, manifest
+        return manifest
 
-    def read(directory: Path, of_first: Manifest) -> Any:
-        return _read(ranks, directory, of_first.checksum, load, stack)
-
-    return files.read_latest(path, read, find)
+    return files.read_latest(path, lambda it: _read(ranks, it.directory, it.checksum, load, stack), find)
 
 
 def _read(
@@ -340,12 +335,12 @@ def _read(
     """
 
     def look() -> None:
-        manifest = files.find(directory)[1]
+        manifest = files.find(directory)
         if manifest.checksum != checksum:
             raise files.damage(f"{directory / files.MANIFEST} is another file on rank 0")
         for name in sorted(manifest.files)[ranks.rank :: ranks.size] if gathering is None else ():  # this rank's share
             files.check_size(directory / name, manifest.files[name])
-        load.open(directory, manifest, stack)
+        load.open(manifest, stack)
 
     def lacked() -> Sequence[str]:
         try:
@@ -361,7 +356,7 @@ def _read(
         return load.read(number)
 
     ranks.together("look for what to read", look)
-    number = ranks.rank % load.contents.ranks
+    number = ranks.rank % load.contents.manifest.ranks
     if gathering is not None:
         gathering.fetch(lacked)
     return ranks.together("read a checkpoint", read)
@@ -401,17 +396,15 @@ class Contents(ExitStack):
     """A checkpoint that is being read; the context closes the files.
 
     Attributes:
-        ranks: the number of ranks that saved.
-        table: the index.
+        manifest, table: the manifest, and the index.
         tensors, others: the keys of tensors, and of values that are no tensors.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, reading: Reading) -> None:
+    def __init__(self, manifest: Manifest, reading: Reading) -> None:
         """Read the index."""
         super().__init__()
-        self.directory, self.reading, self._records = directory, reading, manifest.files
-        self.ranks = manifest.ranks
-        path = directory / files.INDEX
+        self.manifest, self.directory, self.reading = manifest, manifest.directory, reading
+        path = self.directory / files.INDEX
         content = files.read_verified(path, manifest.files[files.INDEX])
         with files.of_ours(path):
             nbytes = sum(record.size for record in manifest.files.values())
@@ -430,7 +423,7 @@ class Contents(ExitStack):
         if rank not in self._open:
             self.require([rank])
             name = files.rank_name(rank)
-            self._open[rank] = self.enter_context(RankFile(self.directory / name, self._records[name]))
+            self._open[rank] = self.enter_context(RankFile(self.directory / name, self.manifest.files[name]))
         return self._open[rank]
 
     def check_fits(self, likes: Mapping[str, Any], trained: Collection[str] | None) -> None:
@@ -455,13 +448,9 @@ class Contents(ExitStack):
                 "optimizer given holds: pass those that were saved, or strict=False to leave the others out"
             )
 
-    def has_parts_of(self, key: str, like: Any) -> bool:
-        """True if this rank needs only the part of the tensor that it holds of ``like``."""
-        return is_distributed(like) and like.shape == self.table[key].shape
-
     def shadow(self, key: str, like: Any) -> torch.Tensor:
-        """Make CPU memory for a tensor: for this rank's part, if ``like`` is distributed and of the same shape."""
-        if not self.has_parts_of(key, like):
+        """Make CPU memory for a tensor: for this rank's part, if ``like`` is distributed."""
+        if not is_distributed(like):
             return self._empty(key)
         dtype, cpu = torch_dtype(self.table[key].dtype), torch.device("cpu")
         if isinstance(like, RaggedTensor):
@@ -515,20 +504,13 @@ class Contents(ExitStack):
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
-        return {key: self._value(0, key) for key in keys if key in self._file(0).packed}
+        file, trusted = self._file(0), self.reading.trusted
+        return {key: file.value(key, trusted=trusted) for key in keys if key in file.packed}
 
     def extra(self, rank: int) -> Any:
         """Read the ``extra`` of a rank; None if there is none."""
-        return self._value(rank, EXTRA) if EXTRA in self._file(rank).packed else None
-
-    def _value(self, rank: int, key: str) -> Any:
-        try:
-            return self._file(rank).value(key, trusted=self.reading.trusted)
-        except pickle.UnpicklingError as error:
-            raise RuntimeError(
-                f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
-                "whoever saved it, load it with trusted=True"
-            ) from error
+        file = self._file(rank)
+        return file.value(EXTRA, trusted=self.reading.trusted) if EXTRA in file.packed else None
 
     def optimizer_state(
         self, trained: Collection[str], place: Callable[[str, torch.Tensor, bool], None]

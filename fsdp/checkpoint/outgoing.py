@@ -41,8 +41,8 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     """
     file = Path(file)
 
-    def convert(directory: Path, manifest: Manifest) -> Path:
-        with Contents(directory, manifest, Reading()) as contents:
+    def convert(manifest: Manifest) -> Path:
+        with Contents(manifest, Reading()) as contents:
             saved = {key: contents.table[key] for key in contents.tensors if key.startswith(MODEL)}
             kinds = {key.removeprefix(MODEL): (torch_dtype(of.dtype), of.shape) for key, of in saved.items()}
             return write_safetensors(file, kinds, lambda name: contents.whole([MODEL + name])[MODEL + name])

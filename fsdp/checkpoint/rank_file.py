@@ -36,34 +36,33 @@ class Piece(NamedTuple):
     values: torch.Tensor
 
 
-Values = Mapping[str, tuple[Any, values.Tensors]]  # packed, by key
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path, pieces: Sequence[Piece], packed: Values, advance: Advance = no_progress) -> FileRecord:
-    """Write the file of this rank; afterwards it is on the disk.
+def pack(key: str, value: Any, remedy: str, *, trusted: bool) -> tuple[Any, list[Piece]]:
+    """Return a value as JSON can hold it, and the pieces of the tensors in it; see :func:`values.pack`."""
+    content, tensors = values.pack(value, key, remedy, trusted=trusted)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    numbered = enumerate(zip(shapes, tensors))
+    return content, [Piece(f"{key}#{number}", shape, Box.whole(shape), tensor) for number, (shape, tensor) in numbered]
+
+
+def write(path: Path, pieces: Iterable[Piece], packed: Mapping[str, Any], advance: Advance = no_progress) -> FileRecord:
+    """Write the file of this rank, of pieces and packed values; afterwards it is on the disk.
 
     Each block is checked and written from the tensors' own memory. Blocks that hold several tensors are copied together
     first.
     """
-    inner = [
-        Piece(f"{key}#{number}", tuple(tensor.shape), Box.whole(tensor.shape), tensor)
-        for key, (_, tensors) in packed.items()
-        for number, tensor in enumerate(tensors)
-    ]
 
     def alignment(piece: Piece) -> int:
         return _WIDEST if piece.values.nbytes % _WIDEST == 0 else piece.values.dtype.itemsize
 
     # every element begins at a multiple of its size, because sizes that are no multiple of the widest come last
-    ordered = sorted([*pieces, *inner], key=alignment, reverse=True)
+    ordered = sorted(pieces, key=alignment, reverse=True)
     entries, boxes, dtypes = _laid_out(ordered)
     nbytes = entries[-1].end if entries else 0
     metadata = {"format": "pt", "fsdp.version": str(files.VERSION), "fsdp.block": str(BLOCK)}
-    several = {"boxes": boxes, "dtypes": dtypes, "values": {key: value for key, (value, _) in packed.items()}}
-    for name, content in several.items():
+    for name, content in {"boxes": boxes, "dtypes": dtypes, "values": packed}.items():
         metadata[f"fsdp.{name}"] = json.dumps(content, separators=(",", ":"))
     metadata["fsdp.checksums"] = "0" * DIGITS * -(-nbytes // BLOCK)  # the length alone is known
     with SafetensorsFile.create(path, entries, metadata) as file:
@@ -220,7 +219,7 @@ class RankFile(ExitStack):
     def value(self, key: str, *, trusted: bool) -> Any:
         """Read a value; see :func:`fsdp.checkpoint.values.unpack`."""
         with files.of_ours(self.path):
-            return values.unpack(self.packed[key], lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
+            return values.unpack(self.packed[key], key, lambda number: self._tensor(f"{key}#{number}"), trusted=trusted)
 
     def _tensor(self, key: str) -> torch.Tensor:
         (stored,) = self._stored[key]

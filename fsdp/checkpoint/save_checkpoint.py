@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import by_name, files, index, rank_file, values
+from fsdp.checkpoint import by_name, files, index, rank_file
 from fsdp.checkpoint.checksums import sha256
 from fsdp.checkpoint.files import Advance, FileRecord, no_progress
 from fsdp.checkpoint.forms import is_distributed, parts_of, replicas_of
@@ -39,6 +39,8 @@ from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.placement.boxes import Part, memory_order
 from fsdp.runtime.unit import units_of
+
+Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
 def save(
@@ -196,12 +198,12 @@ class Written(NamedTuple):
 
 
 class Share:
-    """The parts of tensors, and the other values, that rank ``rank`` writes; ``table`` describes both."""
+    """The parts of tensors, and the packed other values, that rank ``rank`` writes; ``table`` describes both."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.table = rank, index.Table()
         self.pieces: list[Piece] = []
-        self.packed: dict[str, tuple[Any, values.Tensors]] = {}
+        self.packed: dict[str, Any] = {}
 
     def add(
         self, key: str, dtype: torch.dtype, shape: tuple[int, ...], order: Sequence[int], parts: list[Part]
@@ -214,7 +216,8 @@ class Share:
     def pack(self, key: str, value: Any, *, trusted: bool = False) -> None:
         """Add a value that is no tensor; ``extra`` is a value of each rank, and all others are of rank 0."""
         remedy = "; or save(..., trusted=True), and then load(..., trusted=True)" if key != EXTRA else ""
-        self.packed[key] = values.pack(value, key, remedy, trusted=trusted and key != EXTRA)
+        self.packed[key], inner = rank_file.pack(key, value, remedy, trusted=trusted and key != EXTRA)
+        self.pieces += inner
         if key != EXTRA:
             self.table[key] = index.of_value(self.rank)
 
@@ -249,23 +252,13 @@ class Save:
 
     # -- the whole save ------------------------------------------------------------------------------------------------
 
-    def now(
-        self,
-        call: str,
-        model: nn.Module,
-        optimizer: Optimizer | Iterable[Optimizer] | None,
-        extra: Any,
-        *,
-        progress: bool,
-    ) -> Path:
+    def now(self, call: str, model: nn.Module, optimizer: Optimizers, extra: Any, *, progress: bool) -> Path:
         """Save in ``call``, as text for errors; return the directory of the new checkpoint."""
         with self.ranks.call(call):
             self.take(model, optimizer, extra, stage=False)
             return self.write(progress=progress)
 
-    def later(
-        self, call: str, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any
-    ) -> Future[Path]:
+    def later(self, call: str, model: nn.Module, optimizer: Optimizers, extra: Any) -> Future[Path]:
         """Take copies, and let a thread do the rest of the save; return the future of the directory."""
         ranks, outcome = self.ranks, Outcome()
 
@@ -291,9 +284,7 @@ class Save:
 
     # -- taking the state ----------------------------------------------------------------------------------------------
 
-    def take(
-        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any, *, stage: bool
-    ) -> None:
+    def take(self, model: nn.Module, optimizer: Optimizers, extra: Any, *, stage: bool) -> None:
         """Take everything that is to be saved; with ``stage``, as copies.
 
         Raises: as ``fsdp.checkpoint.save``.
@@ -359,10 +350,9 @@ class Save:
         Copies from an accelerator share one piece of page-locked memory.
         """
         nbytes: Counter[torch.device] = Counter()
-        inner = [tensor for _, tensors in self.share.packed.values() for tensor in tensors]
-        for tensor in [*inner, *(piece.values for piece in self.share.pieces)]:
-            if tensor.device.type != "cpu":
-                nbytes[tensor.device] += aligned(tensor.nbytes)
+        for piece in self.share.pieces:
+            if piece.values.device.type != "cpu":
+                nbytes[piece.values.device] += aligned(piece.values.nbytes)
         room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
         events: list[tuple[torch.device, StreamEvent]] = []
 
@@ -375,9 +365,7 @@ class Save:
             events.append((device, event))
             return copied
 
-        share = self.share
-        share.pieces = [piece._replace(values=staged(piece.values)) for piece in share.pieces]
-        share.packed = {key: (value, [*map(staged, tensors)]) for key, (value, tensors) in share.packed.items()}
+        self.share.pieces = [piece._replace(values=staged(piece.values)) for piece in self.share.pieces]
         for device, event in events:
             with streams_for(device).on_host(event):
                 pass

@@ -13,7 +13,6 @@ import array
 import collections
 import contextlib
 import io
-import pickle
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -137,20 +136,21 @@ _OF_TENSOR: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) -> Any:
+def unpack(value: Any, path: str, tensor: Callable[[int], torch.Tensor], *, trusted: bool) -> Any:
     """Return the value that :func:`pack` was given, from what it returned.
 
     Args:
+        path: the name of the value in errors.
         tensor: reads the tensor of a number, into CPU memory.
         trusted: load pickled objects, which can run any code.
 
     Raises:
-        pickle.UnpicklingError: there is a pickled object, and the file is not trusted.
+        RuntimeError: there is a pickled object, and the file is not trusted.
         AttributeError, KeyError, IndexError, TypeError, ValueError: :func:`pack` has not written it.
     """
 
     def inner(value: Any) -> Any:
-        return unpack(value, tensor, trusted=trusted)
+        return unpack(value, path, tensor, trusted=trusted)
 
     if isinstance(value, list):
         return [inner(each) for each in value]
@@ -167,5 +167,8 @@ def unpack(value: Any, tensor: Callable[[int], torch.Tensor], *, trusted: bool) 
     if name != "$pickle":
         raise ValueError(f"no value is written as {name!r}")
     if not trusted:
-        raise pickle.UnpicklingError("it holds a pickled object")
+        raise RuntimeError(
+            f"{path!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
+            "whoever saved it, load it with trusted=True"
+        )
     return torch.load(io.BytesIO(tensor(content).numpy().tobytes()), map_location="cpu", weights_only=False)
