@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_boxes_are_read_from_a_file_with_different_boxes(
         ]
     path = tmp_path / "rank_0.safetensors"
     record = rank_file.write(path, pieces, {})
-    with RankFile(path, record) as file:
+    with ExitStack() as stack:
+        file = RankFile(path, record, stack)
         for to in (None, torch.float64):
             got = {
                 key: torch.zeros_like(value, dtype=None if value.is_complex() else to) for key, value in tensors.items()
@@ -70,15 +72,16 @@ def test_a_change_of_any_byte_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         words = (
             r"rank_0.safetensors (is damaged, or was not written by this package|has another checksum than when it was)"
         )
-        with pytest.raises(RuntimeError, match=words), RankFile(path, record) as file:
+        with pytest.raises(RuntimeError, match=words), ExitStack() as stack:
+            file = RankFile(path, record, stack)
             copies, _ = file.find({"a": [(Box((0,), (101,)), torch.empty(101))]})
             file.read(copies, verify_only=number % 2 == 0)
     path.write_bytes(content + b"x")
     with pytest.raises(RuntimeError, match=rf"has {len(content) + 1} bytes instead of {len(content)}"):
-        RankFile(path, record)
+        RankFile(path, record, ExitStack())
     path.unlink()
     with pytest.raises(RuntimeError, match="is missing"):
-        RankFile(path, record)
+        RankFile(path, record, ExitStack())
 
 
 @pytest.mark.parametrize("size", [4096, 512])

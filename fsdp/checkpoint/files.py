@@ -367,18 +367,12 @@ def find(path: Path) -> Manifest:
     return _latest(path)  # once more, for another job may have replaced the latest checkpoint meanwhile
 
 
-def _other_kind(path: Path) -> str | None:
-    """Return the kind of a checkpoint at ``path`` that another program has written."""
-    if path.is_dir() and any(map(NAME.fullmatch, os.listdir(path))):
-        return None  # of ours, whose ``latest`` is lost
-    return old_sources.kinds_of(old_sources.find_sources(path)) or None
-
-
 def _latest(root: Path) -> Manifest:
     try:
         text = (root / LATEST).read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError) as error:
-        if (kind := _other_kind(root)) is not None:
+        is_ours = numbered(root, NAME)  # and ``latest`` is lost
+        if not is_ours and (kind := old_sources.kinds_of(old_sources.find_sources(root))):
             raise FileNotFoundError(
                 f"{root} is no checkpoint of this package, but {kind}: convert it by `fsdp convert {root} NEW` or "
                 "fsdp.checkpoint.convert(), and load NEW (see Old checkpoints in fsdp/checkpoint/README.md)"

@@ -142,7 +142,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
         with Contents(manifest, reading) as contents:
             found = {**contents.whole(contents.tensors), **contents.values(contents.others)}
             model = {key.removeprefix(MODEL): found[key] for key in contents.table if key.startswith(MODEL)}
-            extras = [contents.extra(rank) for rank in range(manifest.ranks)]
+            extras = [contents.values([EXTRA], rank).get(EXTRA) for rank in range(manifest.ranks)]
             return Plain(model, _optimizer_state(found) if GROUPS in found else None, extras)
 
     return files.read_latest(Path(path), read, files.find)
@@ -213,7 +213,7 @@ class _Load:
         """Verify and read what :meth:`plan` has found; return the ``extra`` of the saved ``rank``."""
         self.contents.read(self._of_live, verify_only=True)
         self.contents.read(self._of_new)
-        return self.contents.extra(rank)
+        return self.contents.values([EXTRA], rank).get(EXTRA)
 
     def _place_state(self, key: str, memory: torch.Tensor, exists: bool) -> None:
         (self.live if exists else self.new)[key] = memory
@@ -423,7 +423,7 @@ class Contents(ExitStack):
         if rank not in self._open:
             self.require([rank])
             name = files.rank_name(rank)
-            self._open[rank] = self.enter_context(RankFile(self.directory / name, self.manifest.files[name]))
+            self._open[rank] = RankFile(self.directory / name, self.manifest.files[name], self)
         return self._open[rank]
 
     def check_fits(self, likes: Mapping[str, Any], trained: Collection[str] | None) -> None:
@@ -502,15 +502,10 @@ class Contents(ExitStack):
                 with files.of_ours(file.path):
                     file.read(of_rank, advance, verify_only=verify_only)
 
-    def values(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Read values that are no tensors, from the file of rank 0; of ``keys``, those that it has."""
-        file, trusted = self._file(0), self.reading.trusted
+    def values(self, keys: Iterable[str], rank: int = 0) -> dict[str, Any]:
+        """Read values that are no tensors, from the file of ``rank``; of ``keys``, those that it has."""
+        file, trusted = self._file(rank), self.reading.trusted
         return {key: file.value(key, trusted=trusted) for key in keys if key in file.packed}
-
-    def extra(self, rank: int) -> Any:
-        """Read the ``extra`` of a rank; None if there is none."""
-        file = self._file(rank)
-        return file.value(EXTRA, trusted=self.reading.trusted) if EXTRA in file.packed else None
 
     def optimizer_state(
         self, trained: Collection[str], place: Callable[[str, torch.Tensor, bool], None]

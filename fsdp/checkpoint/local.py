@@ -287,8 +287,8 @@ class Gathering:
                 if name == files.INDEX:
                     files.read_verified(path, record)
                 else:
-                    with RankFile(path, record) as file:
-                        file.verify()
+                    with contextlib.ExitStack() as stack:
+                        RankFile(path, record, stack).verify()
                 whole[name] = [rank]
             except (OSError, RuntimeError) as error:
                 damaged.append(str(error))
@@ -305,12 +305,8 @@ class Gathering:
     def fetch(self, needed: Callable[[], Sequence[str]]) -> None:
         """Copy files from other hosts until ``needed``, which lists files that this rank lacks, lists none on any
         rank."""
-        ranks = self._ranks
-
-        def lacked() -> list[tuple[int, str]]:
-            return [(ranks.rank, name) for name in needed()]
-
-        while routes := ranks.round("find files of other hosts", lacked, self._routes, joined):
+        ranks, label = self._ranks, "find files of other hosts"
+        while routes := ranks.round(label, lambda: [(ranks.rank, name) for name in needed()], self._routes, joined):
             copy = partial(copy_files, ranks, routes, self._sizes, self.directory)
             ranks.together("copy from other hosts", copy)
 

@@ -67,10 +67,10 @@ def read(source: Source) -> Leaves:
         content = _of_safetensors(file.path) if source.kind == old_sources.SAFETENSORS else _loaded(file.path)
         number = file.number if is_rank else source.files.index(file)
         for path, value in _walk(content, ()):
-            if not isinstance(value, (torch.Tensor, OldTensor)):
+            if not isinstance(value, torch.Tensor):
                 found.setdefault(path, value)
                 continue
-            tensor = value if isinstance(value, OldTensor) else _described(value, number, file.path)
+            tensor = _described(value, number, file.path)
             known = found.setdefault(path, tensor)
             if known is tensor:
                 continue

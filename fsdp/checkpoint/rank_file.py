@@ -42,9 +42,7 @@ class Piece(NamedTuple):
 def pack(key: str, value: Any, remedy: str, *, trusted: bool) -> tuple[Any, list[Piece]]:
     """Return a value as JSON can hold it, and the pieces of the tensors in it; see :func:`values.pack`."""
     content, tensors = values.pack(value, key, remedy, trusted=trusted)
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    numbered = enumerate(zip(shapes, tensors))
-    return content, [Piece(f"{key}#{number}", shape, Box.whole(shape), tensor) for number, (shape, tensor) in numbered]
+    return content, [Piece(f"{key}#{number}", t.shape, Box.whole(t.shape), t) for number, t in enumerate(tensors)]
 
 
 def write(path: Path, pieces: Iterable[Piece], packed: Mapping[str, Any], advance: Advance = no_progress) -> FileRecord:
@@ -187,19 +185,18 @@ class PieceRead:
                 self._box.cut(both, self._target).copy_(box.cut(both, values))
 
 
-class RankFile(ExitStack):
+class RankFile:
     """A rank's file that is being read. Each block is verified before a read returns.
 
     Attributes:
         packed: the values by key, without their tensors.
     """
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
-        """Open the file, and verify the header."""
-        super().__init__()
+    def __init__(self, path: Path, record: FileRecord, stack: ExitStack) -> None:
+        """Open the file, which ``stack`` closes, and verify the header."""
         self.path = path
         files.check_size(path, record)
-        with ExitStack() as stack, files.of_ours(path):
+        with files.of_ours(path):
             self._file = stack.enter_context(SafetensorsFile.open(path))
             if sha256(self._file.header) != record.checksum:
                 raise ValueError("it has another header than when it was written")
@@ -214,7 +211,6 @@ class RankFile(ExitStack):
                     dtype, shape = values.torch_dtype(dtypes[name]), shape[:-1]
                 key, offsets = boxes.get(name, (name, (0,) * len(shape)))
                 self._stored[key].append(StoredPiece(Box(tuple(offsets), shape), dtype, begin))
-            self.push(stack.pop_all())
 
     def value(self, key: str, *, trusted: bool) -> Any:
         """Read a value; see :func:`fsdp.checkpoint.values.unpack`."""

@@ -135,12 +135,6 @@ def async_save(
     return saving.later("fsdp.checkpoint.async_save()", model, optimizer, extra)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the accelerator that ``model`` computes on, or the CPU if it uses none."""
-    devices = [unit.device for unit in units_of(model)] or [param.device for param in model.parameters()]
-    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
-
-
 def _without_variables(error: BaseException) -> BaseException:
     """Clear the frames of an error, which would keep the copies of the tensors as long as the error exists."""
     link: BaseException | None = error
@@ -178,8 +172,7 @@ class Outcome(Future[Path]):
         return None if self._seen else error
 
     def _warn(self) -> None:
-        if (error := self.unseen()) is not None:
-            warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=1)
+        warnings.warn(f"a checkpoint was not saved: {super().exception()}", stacklevel=1)
 
 
 # -- one rank's share --------------------------------------------------------------------------------------------------
@@ -249,6 +242,7 @@ class Save:
         self.share = Share(ranks.rank)
         self.keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
         self.directory: Path | None = None  # made by this rank
+        self._device = torch.device("cpu")  # from which copies were staged
 
     # -- the whole save ------------------------------------------------------------------------------------------------
 
@@ -273,7 +267,7 @@ class Save:
 
         with ranks.call(call):
             self.take(model, optimizer, extra, stage=True)
-            streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
+            streams = streams_for(self._device)  # a thread begins with the first device as the current one
             ranks.underway = outcome
             try:
                 Thread(target=write, name=f"saving to {self._given}").start()  # the process does not end before it
@@ -352,7 +346,8 @@ class Save:
         nbytes: Counter[torch.device] = Counter()
         for piece in self.share.pieces:
             if piece.values.device.type != "cpu":
-                nbytes[piece.values.device] += aligned(piece.values.nbytes)
+                self._device = piece.values.device
+                nbytes[self._device] += aligned(piece.values.nbytes)
         room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
         events: list[tuple[torch.device, StreamEvent]] = []
 
