@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, checkpoint
-from fsdp.checkpoint.safetensors import header_size, parse_header
+from fsdp.checkpoint.safetensors import LENGTH, parse_header
 from fsdp.export import load_safetensors, safetensors, save_safetensors
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.exports import Block, Model, build, expected, train
@@ -24,6 +24,10 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.sharded import full_parameters, wrap
 from tests.harness.strategies import FULL, HYBRID, NONE
+
+
+def header_size(data: bytes) -> int:
+    return LENGTH + int.from_bytes(data[:LENGTH], "little")
 
 
 def content(folder: Path) -> dict[str, Tensor]:
@@ -35,7 +39,7 @@ def content(folder: Path) -> dict[str, Tensor]:
     found = {}
     for name in names:
         data = (folder / name).read_bytes()
-        size = header_size(data[:8], len(data))
+        size = header_size(data)
         entries, metadata = parse_header(data[:size], len(data))
         assert metadata == {"format": "pt"}
         for each in entries:
@@ -99,7 +103,7 @@ def test_rank_reads_only_the_bytes_of_its_shards(tmp_path: Path) -> None:
         load_safetensors(model, tmp_path)
     shard = sum(param.numel() for param in model.parameters()) * 4
     data = (tmp_path / "model.safetensors").read_bytes()
-    assert count == shard + 8 + header_size(data[:8], len(data))  # the length is in the header, and read before it
+    assert count == shard + 8 + header_size(data)  # the length is in the header, and read before it
     assert sum(of_all_ranks(shard)) == 4 * (64 * 64 + 64) * 4
 
 
@@ -178,7 +182,7 @@ def test_load_into_a_plain_model_on_the_meta_device_is_refused(tmp_path: Path) -
 
 
 def with_header(data: bytes, header: dict[str, Any]) -> bytes:
-    size = header_size(data[:8], len(data))
+    size = header_size(data)
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data[size:]
 
@@ -195,7 +199,7 @@ def test_invalid_files_and_names_raise_on_all_ranks_and_change_nothing(tmp_path:
     with pytest.raises(ValueError, match=r"gives .* the same name 'x'"):
         save_safetensors(model, tmp_path / "bad names", rename=lambda name: "x")
     data = (tmp_path / "good" / "model.safetensors").read_bytes()
-    size = header_size(data[:8], len(data))
+    size = header_size(data)
     header = json.loads(data[8:size])
     damaged = {
         "cut": data[:-4],

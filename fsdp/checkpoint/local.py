@@ -254,19 +254,18 @@ class Gathering:
         """Verify the files on the hosts, and copy index and manifest to hosts that lack them."""
         self._ranks, self._checksum, self.directory = ranks, found.checksum, local.path / found.name
         self._hosts = ranks.round("find the hosts", lambda: [_host_name()], lambda hosts: hosts, joined)
-        self._whole: dict[str, list[int]] = {}  # as of _Holdings, of all hosts; on rank 0
         label = "verify the files of the hosts"
-        self.problem, self._sizes = ranks.round(label, self._verified, self._compared, _Holdings.joined)
+        self._holdings = ranks.round(label, self._verified, lambda of_all: of_all, _Holdings.joined)
+        sizes, whole, damaged = self._holdings
+        lost = [name for name in sizes or [files.MANIFEST] if name not in whole]
+        self.problem = "; ".join([f"no host has {', '.join(lost)} whole", *damaged]) if lost else ""
         if not self.problem:
-            self.fetch(lambda: () if self._manifest() and self._path(files.INDEX).exists() else _ALIKE)
-
-    def _path(self, name: str) -> Path:
-        return self.directory / name
+            self.fetch(lambda: () if self._manifest() and (self.directory / files.INDEX).exists() else _ALIKE)
 
     def _manifest(self) -> Manifest | None:
         """Return the manifest on this host; None if it is damaged, or of another checkpoint."""
         with contextlib.suppress(OSError, RuntimeError):
-            manifest = files.read_manifest(self._path(files.MANIFEST))
+            manifest = files.read_manifest(self.directory / files.MANIFEST)
             return manifest if manifest.checksum == self._checksum else None
         return None
 
@@ -276,11 +275,11 @@ class Gathering:
         if manifest is None:
             return _Holdings({}, {}, damaged)
         sizes, whole = {name: record.size for name, record in manifest.files.items()}, {files.MANIFEST: [rank]}
-        sizes[files.MANIFEST] = self._path(files.MANIFEST).stat().st_size
+        sizes[files.MANIFEST] = (self.directory / files.MANIFEST).stat().st_size
         here = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
         names = [*map(files.rank_name, range(manifest.ranks)), files.INDEX]
         for name in names[here.index(rank) :: len(here)]:
-            path, record = self._path(name), manifest.files[name]
+            path, record = self.directory / name, manifest.files[name]
             if not path.exists():
                 continue
             try:
@@ -292,22 +291,15 @@ class Gathering:
                 whole[name] = [rank]
             except (OSError, RuntimeError) as error:
                 damaged.append(str(error))
-                files.disk.rename(path, self._path(f".{name}.damaged"))
+                files.disk.rename(path, self.directory / f".{name}.damaged")
         return _Holdings(sizes, whole, damaged)
-
-    def _compared(self, holdings: _Holdings) -> tuple[str, dict[str, int]]:
-        """Return the problem of the checkpoint, and the sizes of all files."""
-        self._whole = holdings.whole
-        lost = [name for name in holdings.sizes or [files.MANIFEST] if name not in holdings.whole]
-        problem = "; ".join([f"no host has {', '.join(lost)} whole", *holdings.damaged]) if lost else ""
-        return problem, holdings.sizes
 
     def fetch(self, needed: Callable[[], Sequence[str]]) -> None:
         """Copy files from other hosts until ``needed``, which lists files that this rank lacks, lists none on any
         rank."""
         ranks, label = self._ranks, "find files of other hosts"
         while routes := ranks.round(label, lambda: [(ranks.rank, name) for name in needed()], self._routes, joined):
-            copy = partial(copy_files, ranks, routes, self._sizes, self.directory)
+            copy = partial(copy_files, ranks, routes, self._holdings.sizes, self.directory)
             ranks.together("copy from other hosts", copy)
 
     def _routes(self, lacked: Sequence[tuple[int, str]]) -> list[Route]:
@@ -317,6 +309,6 @@ class Gathering:
             first.setdefault((self._hosts[rank], name), rank)
         routes = []
         for number, ((_, name), rank) in enumerate(first.items()):
-            sources = self._whole[name]
+            sources = self._holdings.whole[name]
             routes.append(Route(sources[number % len(sources)], rank, name))
         return routes

@@ -76,23 +76,21 @@ def write(path: Path, pieces: Iterable[Piece], packed: Mapping[str, Any], advanc
 
 def _laid_out(pieces: Iterable[Piece]) -> tuple[list[safetensors.Entry], dict[str, Any], dict[str, str]]:
     """Return the tensors of the file, the boxes of those that are parts, and the dtypes of those stored as bytes."""
-    tensors: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     boxes: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
-    used: set[str] = set()
     for key, shape, box, tensor in pieces:
         name = key
         if box != Box.whole(shape):
             name = f"{key}[{','.join(f'{start}:{start + size}' for start, size in zip(*box))}]"
-        while name in used or name == "__metadata__":
+        while name in kinds or name == "__metadata__":
             name += "'"
-        used.add(name)
         if name != key:
             boxes[name] = [key, box.offsets]
         if not safetensors.is_supported(tensor.dtype):
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        tensors.append((name, tensor.dtype, box.sizes))
-    return safetensors.laid_out(tensors), boxes, dtypes
+        kinds[name] = tensor.dtype, box.sizes
+    return safetensors.laid_out((name, *kind) for name, kind in kinds.items()), boxes, dtypes
 
 
 def _blocks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
@@ -118,8 +116,6 @@ def _blocks(pieces: Iterable[Piece]) -> Iterator[memoryview]:
 def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Return the bytes of a tensor in row-major order: the tensor's memory, or copies of parts from an accelerator."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() == 0:
-        return
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         yield memory_of(flat)

@@ -81,18 +81,6 @@ def pack_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     return size.to_bytes(LENGTH, "little") + text.ljust(size)
 
 
-def header_size(start: bytes | bytearray, file_size: int) -> int:
-    """Return the bytes before the tensors of a file that begins with ``start``.
-
-    Raises:
-        ValueError: no safetensors file begins so.
-    """
-    size = int.from_bytes(start[:LENGTH], "little")
-    if len(start) < LENGTH or LENGTH + size > file_size:
-        raise ValueError("it does not begin with the length of a header")
-    return LENGTH + size
-
-
 def parse_header(content: bytes, file_size: int) -> tuple[list[Entry], dict[str, str]]:
     """Read what :func:`pack_header` or another program has written; tensors of bytes stay such.
 
@@ -173,7 +161,10 @@ class SafetensorsFile(ExitStack):
             size = os.fstat(stream.fileno()).st_size
             start = bytearray(min(LENGTH, size))
             files.fill(stream, memoryview(start), 0)
-            header = bytearray(header_size(start, size))
+            length = LENGTH + int.from_bytes(start, "little")
+            if len(start) < LENGTH or length > size:
+                raise ValueError("it does not begin with the length of a header")
+            header = bytearray(length)
             files.fill(stream, memoryview(header), 0)
             stack.pop_all()
         return cls(path, stream, bytes(header))

@@ -16,7 +16,6 @@ import atexit
 import traceback
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -39,6 +38,8 @@ from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.placement.boxes import Part, memory_order
 from fsdp.runtime.unit import units_of
+
+_CPU = torch.device("cpu")
 
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
@@ -242,7 +243,7 @@ class Save:
         self.share = Share(ranks.rank)
         self.keys: tuple[str, ...] = ()  # all keys of the state, written by any rank
         self.directory: Path | None = None  # made by this rank
-        self._device = torch.device("cpu")  # from which copies were staged
+        self._device = _CPU  # from which copies were staged
 
     # -- the whole save ------------------------------------------------------------------------------------------------
 
@@ -343,26 +344,20 @@ class Save:
 
         Copies from an accelerator share one piece of page-locked memory.
         """
-        nbytes: Counter[torch.device] = Counter()
+        by_device: dict[torch.device, list[Piece]] = {}
         for piece in self.share.pieces:
-            if piece.values.device.type != "cpu":
-                self._device = piece.values.device
-                nbytes[self._device] += aligned(piece.values.nbytes)
-        room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
-        events: list[tuple[torch.device, StreamEvent]] = []
-
-        def staged(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu":
-                return tensor.clone()
-            device, size = tensor.device, aligned(tensor.nbytes)
-            memory, room[device] = room[device][:size], room[device][size:]
-            copied, event = streams_for(device).fetch(tensor, memory)
-            events.append((device, event))
-            return copied
-
-        self.share.pieces = [piece._replace(values=staged(piece.values)) for piece in self.share.pieces]
-        for device, event in events:
-            with streams_for(device).on_host(event):
+            by_device.setdefault(piece.values.device, []).append(piece)
+        self.share.pieces = [piece._replace(values=piece.values.clone()) for piece in by_device.pop(_CPU, ())]
+        for device, pieces in by_device.items():
+            self._device, streams = device, streams_for(device)
+            room = streams.host_memory(sum(aligned(piece.values.nbytes) for piece in pieces), pinned=True)
+            event: StreamEvent = None
+            for piece in pieces:
+                size = aligned(piece.values.nbytes)
+                copied, event = streams.fetch(piece.values, room[:size])
+                self.share.pieces.append(piece._replace(values=copied))
+                room = room[size:]
+            with streams.on_host(event):  # the last one follows all copies
                 pass
 
     # -- writing files -------------------------------------------------------------------------------------------------
