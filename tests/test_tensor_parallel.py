@@ -385,6 +385,12 @@ def test_state_equals_torchs_and_loads_at_any_number_of_ranks(tmp_path: Path) ->
             assert_bit_equal(summoned(noise), values, f"loaded from {kind}")
         load_model(TorchFSDP, theirs, kinds[1], sharded)
         # optimizer state
+        alone = save(FSDP, model, optimizer, kinds[0], rank0_only=True)
+        if dist.get_rank() == 0:
+            for name, key in of_all:
+                assert_like(alone["state"][name][key], of_all[name, key], f"rank0_only, {key} of {name}")
+        else:
+            assert alone == {}
         for kind in kinds:
             found = save(FSDP, model, optimizer, kind)
             assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)

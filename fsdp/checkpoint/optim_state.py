@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.forms import Form, Held
-from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
+from fsdp.checkpoint.optim_agree import Elementwise, States, agree, without_elements
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, mark
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
-from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
+from fsdp.checkpoint.sharded_tensors import group_of
 from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.checkpoint.transfers import Export, export, finish
+from fsdp.comm.collectives import agree as agree_on_largest
 from fsdp.comm.groups import default_group, group_ranks
-from fsdp.comm.versions import root_of
 from fsdp.placement.redistribute import Channel, Channels
 from fsdp.runtime.unit import Unit
 
@@ -73,7 +73,7 @@ def optim_state_dict(
             name: leaving[member, name].value()
             if isinstance(value, Elementwise)
             else without_elements(value, to_cpu=to_cpu)
-            for name, value in _ordered(holder, states)
+            for name, value in states.items()
         }
         for holder, states in agreed.items()
         for member in holder.members
@@ -148,35 +148,19 @@ def _send(
     over_group = (groups.shard or groups.replica) is not None and (groups.mesh is None or groups.mesh.ndim == 1)
     cut = groups.has_parts or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
-    leaving = export(tensors, form, channel, label, first=_first(group_ranks(group)[0], unit, channel))
+    first = _first(group_ranks(group)[0], unit, channel) if form.rank0_only else 0
+    leaving = export(tensors, form, channel, label, first)
     return dict(zip(keys, leaving))
 
 
 def _first(saving: int, unit: Unit, channel: Channel) -> int:
-    """Return the rank of ``channel`` that gets what rank ``saving`` gets alone: ``saving`` itself, or its counterpart
-    on the ranks of tensor parallelism. -1 is no rank."""
+    """Return the rank of ``channel`` that gets what rank ``saving`` gets alone: ``saving`` itself, or the counterpart
+    of it on the ranks of tensor parallelism. -1 is no rank."""
     if channel.group is None:
         return 0
-    ranks = group_ranks(channel.group)
-    if unit.groups.tp is None or saving in ranks:
+    if unit.groups.tp is None:
+        ranks = group_ranks(channel.group)
         return ranks.index(saving) if saving in ranks else -1
-    of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
-    # DTensor keeps one spec for equal meshes, so the mesh of the spec may be a slice of another mesh than the unit's.
-    for mesh in (root_of(one) for one in (unit.groups.mesh, of_tp.spec.mesh) if one is not None):
-        dim, found = dim_of(mesh, channel.group), (mesh.mesh == saving).nonzero()
-        if dim is not None and len(found):
-            return int(found[0, dim])
-    rows_on(of_tp.spec.mesh, channel.group)  # which raises where there is no mesh of both
-    return -1
-
-
-def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
-    """Return the states in the order of torch's FSDP1, which is that of its optimizers for original parameters."""
-    if not holder.sharded and not holder.is_flat:
-        return list(states.items())
-    kinds = [Elementwise, Scalar, None] if holder.is_flat else [None, Scalar, Elementwise]
-
-    def place(item: tuple[Any, Any]) -> tuple[int, tuple[str, str]]:
-        return kinds.index(type(item[1]) if type(item[1]) in kinds else None), state_order(item[0])
-
-    return sorted(states.items(), key=place)
+    place = torch.tensor([channel.rank if saving in group_ranks(unit.groups.tp) else -1], device="cpu")
+    agree_on_largest(place, channel.group, channel.device, "find the rank that saves")
+    return int(place)
