@@ -33,7 +33,7 @@ from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, clean, clean_text, joined, unit_of, wrappers_in
+from fsdp.flat.names import WRAPPED_MODULE, clean, clean_text, joined, unit_of, wrappers_in
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.redistribute import Channels
@@ -86,6 +86,11 @@ def _reason(keys: Sequence[str]) -> str:
         return (
             'All keys begin with "module.", as those of DistributedDataParallel: take it away by '
             'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")'
+        )
+    if any(clean(key) != key for key in keys):
+        return (
+            "Keys in the state dict have parts that wrappers add to names, as those of named_parameters() have: take "
+            "them away, or save state_dict()"
         )
     if any(flat_name(0) in key for key in keys):
         return (
@@ -141,10 +146,8 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
         except RuntimeError as error:
             if type(error) is not RuntimeError or loading.error_messages is not None:
                 raise
-            lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
-            raise RuntimeError("\n".join(lines)) from error
-        if loading.error_messages is None:  # ``model`` is no part of a unit and has no hooks
-            loading.clean_keys(loading.incompatible)
+            raise RuntimeError(clean_text(str(error))) from error
+        clean_keys(loading.incompatible)  # the hooks of a model that is no part of a unit have not done so
         if problems := loading.finish():
             raise RuntimeError("; ".join(problems))
     except BaseException:
@@ -169,7 +172,6 @@ class Loading:
         assign: parameters that no unit owns become the values of the dict.
         incompatible: the result of ``load_state_dict``.
         error_messages: the list in which ``nn.Module`` collects errors, once the walk has reached ``opener``.
-        prefix: prefix of the names in ``opener`` during the walk.
     """
 
     def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, prepared: bool) -> None:
@@ -177,7 +179,6 @@ class Loading:
         self.opener, self.prepared, self.assign = opener, prepared, False
         self.incompatible: Any = None
         self.error_messages: list[str] | None = None
-        self.prefix = ""
         self._units: list[UnitLoading] = []
         self._backup = Backup()
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
@@ -253,23 +254,11 @@ class Loading:
         """Restore the values that were loaded at once."""
         self._backup.restore()
 
-    def clean_keys(self, incompatible: Any) -> None:
-        """Remove the wrappers' parts from the missing and unexpected keys, in place."""
-        for keys in incompatible:
-            keys[:] = map(self._clean, keys)
 
-    def _clean(self, key: str) -> str:
-        """Remove the parts of ``key`` that wrappers between its module and the opener have added."""
-        if not key.startswith(self.prefix):
-            return key
-        module: nn.Module | None = self.opener
-        kept = []
-        for part in key.removeprefix(self.prefix).split("."):
-            child = module._modules.get(part) if module is not None else None
-            if child is None or part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE):
-                kept.append(part)
-            module = child
-        return self.prefix + ".".join(kept)
+def clean_keys(incompatible: Any) -> None:
+    """Remove the wrappers' parts from the missing and unexpected keys, in place."""
+    for keys in incompatible:
+        keys[:] = map(clean, keys)
 
 
 # -- the backup --------------------------------------------------------------------------------------------------------
@@ -425,7 +414,6 @@ class LoadingHooks(StateHooks):
         loading.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         if loading.opener is module:
             *_, loading.error_messages = rest
-            loading.prefix = prefix
         mark_parts(module, state_dict, prefix, assign=loading.assign)
         if unit_of(module) is not None:  # a wrapper, whose part nn.Module expects in the names
             for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -442,7 +430,7 @@ class LoadingHooks(StateHooks):
         if loading is None or loading.opener is not module:
             return
         assert loading.error_messages is not None
-        loading.clean_keys(incompatible_keys)
+        clean_keys(incompatible_keys)
         loading.error_messages[:] = map(clean_text, loading.error_messages)
         if not loading.prepared:
             loading.complete()
