@@ -84,16 +84,8 @@ class RaggedTensor(torch.Tensor):
 
     def with_local(self, local: torch.Tensor, origin: Any = None) -> RaggedTensor:
         """Return a tensor of the same interval whose elements on this rank are ``local``."""
-        return RaggedTensor(
-            local,
-            self.shape,
-            self.start,
-            self.stride(),
-            origin,
-            within=self.within,
-            saved_elsewhere=self.saved_elsewhere,
-            replicas=self.replicas,
-        )
+        place: Any = {"within": self.within, "saved_elsewhere": self.saved_elsewhere, "replicas": self.replicas}
+        return RaggedTensor(local, self.shape, self.start, self.stride(), origin, **place)
 
     @property
     def end(self) -> int:

@@ -42,7 +42,11 @@ Key = tuple[int, int]  # bucket of a unit, position of the tensor in it
 
 
 class UnitTensors:
-    """The tensors of one unit in state dicts: its parameters, or with ``flat`` the flat vector of each bucket."""
+    """The tensors of one unit in state dicts: its parameters, or with ``flat`` the flat vector of each bucket.
+
+    Attributes:
+        held: each tensor as the ranks' shards hold it.
+    """
 
     def __init__(self, unit: Unit, opener: nn.Module, *, flat: bool) -> None:
         """Prepare the unit for a walk that reaches it at ``opener``, the outermost of its modules in the walk."""
@@ -50,11 +54,7 @@ class UnitTensors:
         self._home = flat_home(unit, opener) if flat else None
         with torch.no_grad():
             unit.follow_parameters()
-
-    @property
-    def held(self) -> dict[Key, Held]:
-        """Each tensor as the ranks' shards hold it."""
-        return held_tensors(self.unit, flat=self._home is not None)
+        self.held = held_tensors(unit, flat=flat)
 
     def name(self, key: Key) -> str:
         return flat_name(key[0]) if self._home is not None else self.unit.handles[key[0]].layout.params[key[1]].name
@@ -162,8 +162,8 @@ class UnitSaving(UnitTensors):
             self._ours[_storage(value)] = False
             placeholders[key] = nn.Parameter(value, requires_grad=self.requires_grad(key))
         for key, held in self.held.items() if not leaving else ():
-            held.part.origin = (self, key)  # identifies the placeholder in the result
-            placeholders[key] = held.part
+            # ``origin`` identifies the placeholder in the result. A new tensor, for ``held`` would make a cycle.
+            placeholders[key] = held.part.with_local(held.part.local, origin=(self, key))
         whole = bool(leaving) and not self._form.rank0_only
         hooks = (h for _, m in own_modules(self.unit.module) for h in (m._state_dict_pre_hooks, m._state_dict_hooks))
         hooked = whole and any(len(one) > 1 for one in hooks)  # users' hooks next to ours
