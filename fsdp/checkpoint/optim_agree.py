@@ -17,26 +17,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.optim_dtypes import dequantized, is_quantized
-from fsdp.checkpoint.optim_names import Holder, ModelParams
+from fsdp.checkpoint.optim_names import Holder, ModelParams, StateInfo
 from fsdp.comm.consensus import TrainingRanks, all_gather_object, ranks_of
 from fsdp.comm.groups import group_ranks
 
 _CPU = torch.device("cpu")
 _LABEL = "agree on the optimizer's states"
 _EXPECTED = "expected all ranks' optimizers to hold the same parameters, so that each rank has the states of its part"
-
-
-class Elementwise(NamedTuple):
-    """A tensor state that the ranks hold by elements.
-
-    Attributes:
-        shape: None for the parameter's shape.
-        order: the dimensions, outermost in memory first; None for the usual order.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
 
 
 class Scalar(NamedTuple):
@@ -53,7 +40,7 @@ class Scalar(NamedTuple):
         return torch.frombuffer(bytearray(self.bits), dtype=self.dtype).reshape(())
 
 
-States = dict[str, Any]  # one parameter's states by name: Elementwise, Scalar, or a plain value
+States = dict[str, Any]  # one parameter's states by name: StateInfo, Scalar, or a plain value
 
 
 def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], known: dict[Any, States]) -> States:
@@ -69,11 +56,11 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
             if has_tensors and holder.sharded and not holder.any_shape:
                 problems.append(f"state {name!r} of {holder} is a {type(value).__name__} of tensors")
         elif tuple(value.shape) == holder.local_shape and (value.dim() > 0 or not holder.sharded) and fits_order:
-            found[name] = Elementwise(value.dtype, order=order)
+            found[name] = StateInfo(value.dtype, () if holder.is_flat else holder.members[0].shape, order)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
         elif holder.any_shape:
-            found[name] = Elementwise(value.dtype, tuple(value.shape), order)
+            found[name] = StateInfo(value.dtype, tuple(value.shape), order)
         elif holder.is_whole:
             found[name] = value  # equal on every rank
         else:
@@ -138,7 +125,7 @@ def agree(
     of_shards, of_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
     for holder in params.holders.values():
         of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
-        if holder.tp_owners:
+        if holder.is_short:
             of_tp[holder.unit.groups.tp].append(holder)
     travels = any(group is not None for group in (*of_shards, *of_tp))
     agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, unknown, travels=travels))
@@ -157,7 +144,7 @@ def agree(
             agreed[holder] = _merged(holder, by_rank, problems)
     for group, holders in of_tp.items():  # to the ranks of tensor parallelism that have no part, and so no state
         for holder, by_rank in gathered(holders, group):
-            agreed[holder] = [*by_rank.values()][holder.tp_owners[0]]
+            agreed[holder] = next(iter(by_rank.values()))
 
     def check() -> None:
         if problems:
@@ -204,7 +191,7 @@ def _words(agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
     for holder, states in agreed.items():
         alike = group in (holder.unit.groups.replica, holder.unit.groups.tp)
         for name, value in (states or {}).items() if alike else ():
-            described = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
+            described = value if isinstance(value, (StateInfo, Scalar)) else type(value).__name__
             yield f"state {name!r} of {holder}: {described}"
 
 

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.forms import Held, Source, is_part, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, watched
 from fsdp.checkpoint.optim_blocks import as_tensors
-from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_classes, with_values
+from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_values
 from fsdp.checkpoint.optim_names import (
     Group,
     Holder,
     Key,
     Member,
     ModelParams,
+    StateInfo,
     lay_out,
-    params_by_id,
     same_value,
     state_order,
 )
@@ -43,29 +44,6 @@ from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.boxes import memory_order
 from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
-
-
-@dataclass(frozen=True)
-class StateInfo:
-    """A whole tensor with dimensions that is to be loaded, as all ranks know it.
-
-    Attributes:
-        order: the dimensions, outermost in memory first; None is the parameter's order, or row-major for another shape.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenState(StateInfo):
-    """A tensor of a dict that this rank has. The value does not travel between ranks."""
-
-    value: torch.Tensor = field(compare=False)
-
-    def __reduce__(self) -> Any:
-        return StateInfo, (self.dtype, self.shape, self.order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +110,7 @@ def _described_value(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
-    return GivenState(dtype, shape, value=value) if shape else scalar_of(value)
+    return StateInfo(dtype, shape, value=value) if shape else scalar_of(value)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
@@ -224,12 +202,12 @@ class _Plan:
             self.local[holder.param] = {state: local[state] for state in names}
 
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
-        """Return the states of ``member``; element-wise ones of a parameter without dimensions as ``GivenState``."""
+        """Return the states of ``member``; element-wise ones of a parameter without dimensions as ``StateInfo``."""
         states = dict(self.contents.states[member.name])
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
-                    states[state] = GivenState(value.dtype, (), value=value)
+                    states[state] = StateInfo(value.dtype, (), value=value)
         return states
 
     def _memory(self, holder: Holder, present: list[Member], state: str, values: list[StateInfo]) -> torch.Tensor:
@@ -238,7 +216,7 @@ class _Plan:
         unit, dtypes = holder.unit, {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        new = holder.empty(values[0].dtype, values[0].shape, values[0].order)
+        new = holder.empty(values[0])
         in_place = all(isinstance(value, UnreadState) and value.in_place for value in values)
         has_all = len(present) == len(holder.members)
         memory = self.present_or(new, holder.param, state) if in_place and has_all else new
@@ -251,18 +229,17 @@ class _Plan:
             if value.shape != member.shape and not holder.any_shape:
                 self._problems.append(f"{called} has shape {value.shape}, and the parameter has {member.shape}")
                 continue
-            held = holder.held(member, memory, value.shape, value.order)
+            held = holder.held(member, memory, value)
             if isinstance(value, UnreadState):
                 value.place(held.part, memory is not new)
                 continue
-            own = value.value if isinstance(value, GivenState) else None  # on rank 0 alone
-            found = own if self._from_rank0 else self._source(called, value, held, unit)
+            found = value.value if self._from_rank0 else self._source(called, value, held, unit)
             self.arrivals.setdefault(unit, []).append((held, found))
         return memory
 
     def _source(self, called: str, whole: StateInfo, held: Held, unit: Unit) -> Source:
         """Return where this rank finds its part of a value."""
-        assert isinstance(whole, GivenState)
+        assert whole.value is not None
         try:
             source = read(whole.value, held, unit.groups)
         except (AssertionError, ValueError) as error:
@@ -324,7 +301,7 @@ def _is_whole_by_nature(value: StateInfo, member: Member) -> bool:
 def _of_first(whole: StateInfo, group: Any, device: torch.device) -> torch.Tensor:
     """Broadcast the value from rank 0 of ``group``; ``device`` is one on which the group communicates."""
     tensor = torch.empty(whole.shape, dtype=whole.dtype, device=device)
-    if isinstance(whole, GivenState):
+    if whole.value is not None:
         tensor.copy_(whole.value)
     broadcast([tensor], group)
     return tensor
@@ -365,7 +342,8 @@ def optim_state_dict_to_load(
     """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
     modified.
 
-    The result has this rank's parts, in new memory on the parameters' devices, under the optimizer's keys. Parameters
+    The result has this rank's parts, in new memory on the parameters' devices, under the optimizer's keys. The states
+    of quantized classes are values, for :func:`fsdp.checkpoint.optim_dtypes.with_classes`. Parameters
     that are not in the dict get no entry, nor do those that the optimizer does not hold. Entries of no parameter are
     copied.
 
@@ -383,8 +361,7 @@ def optim_state_dict_to_load(
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else with_values(given())
-    of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
-    chunked = any(is_sharded(value) for state in of_params for value in state.values())
+    chunked = any(map(is_sharded, tree_leaves((saved or {}).get("state"))))
     present = getattr(optim, "state", {})  # no optimizer, or a wrapper without states, has none
 
     def describe() -> Description:
@@ -393,7 +370,7 @@ def optim_state_dict_to_load(
     def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key]]:
         first = ranks_of(params.units, [group])
         contents = first.first("describe rank 0's optimizer state", describe) if from_rank0 else describe()
-        keys: dict[nn.Parameter, Key] = {param: key for key, param in params_by_id(model, own).items()}
+        keys: dict[nn.Parameter, Key] = {param: key for key, param in params.by_id.items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}
         groups = contents.groups
@@ -419,7 +396,7 @@ def optim_state_dict_to_load(
             value = plan.present_or(new, param, state) if whole.in_place else new
             whole.place(value, value is not new)
         else:
-            assert isinstance(whole, GivenState)
+            assert whole.value is not None
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
@@ -436,7 +413,4 @@ def optim_state_dict_to_load(
         loadable["param_groups"] = groups
     if optim is not None:
         keep_dtypes(optim)
-        later = any(isinstance(value, UnreadState) for state in of_params for value in state.values())
-        if not later:  # the caller quantizes what it reads itself
-            loadable = with_classes(optim, loadable)
     return loadable

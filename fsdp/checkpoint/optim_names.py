@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -31,6 +31,26 @@ Key = int | str
 Group = Mapping[str, Any]  # a parameter group
 # Attribute of an optimizer's parameter that stands for one of the model's: the model's parameter, and a ``Holder``.
 STANDS_FOR = "_fsdp_stands_for"
+
+
+@dataclass(frozen=True)
+class StateInfo:
+    """A tensor state that the ranks hold by elements, as all ranks know it.
+
+    Attributes:
+        shape: of the whole state; () for one of a flat parameter.
+        order: the dimensions, outermost in memory first; None for the parameter's order, or row-major for another
+            shape.
+        value: the whole tensor, in a dict to load that this rank has. It does not travel between ranks.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+    value: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> Any:
+        return StateInfo, (self.dtype, self.shape, self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,27 +110,17 @@ class Holder:
 
     any_shape: ClassVar[bool] = False  # whether tensor states may differ from the parameter in shape and memory order
 
-    def held(
-        self,
-        member: Member,
-        state: torch.Tensor,
-        shape: tuple[int, ...] | None = None,
-        order: tuple[int, ...] | None = None,
-    ) -> Held:
+    def held(self, member: Member, state: torch.Tensor, info: StateInfo | None = None) -> Held:
         """Describe how the ranks hold a tensor state of ``member``; ``state`` is (or contains) this rank's part.
-        ``shape`` and ``order`` (of dimensions in memory) are those of the whole state if they are not the parameter's;
-        see ``any_shape``."""
+        ``info`` describes the whole state; None: as the parameter."""
         return held_param(self.handle, member.index, self.part(member, state))
 
-    def empty(
-        self, dtype: torch.dtype, shape: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
-        """Allocate this rank's part of a tensor state; see ``held``. Padding is zero; other elements are
-        uninitialized."""
+    def empty(self, info: StateInfo) -> torch.Tensor:
+        """Allocate this rank's part of a tensor state. Padding is zero; other elements are uninitialized."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
-            return host_memory.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
-        memory = host_memory.empty(math.prod(self.local_shape), dtype=dtype, device=self.param.device)
+            return host_memory.empty_strided(record.shape, record.stride, dtype=info.dtype, device=self.param.device)
+        memory = host_memory.empty(math.prod(self.local_shape), dtype=info.dtype, device=self.param.device)
         memory = memory.view(self.local_shape)
         for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
             memory[start:end].zero_()
@@ -135,14 +145,12 @@ class Holder:
         owners = {rank for member in self.members for rank, _, _ in self.handle.layout.owners(member.index)}
         return tuple(sorted(owners)) or (() if self.is_cut else ranks)
 
-    @cached_property
-    def tp_owners(self) -> tuple[int, ...]:
-        """The ranks of tensor parallelism that hold elements of the parameter, if some hold none; else empty."""
-        several = [] if self.is_flat or not self.is_cut else [self.handle.tp[member.index] for member in self.members]
-        group: Any = self.unit.groups.tp
-        ranks = range(group.size() if several else 0)
-        owners = {rank for rank in ranks for tp in several if tp is None or math.prod(tp.local_shape(rank)) > 0}
-        return tuple(sorted(owners)) if len(owners) < len(ranks) else ()
+    @property
+    def is_short(self) -> bool:
+        """True if tensor parallelism has cut the parameter into fewer parts than there are ranks: the last have none,
+        and so no state."""
+        tp = None if self.is_flat else self.handle.tp[self.members[0].index]
+        return tp is not None and tp.numel > 0 and 0 in tp.local_shape(tp.group.size() - 1)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -184,10 +192,12 @@ class ModelParams:
         holders: parameters of units, in the order of units and layouts.
         others: names of the parameters that no unit owns.
         device: where the units compute.
+        by_id: the parameters of the optimizer, by their numbers in its state dict.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[Group] | None = None) -> None:
-        """Look up all parameters of ``model``, as optimizers with these parameter groups hold them."""
+        """Look up all parameters of ``model``, as the optimizer with these parameter groups holds them. None stands for
+        an optimizer built from ``model.parameters()``."""
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
@@ -205,7 +215,9 @@ class ModelParams:
                 stands_for.update({leaf: handle.flat_param for index, leaf in handle.all_leaves if index == whole})
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
-        for param in (param for group in groups or () for param in group["params"]):
+        optimized = model.parameters() if groups is None else (param for group in groups for param in group["params"])
+        self.by_id: dict[Key, nn.Parameter] = dict(enumerate(optimized))
+        for param in self.by_id.values():
             if (stands := getattr(param, STANDS_FOR, None)) is not None:
                 shards, self.holders[param] = stands
                 self.holders.pop(shards, None)
@@ -250,22 +262,22 @@ class ModelParams:
         included."""
         return self._current_names[param][0]
 
-    def by_current_name(self) -> dict[Key, nn.Parameter]:
-        """Map present names, with the wrappers' parts, to parameters, and also the names in the plain model if
-        unambiguous."""
+    def by_key(self, optim_state_dict: Mapping[str, Any]) -> dict[Key, nn.Parameter]:
+        """Map the keys of parameters in a state dict of the optimizer to the parameters. Entries of no parameter may
+        have keys of any kind.
+
+        In torch's ``_NamedOptimizer`` the keys are present names, with the wrappers' parts. The names in the plain
+        model are mapped as well if they are unambiguous.
+        """
+        groups = optim_state_dict.get("param_groups")
+        keys = [key for group in groups for key in group["params"]] if groups else optim_state_dict.get("state") or ()
+        if not keys or not all(isinstance(key, str) for key in keys):
+            return self.by_id
         now: dict[Key, nn.Parameter] = {n: param for param, names in self._current_names.items() for n in names}
         return {clean(str(name)): param for name, param in reversed(now.items())} | now
 
 
-# -- the keys of an optimizer's state dict -----------------------------------------------------------------------------
-
-
-def params_by_id(model: nn.Module, groups: Sequence[Group] | None) -> dict[Key, nn.Parameter]:
-    """Map each number in the state dict of the optimizer with these groups to the parameter. ``groups`` is None for an
-    optimizer built from ``model.parameters()``."""
-    if groups is None:
-        return dict(enumerate(model.parameters()))
-    return dict(enumerate(param for group in groups for param in group["params"]))
+# -- values of states --------------------------------------------------------------------------------------------------
 
 
 def same_value(value: Any, other: Any) -> bool:
@@ -279,14 +291,6 @@ def same_value(value: Any, other: Any) -> bool:
     if isinstance(value, dict):
         return value.keys() == other.keys() and all(same_value(each, other[key]) for key, each in value.items())
     return bool(value == other)
-
-
-def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Return True if the keys of parameters are names, as in torch's ``_NamedOptimizer``. Entries of no parameter may
-    have keys of any kind."""
-    groups = optim_state_dict.get("param_groups")
-    keys = [key for group in groups for key in group["params"]] if groups else list(optim_state_dict.get("state") or ())
-    return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
 def state_order(name: Any) -> tuple[str, str]:
@@ -412,7 +416,7 @@ def rekey(
         raise ValueError(f"Invalid parameter keys: expected all names or all ids, got {list(dict.fromkeys(named))}")
     if kinds <= {wanted}:
         return optim_state_dict
-    names, ids = param_to_name(model), params_by_id(model, own)
+    names, ids = param_to_name(model), ModelParams(model, own).by_id
     pairs = [(key, names[param]) for key, param in ids.items() if param in names]
     new_keys: dict[Any, Any] = dict(pairs) if wanted is str else {name: key for key, name in pairs}
     unknown = list(dict.fromkeys(key for key in named if key not in new_keys))

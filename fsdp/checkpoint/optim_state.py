@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.forms import Form, Held
-from fsdp.checkpoint.optim_agree import Elementwise, States, agree, without_elements
+from fsdp.checkpoint.optim_agree import States, agree, without_elements
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, mark
-from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
+from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, StateInfo, state_order
 from fsdp.checkpoint.sharded_tensors import group_of
 from fsdp.checkpoint.state_dict import check_no_experts
 from fsdp.checkpoint.transfers import Export, export, finish
@@ -49,7 +49,7 @@ def optim_state_dict(
     """
     check_no_experts(model, "optim_state_dict()")
     params = ModelParams(model, groups)
-    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
+    by_key = params.by_key(raw)
     state_of = {by_key[key]: as_tensors(state) for key, state in raw["state"].items() if key in by_key}
     if group is None and params.units:
         group = default_group()
@@ -71,7 +71,7 @@ def optim_state_dict(
     result: dict[str, dict[str, Any]] = {
         member.name: {
             name: leaving[member, name].value()
-            if isinstance(value, Elementwise)
+            if isinstance(value, StateInfo)
             else without_elements(value, to_cpu=to_cpu)
             for name, value in states.items()
         }
@@ -133,16 +133,16 @@ def _send(
         (holder, name)
         for holder, of_holder in states.items()
         for name, value in of_holder.items()
-        if isinstance(value, Elementwise)
+        if isinstance(value, StateInfo)
     ]
     keys: list[tuple[Member, str]] = []
     tensors: list[Held] = []
     for holder, name in sorted(elementwise, key=lambda key: state_order(key[1])):  # so that a batch contains few states
-        what = states[holder][name]
+        info = states[holder][name]
         mine = holder.rank in holder.owners  # else this rank may have no state
-        tensor = dequantized(state_of[holder.param][name]) if mine else holder.empty(*what)
+        tensor = dequantized(state_of[holder.param][name]) if mine else holder.empty(info)
         keys += [(member, name) for member in holder.members]
-        tensors += [holder.held(member, tensor, what.shape, what.order) for member in holder.members]
+        tensors += [holder.held(member, tensor, info) for member in holder.members]
     groups = unit.groups
     # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (groups.mesh is None or groups.mesh.ndim == 1)

@@ -22,7 +22,7 @@ from fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateD
 from fsdp.checkpoint import by_name
 from fsdp.checkpoint.by_name import as_list, groups_of, own_method
 from fsdp.checkpoint.load_state_dict import Backup, load_alike, load_from_first
-from fsdp.checkpoint.optim_dtypes import first_step
+from fsdp.checkpoint.optim_dtypes import first_step, with_classes
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.state_dict import calling, check_no_experts
 from fsdp.comm.consensus import ranks_of
@@ -249,7 +249,7 @@ def set_optimizer_state_dict(
         for optimizer, loadable in by_name.optimizers_to_load(
             model, optimizers, optim_state_dict, settings, strict=strict, from_rank0=from_rank0
         ):
-            own_method(optimizer, "load_state_dict")(loadable)
+            own_method(optimizer, "load_state_dict")(with_classes(optimizer, loadable))
 
     with calling("set_optimizer_state_dict()", model), Backup(optimizers=optimizers):
         ranks_of(units_of(model)).together("load optimizer state", load_each)

@@ -402,7 +402,7 @@ def _to_load(
 ) -> dict[str, Any]:
     """Convert a full or sharded dict to one that the optimizer with the groups ``own`` loads."""
     with calling("optim_state_dict_to_load()", model, wrapped=True):
-        return optim_state_dict_to_load(model, lambda: state, own, optim=optim, **how)
+        return with_classes(optim, optim_state_dict_to_load(model, lambda: state, own, optim=optim, **how))
 
 
 def _groups_of(optim: Optimizer | None, optim_input: Any) -> Sequence[Group] | None:

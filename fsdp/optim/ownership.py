@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.optim_names import Holder, Member
+from fsdp.checkpoint.optim_names import Holder, Member, StateInfo
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.layout import contiguous_stride
@@ -54,41 +54,30 @@ class WholeHolder(Holder):
         return (self.owner,)
 
     @cached_property
-    def tp_owners(self) -> tuple[int, ...]:
-        return ()
-
-    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         return self.members[0].shape if self.rank == self.owner else (0,)
 
-    def held(
-        self,
-        member: Member,
-        state: torch.Tensor,
-        shape: tuple[int, ...] | None = None,
-        order: tuple[int, ...] | None = None,
-    ) -> Held:
-        shape = member.shape if shape is None else shape
-        stride, numel = self._stride(shape, order), math.prod(shape)
+    def held(self, member: Member, state: torch.Tensor, info: StateInfo | None = None) -> Held:
+        shape, stride = self._layout(info)
+        numel = math.prod(shape)
         local = elements_of(state, stride) if self.rank == self.owner else state.reshape(-1)[:0]
         spans = ((self.owner, 0, numel),) if numel else ()
         part = held_param(self.handle, member.index).part
         whole = RaggedTensor(local, shape, 0, stride, saved_elsewhere=part.saved_elsewhere, replicas=part.replicas)
         return Held(whole, lambda: spans)
 
-    def empty(
-        self, dtype: torch.dtype, shape: tuple[int, ...] | None = None, order: tuple[int, ...] | None = None
-    ) -> torch.Tensor:
-        shape = self.members[0].shape if shape is None else shape
+    def empty(self, info: StateInfo) -> torch.Tensor:
         if self.rank != self.owner:
-            return torch.empty(0, dtype=dtype, device=self.param.device)
-        return torch.empty_strided(shape, self._stride(shape, order), dtype=dtype, device=self.param.device)
+            return torch.empty(0, dtype=info.dtype, device=self.param.device)
+        return torch.empty_strided(*self._layout(info), dtype=info.dtype, device=self.param.device)
 
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
-        return elements_of(state, self._stride(tuple(state.shape)))
+        return elements_of(state, self._layout(StateInfo(state.dtype, tuple(state.shape)))[1])
 
-    def _stride(self, shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        if order is not None:
-            return dense_stride(shape, order)
+    def _layout(self, info: StateInfo | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shape and the strides of a state."""
         record = self.members[0].record
-        return record.stride if shape == record.shape else contiguous_stride(shape)
+        shape = record.shape if info is None else info.shape
+        if info is not None and info.order is not None:
+            return shape, dense_stride(shape, info.order)
+        return shape, record.stride if shape == record.shape else contiguous_stride(shape)
