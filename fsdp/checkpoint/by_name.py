@@ -14,15 +14,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    RaggedOptimStateDictConfig,
-    RaggedStateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fsdp.checkpoint.forms import Form, Full
+from fsdp.api import StateDictSettings, StateDictType
+from fsdp.checkpoint.forms import Form, Full, Ragged
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.optim_state import optim_state_dict
@@ -31,16 +24,16 @@ from fsdp.flat.ownership import torchs_own
 from fsdp.runtime.unit import units_of
 
 
-def ragged(cpu: bool = False) -> StateDictSettings:
+def settings_of(form: type[Form], cpu: bool, **options: bool) -> StateDictSettings:
+    """Return the settings that choose ``form`` for the model and for optimizers, with tensors on CPU or not."""
+    kind = StateDictType.FULL_STATE_DICT if form is Full else StateDictType.SHARDED_STATE_DICT
+    of_model, of_optimizer = form.configs[:2]
+    return StateDictSettings(kind, of_model(cpu, **options), of_optimizer(cpu, **options))
+
+
+def ragged() -> StateDictSettings:
     """Return the settings for values without communication."""
-    configs = RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu)
-    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *configs)
-
-
-def full(cpu: bool, *, rank0_only: bool = False) -> StateDictSettings:
-    """Return the settings for whole tensors."""
-    configs = FullStateDictConfig(cpu, rank0_only), FullOptimStateDictConfig(cpu, rank0_only)
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, *configs)
+    return settings_of(Ragged, False)
 
 
 def model_state(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
@@ -174,7 +167,7 @@ def _in_force(model: nn.Module, settings: StateDictSettings) -> Iterator[None]:
     """Apply ``settings`` to all units; a unit that is not sharded has full state in place of chunks."""
     before = {unit: unit.state_settings for unit in units_of(model)}
     form = Form.of(settings.state_dict_config)
-    unsharded = full(form.offload_to_cpu) if form.is_cut else settings
+    unsharded = settings_of(Full, form.offload_to_cpu) if form.is_cut else settings
     try:
         for unit in before:
             unit.set_state_settings(settings if unit.groups.sharded else unsharded)

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictSettings, StateDictType
+from fsdp.api import StateDictSettings
 from fsdp.checkpoint import by_name
-from fsdp.checkpoint.by_name import as_list, groups_of, own_method
+from fsdp.checkpoint.by_name import as_list, groups_of, own_method, settings_of
+from fsdp.checkpoint.forms import Full, Ragged, Rows
 from fsdp.checkpoint.load_state_dict import Backup, load_alike, load_from_first
 from fsdp.checkpoint.optim_dtypes import first_step, with_classes
 from fsdp.checkpoint.optim_names import ModelParams
@@ -85,12 +86,9 @@ class StateDictOptions:
     def settings(self) -> StateDictSettings:
         """The corresponding settings of the units."""
         cpu = self.cpu_offload
-        if self.ragged:
-            return by_name.ragged(cpu)
         if self.full_state_dict:
-            return by_name.full(cpu, rank0_only=cpu)
-        configs = ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu)
-        return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *configs)
+            return settings_of(Full, cpu, rank0_only=cpu)
+        return settings_of(Ragged if self.ragged else Rows, cpu)
 
     @property
     def has_result(self) -> bool:
