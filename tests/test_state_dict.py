@@ -185,6 +185,8 @@ def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> No
     assert "size mismatch for blocks.0.inner.bias: copying a param with shape torch.Size([3]) from checkpoint" in text
     assert "size mismatch for ignored.0.bias" in text
     assert "expected torch.Tensor" in refused(model, good | {"image": 1})
+    text = refused(model, {f"_fsdp_wrapped_module.{key}": value for key, value in good.items()})
+    assert 'Missing key(s) in state_dict: "image"' in text and "as those of named_parameters() have" in text
     # an error of one rank is reported on all ranks
     text = refused(model, without("last.bias") if rank == 1 else good)
     assert 'Missing key(s) in state_dict: "last.bias"' in text

@@ -25,7 +25,6 @@ from fsdp.checkpoint.sharded_tensors import (
     check_no_mesh,
     cut_dims,
     dim_of,
-    dims_of_tp,
     group_of,
     group_that_has,
     is_sharded,
@@ -74,7 +73,7 @@ class Source(NamedTuple):
     Attributes:
         placement: the elements of each rank; None if every rank has all the elements that it needs.
         parts: this rank's elements.
-        group: the ranks of ``placement``, unless they are the ranks of the unit's chunks.
+        group: the ranks of ``placement``.
         spread: group of tensor parallelism, and the placement over it, if its ranks together have the elements that
             ``placement`` gives to this rank.
     """
@@ -100,7 +99,6 @@ class Form(ABC):
             ``ShardedTensor``.
         configs: the config classes that choose the form.
         called: name in errors.
-        mismatch: the class of errors of dicts that do not fit.
         is_readable: the values are registered on the modules during the walk of ``nn.Module``.
         stays: the values are the shards' own memory, without communication.
         is_cut: each rank gets a part. Units that are not sharded have the full form instead.
@@ -112,7 +110,6 @@ class Form(ABC):
     rows: tuple[DeviceMesh, int] | None = None
 
     configs: ClassVar[tuple[type, ...]]
-    mismatch: ClassVar[type[RuntimeError]] = Mismatch
     called: ClassVar[str]
     is_readable: ClassVar[bool] = False
     stays: ClassVar[bool] = False
@@ -180,7 +177,7 @@ class Full(Form):
     """Whole tensors on every rank, or only on rank 0."""
 
     configs, called = (api.FullStateDictConfig, api.FullOptimStateDictConfig), "a full state dict"
-    is_readable, mismatch = True, RuntimeError
+    is_readable = True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return Placement.whole(shape, ranks)
@@ -248,7 +245,7 @@ class Rows(Form):
             raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
         placement = Placement.rows(shape, ranges)
         own = [(box, rows) for box in placement.boxes[group.rank()]]
-        return Source(placement, own, None if group is group_of(groups) else group)
+        return Source(placement, own, group)
 
 
 class Ragged(Form):
@@ -371,8 +368,9 @@ def read(value: torch.Tensor, held: Held, groups: Groups, *, flat: bool = False)
 
 def _read_dtensor(value: DTensor, groups: Groups) -> Source:
     """Find this rank's elements in ``value``, which is cut into rows, by tensor parallelism, or both."""
-    mesh, cut, own = value.device_mesh, cut_dims(value), group_of(groups)
-    of_tp, tp = dims_of_tp(value, groups), groups.tp
+    mesh, cut, own, tp = value.device_mesh, cut_dims(value), group_of(groups), groups.tp
+    ranks = None if tp is None else group_ranks(tp)
+    of_tp = [dim for dim in cut if type(value.placements[dim]) is ShardOf and group_ranks(mesh.get_group(dim)) == ranks]
     rows, group = [dim for dim in cut if dim not in of_tp], own
     has_rows = [value.placements[dim] for dim in rows] == [ShardOf(0)]
     if has_rows:
@@ -390,4 +388,4 @@ def _read_dtensor(value: DTensor, groups: Groups) -> Source:
     placement = along(rows[0], group.size(), rows) if rows else None
     spread = (tp, along(of_tp[0], tp.size(), cut)) if tp is not None and of_tp else None
     parts = [(box, value.to_local().detach()) for box in box_at(value, here, cut)]
-    return Source(placement, parts, None if group is own else group, spread)
+    return Source(placement, parts, group, spread)

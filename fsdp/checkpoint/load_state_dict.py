@@ -25,7 +25,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Form, is_part
+from fsdp.checkpoint.forms import Form, Full, Mismatch, is_part
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors
 from fsdp.checkpoint.targets import Target, UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
@@ -33,7 +33,7 @@ from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.names import WRAPPED_MODULE, clean, clean_text, joined, unit_of, wrappers_in
+from fsdp.flat.names import WRAPPED_MODULE, clean, clean_text, unit_of, wrappers_in
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.redistribute import Channels
@@ -59,8 +59,8 @@ def load(
                 _warn_of_other_names(list(state_dict), found.missing_keys)
             return found
         except RuntimeError as error:
-            if type(error) in (RuntimeError, NotLoaded) and form.mismatch is not RuntimeError:
-                raise form.mismatch(str(error)) from error
+            if type(error) in (RuntimeError, NotLoaded) and not isinstance(form, Full):
+                raise Mismatch(str(error)) from error
             raise
 
 
@@ -139,7 +139,7 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
 
     Raises: as ``load_state_dict``, with the model unchanged.
     """
-    loading = Loading(model, _hooks_in(model), prepared=True)
+    loading = Loading(model, prepared=True)
     try:
         try:
             loading.incompatible = into_module(state_dict, strict=strict)
@@ -174,18 +174,20 @@ class Loading:
         error_messages: the list in which ``nn.Module`` collects errors, once the walk has reached ``opener``.
     """
 
-    def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, prepared: bool) -> None:
-        """Register the targets."""
+    def __init__(self, opener: nn.Module, *hooks_around: LoadingHooks, prepared: bool) -> None:
+        """Register the targets. ``hooks_around`` are those of the unit that ``opener`` is a part of."""
         self.opener, self.prepared, self.assign = opener, prepared, False
         self.incompatible: Any = None
         self.error_messages: list[str] | None = None
         self._units: list[UnitLoading] = []
         self._backup = Backup()
-        self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
+        inside = [wrapper._fsdp_loading for wrapper in wrappers_in(opener)]
+        self._hooks = list(dict.fromkeys([*hooks_around, *inside]))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
             check_idle([hooks.unit], "load_state_dict()", Phase.SUMMONED)
-            hooks.release()
+            if hooks.active is not None:  # an earlier load has ended in an exception; values may have changed since
+                hooks.active.release()
         try:
             for hooks in self._hooks:
                 hooks.active = self
@@ -406,9 +408,9 @@ class LoadingHooks(StateHooks):
         if self._belongs_to() is None:
             return
         if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
-            self.release()  # the previous load ended in an exception
+            self.active.release()  # the previous load ended in an exception
         if self.active is None:
-            Loading(module, [self, *_hooks_in(module)], prepared=False)
+            Loading(module, self, prepared=False)
         loading = self.active
         assert loading is not None
         loading.assign = bool(local_metadata.get("assign_to_params_buffers", False))
@@ -419,12 +421,6 @@ class LoadingHooks(StateHooks):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
-    def release(self) -> None:
-        """Release an earlier load that ended in an exception, if there is one. Values may have changed since then, so
-        that the backup is out of date."""
-        if self.active is not None:
-            self.active.release()
-
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
         loading = self.active
         if loading is None or loading.opener is not module:
@@ -434,10 +430,6 @@ class LoadingHooks(StateHooks):
         loading.error_messages[:] = map(clean_text, loading.error_messages)
         if not loading.prepared:
             loading.complete()
-
-
-def _hooks_in(model: nn.Module) -> list[LoadingHooks]:
-    return [wrapper._fsdp_loading for wrapper in wrappers_in(model)]
 
 
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------
@@ -465,20 +457,23 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
             if sharded := [key for key, value in state_dict.items() if is_part(value)]:
                 raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
             extra = {k: v for k, v in state_dict.items() if k.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
-            return loading.incompatible, [list(loading.values_of(unit)) for unit in units], set(state_dict), extra
+            loaded = {*state_dict}.difference(loading.incompatible.unexpected_keys)
+            return loading.incompatible, [list(loading.values_of(unit)) for unit in units], loaded, extra
 
         def load_extra_state() -> None:
             if loading is None and extra:
                 undo.callback(prepare(model, into_module, extra, False).undo)
 
-        incompatible, present, given, extra = ranks_of(units, groups).first("describe rank 0's state dict", plan)
+        incompatible, present, loaded, extra = ranks_of(units, groups).first("describe rank 0's state dict", plan)
         ranks_of(units).together("load extra state", load_extra_state)
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         for keys, unit in zip(present, units):
             _scatter(unit, keys, loading.values_of(unit) if loading is not None else {}, tp)
             unit.shards_were_written()
-        tensors = [tensor for name, tensor in rest_of(model) if name in given]
+        owned = {id(visible.param) for unit in units for views in unit.views for visible in views.visible}
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        tensors = [each.detach() for name, each in named if clean(name) in loaded and id(each) not in owned]
         for group in groups:
             broadcast(tensors, group)
     return incompatible
@@ -496,17 +491,6 @@ def _groups_from_first(model: nn.Module, units: list[Unit], tp: Any | None) -> l
             "ranks where the model itself is not wrapped; pass the dict on every rank"
         )
     return [group for group in (root.shard, root.replica, tp) if group is not None and group.size() > 1]
-
-
-def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """List (name, tensor) of the parameters in ``module`` that no unit owns, and of persistent buffers."""
-    owned = {id(visible.param) for unit in units_of(module) for views in unit.views for visible in views.visible}
-    found: list[tuple[str, torch.Tensor]] = []
-    for path, owner in module.named_modules():
-        tensors = [*registered_params(owner), *persistent_buffers(owner)]
-        named = [(clean(joined(path, name)), tensor) for name, tensor in tensors]
-        found += [(name, tensor.detach()) for name, tensor in named if id(tensor) not in owned]
-    return found
 
 
 def _scatter(unit: Unit, present: list[Key], values: Mapping[Key, torch.Tensor], tp: Any | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -105,16 +105,16 @@ def _merged(holder: Holder, by_rank: Mapping[int, States | None], problems: list
 
 
 def agree(
-    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
+    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], check_known: Callable[[], None]
 ) -> tuple[dict[Holder, States], bool]:
     """Return the states of every parameter that has any, equal on all ranks: one exchange of objects per shard group.
     The second value is True if a rank has states in a quantized class.
 
     Args:
-        unknown: an error about the parameters that this rank's optimizer holds, if any.
+        check_known: raises KeyError if this rank's optimizer holds other parameters than the model's.
 
     Raises, on every rank:
-        KeyError: ``unknown``.
+        KeyError: of ``check_known``.
         NotImplementedError: a state is neither a scalar nor element-wise, or cannot be pickled.
         RuntimeError: some ranks lack states, or replicas differ.
         AssertionError: states differ between ranks.
@@ -127,8 +127,7 @@ def agree(
         of_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
         if holder.is_short:
             of_tp[holder.unit.groups.tp].append(holder)
-    travels = any(group is not None for group in (*of_shards, *of_tp))
-    agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, unknown, travels=travels))
+    agreed = ranks.together(_LABEL, lambda: _all_described(params, state_of, check_known))
 
     def gathered(holders: list[Holder], group: Any) -> Iterator[tuple[Holder, dict[int, States | None]]]:
         """Yield each of ``holders`` with the descriptions by rank of ``group``."""
@@ -155,21 +154,20 @@ def agree(
 
 
 def _all_described(
-    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None, *, travels: bool
+    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], check_known: Callable[[], None]
 ) -> dict[Holder, States | None]:
-    """Describe the states of every parameter on this rank, which ``travels`` to other ranks; None without state.
+    """Describe the states of every parameter on this rank; None without state.
 
     Raises: as :func:`agree`.
     """
-    if unknown is not None:
-        raise KeyError(unknown)
+    check_known()
     problems, known = list[str](), dict[Any, States]()
     described: dict[Holder, States | None] = {
         holder: _described(holder, state_of[param], problems, known) if param in state_of else None
         for param, holder in params.holders.items()
     }
     try:
-        pickle.dumps([*described.values()] if travels else None)
+        pickle.dumps([described[one] for one in described if one.handle.layout.world_size > 1 or one.is_short])
     except Exception as error:  # a value's own __reduce__ may raise any exception
         problems.append(f"a state cannot be pickled: {error}")
     if problems:

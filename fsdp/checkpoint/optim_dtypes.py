@@ -68,8 +68,7 @@ def with_values(state_dict: Any) -> Any:
         return state_dict
     found = {**state_dict, "state": tree_map(dequantized, states)}
     if "param_groups" in found:
-        found["param_groups"] = [dict(group) for group in found["param_groups"]]
-        mark(found["param_groups"])
+        found["param_groups"] = marked(found["param_groups"])
     return found
 
 
@@ -78,10 +77,9 @@ def is_marked(state_dict: Mapping[str, Any]) -> bool:
     return any(QUANTIZED in group for group in state_dict.get("param_groups", ()))
 
 
-def mark(groups: Iterable[dict[str, Any]]) -> None:
-    """Note in parameter groups of a state dict that states had a quantized class."""
-    for group in groups:
-        group[QUANTIZED] = True
+def marked(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups of a state dict with the mark that states had a quantized class."""
+    return [{**group, QUANTIZED: True} for group in groups]
 
 
 @torch.no_grad()

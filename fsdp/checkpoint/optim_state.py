@@ -19,7 +19,7 @@ from torch import nn
 from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.optim_agree import States, agree, without_elements
 from fsdp.checkpoint.optim_blocks import as_tensors
-from fsdp.checkpoint.optim_dtypes import dequantized, mark
+from fsdp.checkpoint.optim_dtypes import dequantized, marked
 from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, StateInfo, state_order
 from fsdp.checkpoint.sharded_tensors import group_of
 from fsdp.checkpoint.state_dict import check_no_experts
@@ -32,12 +32,7 @@ from fsdp.runtime.unit import Unit
 
 @torch.no_grad()
 def optim_state_dict(
-    model: nn.Module,
-    groups: Sequence[Group] | None,
-    raw: Mapping[str, Any],
-    form: Form,
-    *,
-    group: Any = None,
+    model: nn.Module, groups: Sequence[Group] | None, raw: Mapping[str, Any], form: Form, *, group: Any = None
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.optim_state_dict`` for ``raw``, the optimizer's own state dict on this rank.
 
@@ -55,7 +50,7 @@ def optim_state_dict(
         group = default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
     others = {key: value for key, value in raw["state"].items() if key not in by_key}
-    agreed, quantized = agree(params, state_of, _unknown(params, [*state_of, *held], others))
+    agreed, quantized = agree(params, state_of, lambda: _check_known(params, [*state_of, *held], others))
     channels, leaving = Channels(), {}
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
@@ -63,8 +58,7 @@ def optim_state_dict(
             alone = unit.groups.tp is not None and unit.groups.data_parallel_size == 1
             channel = channels.over(None if alone else group_of(unit.groups), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
-    finished = finish(leaving.values(), channels, "optimizer state of tensor parallelism")
-    leaving = dict(zip(leaving, finished))
+    finish(leaving.values(), channels, "optimizer state of tensor parallelism")
     if form.rank0_only and group is not None and group.rank() != 0:
         return {}
     to_cpu = form.offload_to_cpu
@@ -86,17 +80,11 @@ def optim_state_dict(
     state.update(copy.deepcopy(others))
     full: dict[str, Any] = {"state": state}
     if "param_groups" in raw:
-        full["param_groups"] = [
-            {
-                key: [name for one in value for name in params.names(by_key[one])]
-                if key == "params"
-                else copy.deepcopy(value)
-                for key, value in group_.items()
-            }
-            for group_ in raw["param_groups"]
-        ]
+        full["param_groups"] = copy.deepcopy(raw["param_groups"])
+        for group_ in full["param_groups"]:
+            group_["params"] = [name for key in group_["params"] for name in params.names(by_key[key])]
         if quantized:
-            mark(full["param_groups"])
+            full["param_groups"] = marked(full["param_groups"])
     return full
 
 
@@ -107,17 +95,13 @@ def _own(value: Any, form: Form) -> Any:
     return without_elements(value, to_cpu=form.offload_to_cpu)
 
 
-def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iterable[Any]) -> str | None:
-    """Return an error text if a parameter is not in the model, or an entry of no parameter has a parameter's name."""
+def _check_known(params: ModelParams, optimized: Iterable[nn.Parameter], others: Iterable[Any]) -> None:
+    """Raise KeyError if a parameter is not in the model, or an entry of no parameter has a parameter's name."""
     for key in others:
         if key in params.by_name or key in params.others.values():
-            return f"the state's entry {key!r} belongs to no parameter, and has the name of one: rename it"
-    try:
-        for param in state_of:
-            params.names(param)
-    except KeyError as error:
-        return str(error.args[0])
-    return None
+            raise KeyError(f"the state's entry {key!r} belongs to no parameter, and has the name of one: rename it")
+    for param in optimized:
+        params.names(param)
 
 
 def _send(
@@ -130,15 +114,14 @@ def _send(
     label: str,
 ) -> dict[tuple[Member, str], Export]:
     elementwise = [
-        (holder, name)
+        (name, holder, info)
         for holder, of_holder in states.items()
-        for name, value in of_holder.items()
-        if isinstance(value, StateInfo)
+        for name, info in of_holder.items()
+        if isinstance(info, StateInfo)
     ]
     keys: list[tuple[Member, str]] = []
     tensors: list[Held] = []
-    for holder, name in sorted(elementwise, key=lambda key: state_order(key[1])):  # so that a batch contains few states
-        info = states[holder][name]
+    for name, holder, info in sorted(elementwise, key=lambda one: state_order(one[0])):  # few states in a batch
         mine = holder.rank in holder.owners  # else this rank may have no state
         tensor = dequantized(state_of[holder.param][name]) if mine else holder.empty(info)
         keys += [(member, name) for member in holder.members]

@@ -136,16 +136,12 @@ class RaggedTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         metadata, planner = torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.planner
         properties = metadata.TensorProperties.create_from_tensor(self.local)
-        if self.saved_elsewhere:
-            return []
-        return [
-            planner.WriteItem(
-                index=metadata.MetadataIndex(fqn, chunk.offsets),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        items: list[WriteItem] = []
+        for chunk in [] if self.saved_elsewhere else self.__create_chunk_list__():
+            index = metadata.MetadataIndex(fqn, chunk.offsets)
+            data = planner.TensorWriteData(chunk, properties, torch.Size(self.shape))
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         chunk = torch.distributed.checkpoint.metadata.ChunkStorageMetadata

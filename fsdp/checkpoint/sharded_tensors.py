@@ -12,8 +12,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor import DTensor
 
 from fsdp.comm.groups import Groups, default_group, group_ranks
 from fsdp.comm.versions import root_of
@@ -38,15 +37,9 @@ def one_chunk_each(
             offsets, sizes = [start, *(0 for _ in shape[1:])], [end - start, *shape[1:]]
             metadata.append((rank, ShardMetadata(offsets, sizes, placement)))
     own = [Shard(local, shard) for rank, shard in metadata if rank == group.rank()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own,
-        sharded_tensor_metadata=ShardedTensorMetadata(
-            shards_metadata=[shard for _, shard in metadata],
-            size=torch.Size(shape),
-            tensor_properties=TensorProperties(dtype=local.dtype, pin_memory=local.is_pinned()),
-        ),
-        process_group=group,
-    )
+    properties = TensorProperties(dtype=local.dtype, pin_memory=local.is_pinned())
+    whole = ShardedTensorMetadata([shard for _, shard in metadata], torch.Size(shape), properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(own, whole, process_group=group)
 
 
 def _placement(rank: int, device: torch.device, *, own: bool) -> str:
@@ -97,14 +90,6 @@ def cut_dims(tensor: DTensor) -> list[int]:
     """List the mesh dimensions along which the ranks hold different parts of ``tensor``."""
     mesh, several = tensor.device_mesh, enumerate(tensor.placements)
     return [dim for dim, placement in several if not placement.is_replicate() and mesh.size(dim) > 1]
-
-
-def dims_of_tp(value: DTensor, groups: Groups) -> list[int]:
-    """List the dimensions of ``cut_dims`` that have the ranks of the unit's tensor parallelism."""
-    if groups.tp is None or not {type(placement) for placement in value.placements} <= {ShardOf, Replicate}:
-        return []
-    ranks = group_ranks(groups.tp)
-    return [dim for dim in cut_dims(value) if group_ranks(value.device_mesh.get_group(dim)) == ranks]
 
 
 def box_at(value: DTensor, position: Mapping[int, int], dims: Sequence[int]) -> tuple[Box, ...]:

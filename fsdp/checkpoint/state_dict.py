@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,11 +80,7 @@ class UnitTensors:
         if self._home is not None:
             present = dict(registered_params(self._home))
             return {key: present.get(self.name(key)) for key in self.held}
-        return {
-            (bucket, index): current
-            for bucket, views in enumerate(self.unit.views)
-            for index, current in enumerate(views.registration.registered())
-        }
+        return dict(zip(self.held, chain(*(views.registration.registered() for views in self.unit.views)), strict=True))
 
     def restore(self) -> None:
         """Register the unit's own tensors again; idempotent."""
@@ -192,16 +189,15 @@ class UnitSaving(UnitTensors):
     def collect_buffers(self, opener: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Replace the buffers below ``opener`` by copies in their original dtype, on CPU if the settings have
         ``offload_to_cpu``. On ranks without a result they are removed."""
+        device = "cpu" if self._form.offload_to_cpu else None
         for path, owner in own_modules(opener):
             for name, buffer in owner._buffers.items():
                 key = prefix + clean(joined(path, name))
                 if buffer is None or key not in destination:
                     continue
                 if self._receives:
-                    device = "cpu" if self._form.offload_to_cpu else None
-                    destination[key] = destination[key].to(
-                        device=device, dtype=self.unit.precision.original_dtype(buffer)
-                    )
+                    dtype = self.unit.precision.original_dtype(buffer)
+                    destination[key] = destination[key].to(device=device, dtype=dtype)
                 else:
                     del destination[key]
 
@@ -224,7 +220,8 @@ class UnitSaving(UnitTensors):
             with self._context.passes.calling("state_dict()", words, often=True):
                 self._context.passes.about_to(GATHER, unit)
         label = f"gather {unit.name}"
-        leaving = finish(export(held.values(), self._form, channel, label), self._walk.channels, label)
+        leaving = export(held.values(), self._form, channel, label)
+        finish(leaving, self._walk.channels, label)
         return dict(zip(held, leaving)) if self._receives else {}
 
     def _shown(self) -> dict[Key, Held]:

@@ -13,7 +13,8 @@ gathers within the shard group first, and a load exchanges within the tensor-par
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,7 +35,8 @@ def _memory(boxes: Iterable[Box], like: torch.Tensor, device: torch.device) -> l
     return [(box, empty_strided(box.sizes, stride, dtype=like.dtype, device=device)) for box, stride in strides]
 
 
-class Export(NamedTuple):
+@dataclass
+class Export:
     """A tensor on its way into a state dict.
 
     Attributes:
@@ -79,11 +81,10 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
     return leaving
 
 
-def finish(leaving: Iterable[Export], channels: Channels, label: str) -> list[Export]:
+def finish(leaving: Iterable[Export], channels: Channels, label: str) -> None:
     """Wait until the elements of ``leaving`` are there, and exchange them among the ranks of tensor parallelism. See
     [Note: Tensor parallelism]."""
     channels.flush()
-    finished: list[Export] = []
     items: dict[Channel, list[Item]] = {}
     for one in leaving:
         held, part = one.held, one.held.part
@@ -93,10 +94,8 @@ def finish(leaving: Iterable[Export], channels: Channels, label: str) -> list[Ex
                 channel = channels.over(held.tp.group, one.channel.device)
                 gets = _memory(target.boxes[channel.rank], part, one.form.device(channel) or channel.device)
                 items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
-                one = one._replace(memory=gets)
-        finished.append(one)
+                one.memory = gets
     _exchange(items, label)
-    return finished
 
 
 def _exchange(items: Mapping[Channel, list[Item]], label: str) -> None:
@@ -149,12 +148,9 @@ def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Cha
     unit's chunks is sent whole to all of them, a batch at a time."""
     by_group: dict[Any, list[tuple[Held, Source]]] = {}
     for held, source in gathered(arriving, unit, channels, label):
-        group = None  # no communication
-        if source.placement is not None:
-            group = source.group or group_of(unit.groups)
-        if source.group is not None:
+        if source.group not in (None, group_of(unit.groups)):
             held = held._replace(spans=None)
-        by_group.setdefault(group, []).append((held, source))
+        by_group.setdefault(source.group, []).append((held, source))
     for group, several in by_group.items():
         fill(several, channels.over(group, unit.device), label)
 
