@@ -23,6 +23,8 @@ from fsdp.flat.names import PlainNames, inside, unit_of
 from fsdp.flat.ownership import torchs_own
 from fsdp.runtime.unit import units_of
 
+Optimizers = Optimizer | Iterable[Optimizer]
+
 
 def settings_of(form: type[Form], cpu: bool, **options: bool) -> StateDictSettings:
     """Return the settings that choose ``form`` for the model and for optimizers, with tensors on CPU or not."""
@@ -91,15 +93,13 @@ def optimizers_to_load(
     """
     model = entered(model, settings)
     params, alone = ModelParams(model, groups_of(optimizers)), len(optimizers) == 1
-
-    def loadable(optimizer: Optimizer) -> dict[str, Any]:
-        def given() -> Mapping[str, Any]:
-            return _part_of(optimizer, model, params, state, strict=strict, alone=alone)
-
-        own = optimizer.param_groups
-        return optim_state_dict_to_load(model, given, own, optim=optimizer, from_rank0=from_rank0, strict=strict)
-
-    return [(optimizer, loadable(optimizer)) for optimizer in optimizers]
+    found: list[tuple[Optimizer, dict[str, Any]]] = []
+    for one in optimizers:
+        given = functools.partial(_part_of, one, model, params, state, strict=strict, alone=alone)
+        own = one.param_groups
+        loadable = optim_state_dict_to_load(model, given, own, optim=one, from_rank0=from_rank0, strict=strict)
+        found.append((one, loadable))
+    return found
 
 
 def _part_of(
@@ -205,5 +205,5 @@ def groups_of(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def as_list(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,17 +22,7 @@ from fsdp.checkpoint.forms import Held, Source, is_part, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, watched
 from fsdp.checkpoint.optim_blocks import as_tensors
 from fsdp.checkpoint.optim_dtypes import dequantized, keep_dtypes, with_values
-from fsdp.checkpoint.optim_names import (
-    Group,
-    Holder,
-    Key,
-    Member,
-    ModelParams,
-    StateInfo,
-    lay_out,
-    same_value,
-    state_order,
-)
+from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, StateInfo, lay_out, same_value, state_order
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -72,11 +61,6 @@ class Description:
     states: dict[str, dict[str, Any]]
     others: dict[str, Any]
     groups: list[dict[str, Any]] | None
-
-    @cached_property
-    def known(self) -> set[str]:
-        """Names of the parameters in the dict, with state or without."""
-        return {*self.states, *(name for group in self.groups or () for name in group["params"])}
 
 
 def _describe(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Description:
@@ -152,6 +136,8 @@ class _Plan:
         self._problems: list[str] = []
         self._from_rank0 = from_rank0
         self._present, self._kept, self.contents = present, {} if strict else present, contents
+        # the parameters in the dict, with state or without
+        self._known = {*contents.states, *(name for group in contents.groups or () for name in group["params"])}
         stepped = [key for key in present if isinstance(key, torch.Tensor)]
         self._taken = {None, *map(_address, stepped)} - {0}  # addresses that no state may have
         # states without dimensions of parameters that have dimensions
@@ -172,7 +158,7 @@ class _Plan:
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
-            if param not in self.local and param in self._kept and not contents.known.issuperset(params.names(param)):
+            if param not in self.local and param in self._kept and not self._known.issuperset(params.names(param)):
                 self.local[param] = dict(self._kept[param])
 
     def _plan(self, holder: Holder) -> None:
@@ -265,8 +251,8 @@ class _Plan:
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
-        known = member.name in self.contents.known
-        value = None if known else dequantized(as_tensors(self._kept.get(holder.param, {})).get(state))
+        kept = {} if member.name in self._known else self._kept.get(holder.param, {})
+        value = dequantized(as_tensors(kept).get(state))
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
@@ -342,10 +328,9 @@ def optim_state_dict_to_load(
     """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
     modified.
 
-    The result has this rank's parts, in new memory on the parameters' devices, under the optimizer's keys. The states
-    of quantized classes are values, for :func:`fsdp.checkpoint.optim_dtypes.with_classes`. Parameters
+    The result has this rank's parts, in new memory on the parameters' devices, under the optimizer's keys. Parameters
     that are not in the dict get no entry, nor do those that the optimizer does not hold. Entries of no parameter are
-    copied.
+    copied. States of a quantized class are values: ``optim_dtypes.with_classes`` quantizes them.
 
     Args:
         own: groups of the optimizer; None for one built from ``model.parameters()``.
@@ -367,19 +352,17 @@ def optim_state_dict_to_load(
     def describe() -> Description:
         return _describe(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
 
-    def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key]]:
+    def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None]:
         first = ranks_of(params.units, [group])
         contents = first.first("describe rank 0's optimizer state", describe) if from_rank0 else describe()
-        keys: dict[nn.Parameter, Key] = {param: key for key, param in params.by_id.items()}
-        if is_named:
-            keys = {param: params.key_of_named(param) for param in keys}
         groups = contents.groups
         if groups is not None:
             groups = lay_out(own, groups, params, keys, strict=strict)
-        return _Plan(params, contents, present, from_rank0=from_rank0, strict=strict), groups, keys
+        return _Plan(params, contents, present, from_rank0=from_rank0, strict=strict), groups
 
+    keys = {param: params.key_of_named(param) if is_named else key for key, param in params.by_id.items()}
     ranks = ranks_of(params.units if chunked else ())  # otherwise without communication
-    plan, groups, keys = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].exchanged))
+    plan, groups = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].exchanged))
     channels = Channels()
     for unit, arriving in plan.arrivals.items():
         label = f"optimizer state of {params.units[unit]}"
@@ -388,29 +371,25 @@ def optim_state_dict_to_load(
         else:
             fill_each(arriving, unit, channels, label)
     channels.flush()
-    for param, state, whole in plan.as_they_are:
+    for param, name, whole in plan.as_they_are:
         if from_rank0:
             value = _of_first(whole, group, params.device)
         elif isinstance(whole, UnreadState):
             new = _target(param, whole)
-            value = plan.present_or(new, param, state) if whole.in_place else new
+            value = plan.present_or(new, param, name) if whole.in_place else new
             whole.place(value, value is not new)
         else:
             assert whole.value is not None
             value = whole.value if is_sharded(whole.value) else whole.value.detach().clone()
-        plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
-    if is_named and optim is not None:
+        plan.local[param][name] = value if is_sharded(value) else value.to(param.device)
+    if is_named:
         for param, holder in params.holders.items():
-            if param not in plan.local and holder.rank not in holder.owners and param in optim.state:
-                plan.local[param] = copy.deepcopy(optim.state[param])
-    loadable: dict[str, Any] = {
-        "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
-    }
+            if param not in plan.local and holder.rank not in holder.owners and param in present:
+                plan.local[param] = copy.deepcopy(present[param])
+    loaded = (param for param in params.in_order if param in plan.local and param in keys)
+    state: dict[Any, Any] = {keys[param]: plan.local[param] for param in loaded}
     if not strict:
-        loadable["state"].update((key, value) for key, value in present.items() if not isinstance(key, torch.Tensor))
-    loadable["state"].update((name, copy.deepcopy(value)) for name, value in plan.contents.others.items())
-    if groups is not None:
-        loadable["param_groups"] = groups
-    if optim is not None:
-        keep_dtypes(optim)
-    return loadable
+        state.update((key, value) for key, value in present.items() if not isinstance(key, torch.Tensor))
+    state.update(copy.deepcopy(plan.contents.others))
+    keep_dtypes(optim)
+    return {"state": state} if groups is None else {"state": state, "param_groups": groups}

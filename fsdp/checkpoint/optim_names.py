@@ -7,7 +7,6 @@ names of the parameters in the plain model. This file maps the former to the lat
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -117,11 +116,8 @@ class Holder:
 
     def empty(self, info: StateInfo) -> torch.Tensor:
         """Allocate this rank's part of a tensor state. Padding is zero; other elements are uninitialized."""
-        if not self.is_flat and not self.sharded:
-            record = self.members[0].record
-            return host_memory.empty_strided(record.shape, record.stride, dtype=info.dtype, device=self.param.device)
-        memory = host_memory.empty(math.prod(self.local_shape), dtype=info.dtype, device=self.param.device)
-        memory = memory.view(self.local_shape)
+        stride = (1,) if self.is_flat or self.sharded else self.members[0].record.stride
+        memory = host_memory.empty_strided(self.local_shape, stride, dtype=info.dtype, device=self.param.device)
         for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
             memory[start:end].zero_()
         return memory
@@ -335,15 +331,13 @@ def lay_out(
         )
     if own is None:
         return [{**group, "params": sorted({keys[name] for name in group["params"]})} for group in saved]
-    names = [[params.names(param) for param in group["params"]] for group in own]
     result = []
-    for group, of_group in zip(own, names):
-        kept_params = group["params"]
-        if strict:
-            kept_params = [p for p, some in zip(kept_params, of_group) if any(name in group_of for name in some)]
-            if group["params"] and not kept_params:
-                continue
-        loaded = _settings([name for some in of_group for name in some], group_of)
+    for group in own:
+        names = {param: params.names(param) for param in group["params"]}
+        kept_params = [param for param in names if not strict or not group_of.keys().isdisjoint(names[param])]
+        if names and not kept_params:
+            continue
+        loaded = _settings([name for some in names.values() for name in some], group_of)
         kept = _without_params(group)
         settings = copy.deepcopy(kept if loaded is None else loaded)
         for key, value in settings.items():  # capturable optimizers have rates that are tensors on the device
@@ -357,23 +351,23 @@ def lay_out(
 
 def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, Any] | None:
     """Return the saved settings of the parameters ``names``; None if no saved group contains one of them."""
-    first: tuple[str, Group] | None = None
-    for name, group in {id(group): (name, group) for name in names if (group := group_of.get(name))}.values():
-        if first is None:
-            first = name, group
-            continue
+    found = [*{id(group): (name, group) for name in names if (group := group_of.get(name))}.values()]
+    if not found:
+        return None
+    (first, settings), *others = found
+    for name, group in others:
         different = [
-            f"{key!r} is {first[1].get(key)!r} and {group.get(key)!r}"
-            for key in dict.fromkeys([*first[1], *group])
-            if key not in _NO_SETTINGS and not same_value(first[1].get(key), group.get(key))
+            f"{key!r} is {settings.get(key)!r} and {group.get(key)!r}"
+            for key in dict.fromkeys([*settings, *group])
+            if key not in _NO_SETTINGS and not same_value(settings.get(key), group.get(key))
         ]
         if different:
             raise ValueError(
-                f"{first[0]!r} and {name!r} are in one parameter group of the optimizer, or in one flat parameter, but "
+                f"{first!r} and {name!r} are in one parameter group of the optimizer, or in one flat parameter, but "
                 f"were saved in groups with different settings: {', '.join(different)}. Give the optimizer the groups "
                 "that were saved, or the groups of the state dict equal settings"
             )
-    return None if first is None else _without_params(first[1])
+    return _without_params(settings)
 
 
 def _without_params(group: Group) -> dict[str, Any]:
@@ -400,10 +394,7 @@ def name_to_param(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rekey(
-    optim_state_dict: dict[str, Any],
-    key_type: OptimStateKeyType,
-    model: nn.Module,
-    own: Sequence[Group] | None,
+    optim_state_dict: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, own: Sequence[Group] | None
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``; ``own`` are the optimizer's groups."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))

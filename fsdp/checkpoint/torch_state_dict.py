@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp.api import StateDictSettings
 from fsdp.checkpoint import by_name
-from fsdp.checkpoint.by_name import as_list, groups_of, own_method, settings_of
+from fsdp.checkpoint.by_name import Optimizers, as_list, groups_of, own_method, settings_of
 from fsdp.checkpoint.forms import Full, Ragged, Rows
 from fsdp.checkpoint.load_state_dict import Backup, load_alike, load_from_first
 from fsdp.checkpoint.optim_dtypes import first_step, with_classes
@@ -45,7 +44,6 @@ class StateDictOptions:
         strict: missing and unexpected keys are errors, and so is a trained parameter that is not in the dict.
         broadcast_from_rank0: only rank 0 has the dicts to load; with ``full_state_dict``.
         flatten_optimizer_state_dict: one flat dict, ``"state.<name>.<state>"`` and ``"param_groups.<name>.<key>"``.
-        dsd_fqn_modifiers: accepted and ignored.
         ragged: sharded values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, which need no communication and can be
             saved and loaded into at any number of ranks. Not one of torch's options.
             (``torch.distributed.checkpoint.load`` loads ``ShardedTensor`` values of which a rank has no rows only with
@@ -59,7 +57,6 @@ class StateDictOptions:
     strict: bool = True
     broadcast_from_rank0: bool = False
     flatten_optimizer_state_dict: bool = False
-    dsd_fqn_modifiers: str = "_fqn_modifiers"
     ragged: bool = False
 
     @staticmethod
@@ -160,11 +157,7 @@ def _frozen(model: nn.Module) -> list[str]:
 
 
 def get_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: Any = None,
+    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (:func:`get_model_state_dict`, :func:`get_optimizer_state_dict`)."""
     return (
@@ -174,11 +167,7 @@ def get_state_dict(
 
 
 def get_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: Any = None,
+    model: nn.Module, optimizers: Optimizers, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
     """Return the optimizers' state by the plain model's names, as one dict. All ranks have to call.
 
@@ -208,7 +197,7 @@ def get_optimizer_state_dict(
 
 def set_state_dict(
     model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
+    optimizers: Optimizers,
     *,
     model_state_dict: dict[str, Any],
     optim_state_dict: dict[str, Any],
@@ -223,11 +212,7 @@ def set_state_dict(
 
 
 def set_optimizer_state_dict(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer],
-    optim_state_dict: dict[str, Any],
-    *,
-    options: Any = None,
+    model: nn.Module, optimizers: Optimizers, optim_state_dict: dict[str, Any], *, options: Any = None
 ) -> None:
     """Load a dict of :func:`get_optimizer_state_dict`. All ranks have to call.
 
@@ -241,28 +226,25 @@ def set_optimizer_state_dict(
         RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
     optimizers, options = as_list(optimizers), StateDictOptions.of(options)
-    settings, strict, from_rank0 = options.settings, options.strict, options.broadcast_from_rank0
+    how = {"strict": options.strict, "from_rank0": options.broadcast_from_rank0}
 
     def load_each() -> None:
-        for optimizer, loadable in by_name.optimizers_to_load(
-            model, optimizers, optim_state_dict, settings, strict=strict, from_rank0=from_rank0
-        ):
+        several = by_name.optimizers_to_load(model, optimizers, optim_state_dict, options.settings, **how)
+        for optimizer, loadable in several:
             own_method(optimizer, "load_state_dict")(with_classes(optimizer, loadable))
 
     with calling("set_optimizer_state_dict()", model), Backup(optimizers=optimizers):
         ranks_of(units_of(model)).together("load optimizer state", load_each)
 
 
-@contextlib.contextmanager
-def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
+def initialised(optimizer: Optimizer, of_model: ModelParams) -> contextlib.AbstractContextManager[None]:
     """Give a fresh optimizer the state of a step without gradients and with a rate of zero, inside the context.
 
     Parameters of which this rank's shards hold no elements get none if another rank holds some.
     """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
     has_begun = optimizer.state or any(param.grad is not None for param in stepped_params(optimizer))
-    with contextlib.nullcontext() if has_begun else first_step(optimizer, elsewhere):
-        yield
+    return contextlib.nullcontext() if has_begun else first_step(optimizer, elsewhere)
 
 
 def _check_joinable(optimizer: Optimizer, optimizers: int, options: StateDictOptions) -> None:

@@ -221,10 +221,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
-        group: Any = None,
+        model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
     ) -> dict[str, Any]:
         """Return the optimizer's state by parameter name: ``{"state": {name: {...}}, "param_groups": [...]}``.
 
@@ -289,11 +286,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: Any = None,
-        rank0_only: bool = True,
-        group: Any = None,
+        model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
         """Return ``optim_state_dict`` with whole tensors on CPU, regardless of ``state_dict_type``."""
         return _saved(model, _groups_of(optim, optim_input), optim.state_dict(), Full(rank0_only), group)
@@ -305,10 +298,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: Any = None,
-        optim: Optimizer | None = None,
+        full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
         """Return ``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, the result is
         for an optimizer built from ``optim_input``, or from ``model.parameters()``."""
@@ -372,16 +362,14 @@ def _settings_of(unit: Unit) -> StateDictSettings:
 
 def _settings_in(module: nn.Module) -> StateDictSettings | None:
     """Return the settings of the instances in ``module``; None without instances."""
-    settings: StateDictSettings | None = None
-    for name, unit, _ in units_in(module):
-        own = _settings_of(unit)
-        if settings is not None and own != settings:
-            raise AssertionError(
-                f"All FSDP instances must have the same state dict settings, but {name!r} has {own} and others "
-                f"have {settings}: set them once, on the root"
-            )
-        settings = copy.copy(own)
-    return settings
+    found = {name: _settings_of(unit) for name, unit, _ in units_in(module)}
+    first = next(iter(found.values()), None)
+    if different := [(name, settings) for name, settings in found.items() if settings != first]:
+        raise AssertionError(
+            f"All FSDP instances must have the same state dict settings, but {different[0][0]!r} has "
+            f"{different[0][1]} and others have {first}: set them once, on the root"
+        )
+    return copy.copy(first)
 
 
 def _optim_form(model: nn.Module) -> Form:
