@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.optim import HostOptimizer
 from fsdp.tools.text import Report, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Stacked
@@ -71,6 +72,20 @@ def test_figures_equal_those_of_parameters_and_gradients() -> None:
             assert not any("gathered" in remark for remark in found.remarks)
     kept = _wrapped(Net(), Block, reshard_after_forward=False)
     assert {unit.strategy for unit in fsdp.describe(kept).units} == {"FULL_SHARD, kept after forward"}
+
+
+@on_ranks(2)
+def test_units_of_a_host_optimizer_say_which_states_they_have() -> None:
+    model = _wrapped(Net(), Block, cpu_offload=CPUOffload(offload_params=True))
+    optimizer = HostOptimizer(model, torch.optim.AdamW)
+    assert all(unit.strategy.endswith("on the host (0 B of states)") for unit in fsdp.describe(model).units)
+    model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    for unit in fsdp.describe(model).units:
+        trained = unit.grad_nbytes  # two states for each trained number, and the step
+        assert unit.strategy == f"FULL_SHARD, stepped on the host ({in_bytes(2 * trained + 4)} of states)", unit
+    del optimizer
+    assert {unit.strategy for unit in fsdp.describe(model).units} == {"FULL_SHARD"}
 
 
 def test_tools_refuse_arguments_that_are_no_model_or_no_parameter() -> None:

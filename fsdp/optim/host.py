@@ -102,6 +102,8 @@ class HostOptimizer(Optimizer):
         self.inner_optimizers = [self._inner]
         self.defaults = self._inner.defaults
         self._parts = [_Part(unit, self._inner) for unit in (*params.units, None)]
+        for unit in params.units:
+            unit.host_optimizer = weakref.ref(self)
         by_unit = {part.unit: part for part in self._parts}
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:

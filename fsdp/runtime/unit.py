@@ -124,6 +124,7 @@ class Unit:
         position: in the tree.
         summoned: where full parameters are shown; None outside of ``summon_full_params``.
         step_under_way: waits for a thread that steps the parameters; None if there is none.
+        host_optimizer: a weak reference to the ``HostOptimizer`` of the parameters; returns None if there is none.
         initial: digests of the buckets' first values; empty if all ranks have those of rank 0.
         state_settings: of the state dicts that the unit makes and loads.
         membership: a weak reference to the ``Membership`` that the unit's wrapper holds.
@@ -158,6 +159,7 @@ class Unit:
         self.membership: Callable[[], Any] = lambda: None
         self.summoned: Summoned | None = None
         self.step_under_way: Callable[[], None] | None = None
+        self.host_optimizer: Callable[[], Any] = lambda: None
         self.set_name(name)
         self.arrivals = Arrivals(views, weakref.ref(self))
         hooks.units.add(self)

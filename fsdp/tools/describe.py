@@ -105,7 +105,8 @@ def describe(model: nn.Module) -> Description:
     """Describe the units of ``model`` with their memory on this rank, and remark on probable mistakes.
 
     Remarks: a policy without a match, one unit with most of the parameters, tiny units, tied weights, parameters
-    trained in low precision. There is no communication; any rank may call it at any time. ::
+    trained in low precision. There is no communication; any rank may call it at any time. It waits for the steps of a
+    ``HostOptimizer``, and gives the bytes of the states. ::
 
         print(fsdp.describe(model))
 
@@ -144,6 +145,10 @@ def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> 
     divisor = unit.divisor(ranks) or unit.groups.data_parallel_size
     if divisor != unit.groups.data_parallel_size:
         strategy += f", gradients divided by {divisor:g}"
+    if (optimizer := unit.host_optimizer()) is not None:
+        states = [optimizer.state.get(param, {}) for param in unit.visible_params()]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        strategy += f", stepped on the host ({in_bytes(sum(value.nbytes for value in tensors))} of states)"
     return UnitDescription(
         name=name,
         kind=", ".join(dict.fromkeys(type(member).__name__ for member in members_of(unit.module).values())),
