@@ -36,17 +36,26 @@ from fsdp.api import (
     as_sharding_strategy,
 )
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups
-from fsdp.flat.layout import FlatLayout
 from fsdp.flat.names import unit_of
 from fsdp.flat.ownership import bucket_layouts
 from fsdp.tools.plan_memory import ModelUnit, UnitMemory, find_units, gathers, peaks, try_forward
 from fsdp.tools.text import Report, counted, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 
-_PROBED = 4096  # elements of the parameter that an optimizer is tried on
+_PROBED = 1 << 16  # elements of the parameters that an optimizer is tried on
 _NOT_COUNTED = {  # by device
     "cpu": "the C allocator, which keeps freed memory (see fsdp/tools/README.md), and gloo's buffers",
     "other": "the device's context, the backend's buffers, and the allocator's rounding",
+}
+_COLUMNS = {
+    "parameters": "param_nbytes",
+    "gradients": "grad_nbytes",
+    "optimizer": "optim_nbytes",
+    "its step": "step_nbytes",
+    "working set": "working_nbytes",
+    "activations": "activation_nbytes",
+    "host": "host_nbytes",
+    "peak": "peak_nbytes",
 }
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -62,7 +71,9 @@ class StrategyPlan:
         step_nbytes: the most that temporary tensors of the optimizer's step take at a time.
         working_nbytes: the most that full and reduce buffers take at a time; see [Note: The peak of a step].
         activation_nbytes: bytes that autograd saves in a forward; 0 without a batch.
-        peak_nbytes: the most that all of these take at a time, in the backward or in the optimizer's step.
+        host_nbytes: with a ``HostOptimizer`` the bytes in host memory: shards, gradients, state and its step; else 0.
+        peak_nbytes: the most that all of these take on the device at a time, in the backward or in the optimizer's
+            step.
         gathered_nbytes, reduced_nbytes: bytes received in a step.
         gathers, reductions: number of collectives in a step.
     """
@@ -76,6 +87,7 @@ class StrategyPlan:
     step_nbytes: int
     working_nbytes: int
     activation_nbytes: int
+    host_nbytes: int
     peak_nbytes: int
     gathered_nbytes: int
     reduced_nbytes: int
@@ -93,6 +105,7 @@ class Plan(Report):
         units: the paths of the modules that would be units; "" is the root.
         world_size: number of ranks.
         device: the kind of device.
+        checkpoint_nbytes: bytes of parameters, buffers and optimizer state of all ranks.
         strategies: one plan per strategy.
         memory: bytes that a rank has; None if not given.
         smallest: for each strategy the smallest number of ranks for which ``peak_nbytes`` fits ``memory``, or None.
@@ -103,6 +116,7 @@ class Plan(Report):
     units: tuple[str, ...]
     world_size: int
     device: str
+    checkpoint_nbytes: int
     strategies: tuple[StrategyPlan, ...]
     memory: int | None = None
     smallest: dict[ShardingStrategy, int | None] = field(default_factory=dict)
@@ -111,21 +125,32 @@ class Plan(Report):
         """Return the plan of one strategy. Raises KeyError if it was not planned."""
         return {each.strategy: each for each in self.strategies}[strategy]
 
+    def local_nbytes(self, ranks: int, copies: int = 1) -> int:
+        """Return the bytes of the directory of a ``fsdp.checkpoint.Local`` on a host: two checkpoints of ``ranks``
+        ranks, and of as many on each of ``copies`` other hosts. During a save it takes half as much again."""
+        return 2 * (1 + copies) * self.checkpoint_nbytes * ranks // self.world_size
+
     def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
-        head = ["per rank", "parameters", "gradients", "optimizer", "its step", "working set", "activations", "peak"]
-        head += ["received", "gathers", "reductions"]
-        head += [] if self.memory is None else [f"fits {in_bytes(self.memory)}", "from ranks"]
-        rows = [head]
+        on_host = any(each.host_nbytes for each in self.strategies)
+        columns = {title: name for title, name in _COLUMNS.items() if on_host or title != "host"}
+        rows = [["per rank", *columns, "received", "gathers", "reductions"]]
+        rows[0] += [] if self.memory is None else [f"fits {in_bytes(self.memory)}", "from ranks"]
         for each in self.strategies:
-            held = [each.param_nbytes, each.grad_nbytes, each.optim_nbytes, each.step_nbytes, each.working_nbytes]
-            nbytes = [*held, each.activation_nbytes, each.peak_nbytes, each.gathered_nbytes + each.reduced_nbytes]
+            nbytes = [*(getattr(each, name) for name in columns.values()), each.gathered_nbytes + each.reduced_nbytes]
             rows.append([each.strategy.name, *map(in_bytes, nbytes), str(each.gathers), str(each.reductions)])
             if self.memory is not None:
                 fits = "yes" if each.peak_nbytes <= self.memory else "no"
                 rows[-1] += [fits, str(self.smallest[each.strategy] or "never")]
         units, ranks = counted(len(self.units), "unit"), counted(self.world_size, "rank")
         title = f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"
-        return [title], rows, [f"not counted: {_NOT_COUNTED['cpu' if self.device == 'cpu' else 'other']}"]
+        notes = [
+            f"a checkpoint: {in_bytes(self.checkpoint_nbytes)}; with fsdp.checkpoint.Local(copies=1) a host keeps "
+            f"{in_bytes(self.local_nbytes(1))} for each of its ranks, and half as much again during a save",
+            f"not counted: {_NOT_COUNTED['cpu' if self.device == 'cpu' else 'other']}",
+        ]
+        if on_host:
+            notes.insert(0, "host: parameters, gradients, optimizer and its step; the peak is that of the device")
+        return [title], rows, notes
 
     def to_json(self) -> str:
         """Return all numbers as JSON; strategies by name."""
@@ -149,6 +174,7 @@ def plan(
     experts: type[nn.Module] | tuple[type[nn.Module], ...] = (),
     expert_ranks: int = 1,
     device: str | torch.device = "cuda",
+    host_optimizer: bool = False,
     memory: int | str | None = None,
 ) -> Plan:
     """Compute the memory of each rank, and the bytes that it receives in a step, if ``model`` were wrapped and trained.
@@ -178,6 +204,8 @@ def plan(
             over which the units are sharded. In hybrid strategies a shard group has all experts.
         device: the device of the training. On accelerators shards are aligned to 16 bytes. With ``"cpu"`` (gloo)
             reductions receive into memory of their own, as between hosts.
+        host_optimizer: plan for ``CPUOffload(offload_params=True)`` and a ``fsdp.optim.HostOptimizer`` around
+            ``optimizer``: parameters, gradients and states are in host memory, and the peak is that of the device.
         memory: the memory of a rank, in bytes or as ``"80GB"``: fills :attr:`Plan.smallest`.
 
     Raises:
@@ -197,25 +225,29 @@ def plan(
             "optimizer must be a class such as torch.optim.AdamW, a function that makes one of a list of parameters, "
             f"or None, but got a {type(optimizer).__name__}"
         )
+    kind = torch.device(device).type
+    if host_optimizer and kind == "cpu":
+        raise ValueError("host_optimizer=True is for accelerators: on the CPU everything is in host memory anyway")
     chosen = _strategies(strategy, shard_size)
     limit = None if memory is None else as_nbytes(memory, "memory")
     if limit is not None and limit < 1000:
         raise ValueError(f"memory must be at least 1 kB, as in 80GB or 512MB, but got {memory!r}")
     copied = on_meta(model)
     units = find_units(copied, policy, as_mixed_precision(precision))
+    planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params, host_optimizer)
+    checkpoint_nbytes = planner.checkpoint_nbytes(copied)
     batch = _batch(batch_tokens, inputs)
     if batch is not None:
-        units = try_forward(copied, units, batch)
+        planner.units = try_forward(copied, units, batch)
     numel = sum(item.param.numel() for unit in units for item in unit.owned)
     _leave_part_of_experts(units, experts, expert_ranks)
-    kind = torch.device(device).type
-    planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params)
     return Plan(
         name=type(copied).__name__,
         numel=numel,
-        units=tuple(", ".join(unit.names) for unit in units),
+        units=tuple(", ".join(unit.names) for unit in planner.units),
         world_size=world_size,
         device=kind,
+        checkpoint_nbytes=checkpoint_nbytes,
         strategies=tuple(planner.plan(each, world_size) for each in chosen),
         memory=limit,
         smallest={} if limit is None else {each: planner.smallest(each, limit) for each in chosen},
@@ -312,31 +344,35 @@ class _Planner:
     shard_size: int | None
     on_cpu: bool
     use_orig_params: bool
+    host_optimizer: bool
     tried: dict[torch.dtype, _Tried] = field(default_factory=dict)
 
     def plan(self, strategy: ShardingStrategy, world_size: int) -> StrategyPlan:
         """Return the plan of one strategy at a number of ranks."""
         resharded, _ = as_resharding(None, strategy)
-        units, stepped = [], defaultdict[torch.dtype, list[int]](list)
+        units, stepped = [], defaultdict[tuple[torch.dtype, int], list[int]](list)  # by dtype, and on the host by unit
         for unit in self.units:
             groups = self._groups(unit.strategy or strategy, world_size, unit.expert_ranks)
-            memory = UnitMemory(unit, stays=unit.index == 0 if resharded is None else not resharded)
+            stays = unit.index == 0 if resharded is None else not resharded
+            memory = UnitMemory(unit, stays=stays, offloaded=self.host_optimizer)
             for layout, params in bucket_layouts(
                 unit.owned, groups.shard_size, self.on_cpu, unit.precision, use_orig_params=self.use_orig_params
             ):
                 optim = None
                 if params[0].param.requires_grad:
-                    optim = self._state_nbytes(layout)
                     shard = layout.shard_numel
+                    optim = self._state_nbytes(layout.dtype, shard)
                     pieces = [min(record.numel, shard) for record in layout.params]
-                    stepped[layout.dtype] += pieces if self.use_orig_params else [shard]
+                    together = stepped[layout.dtype, unit.index if self.host_optimizer else 0]
+                    together += pieces if self.use_orig_params else [shard]
                 memory.add(layout, groups, optim, on_cpu=self.on_cpu)
             units.append(memory)
         groups = self._groups(strategy, world_size)
         params, grads, optim = (sum(getattr(each, name) for each in units) for name in ("params", "grads", "optim"))
         working, most = peaks(units)
-        temporary = [self.tried[dtype].temporary_nbytes(numels) for dtype, numels in stepped.items() if self.optimizer]
-        step = max(temporary, default=0)
+        tried = [self.tried[dtype].temporary_nbytes(numels) for (dtype, _), numels in stepped.items() if self.optimizer]
+        step = max(tried, default=0)
+        host = params + grads + optim + step if self.host_optimizer else 0
         times = gathers(units)
         return StrategyPlan(
             strategy=strategy,
@@ -348,12 +384,19 @@ class _Planner:
             step_nbytes=step,
             working_nbytes=working,
             activation_nbytes=sum(unit.activation_nbytes for unit in self.units),
-            peak_nbytes=params + optim + max(most, grads + step),
+            host_nbytes=host,
+            peak_nbytes=most if self.host_optimizer else params + optim + max(most, grads + step),
             gathered_nbytes=sum(count * each.gathered for count, each in zip(times, units)),
             reduced_nbytes=sum(each.received for each in units),
             gathers=sum(times),
             reductions=sum(each.reductions for each in units),
         )
+
+    def checkpoint_nbytes(self, model: nn.Module) -> int:
+        """Return the bytes in a checkpoint of ``model``: a tied parameter is there under each name."""
+        values = (value.nbytes for value in model.state_dict().values() if isinstance(value, torch.Tensor))
+        trained = (param for param in model.parameters() if param.requires_grad)
+        return sum(values) + sum(self._state_nbytes(param.dtype, param.numel()) for param in trained)
 
     def smallest(self, strategy: ShardingStrategy, limit: int) -> int | None:
         """Return the smallest number of ranks that fits ``limit``, by bisection: more ranks hold less each."""
@@ -380,28 +423,26 @@ class _Planner:
         size = max(size // expert_ranks, 1)
         return Groups(None, 0, size, None, 0, world_size // expert_ranks // size)
 
-    def _state_nbytes(self, layout: FlatLayout) -> int:
-        """Return the bytes of optimizer state for one shard: an amount per element and one per parameter."""
+    def _state_nbytes(self, dtype: torch.dtype, numel: int) -> int:
+        """Return the bytes of optimizer state for a parameter of ``numel`` elements."""
         if self.optimizer is None:
             return 0
-        if layout.dtype not in self.tried:
-            self.tried[layout.dtype] = _try(self.optimizer, layout.dtype, on_cpu=self.on_cpu)
-        tried = self.tried[layout.dtype]
-        return math.ceil(tried.state * layout.shard_numel) + tried.state_of_param
+        if dtype not in self.tried:
+            self.tried[dtype] = _try(self.optimizer, dtype, on_cpu=self.on_cpu or self.host_optimizer)
+        return math.ceil(self.tried[dtype].state * numel)
 
 
 class _Tried(NamedTuple):
     """Bytes of an optimizer per element, found by trial.
 
     Attributes:
-        state, state_of_param: the state, and the part of it that does not grow with the parameter.
+        state: the state.
         own, kept: the temporary tensors of one parameter in a loop over parameters, and those that the loop keeps while
             it steps the next parameter.
         together: the temporary tensors that exist for all parameters at a time.
     """
 
     state: float
-    state_of_param: int
     own: float
     kept: float
     together: float
@@ -430,12 +471,10 @@ def _try(optimizer: Optimizer, dtype: torch.dtype, *, on_cpu: bool) -> _Tried:
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{optimizer!r} cannot be tried on a 1-D parameter: {error}") from error
         temporary.append(found.nbytes / _PROBED)
-    state = [value for value in made.state[params[0]].values() if isinstance(value, torch.Tensor)]
-    alike = sum(value.nbytes for value in state if value.numel() == _PROBED)
+    state = sum(value.nbytes for value in made.state[params[0]].values() if isinstance(value, torch.Tensor))
     one, two, three = temporary
     together = three - two
-    of_param = sum(value.nbytes for value in state) - alike
-    return _Tried(alike / _PROBED, of_param, one - together, two - one - together, together)
+    return _Tried(state / _PROBED, one - together, two - one - together, together)
 
 
 class _Temporaries(TorchDispatchMode):
@@ -477,6 +516,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--experts", metavar="CLASS,...", help="classes of units of experts, which --wrap names as well")
     add("--expert-ranks", type=int, default=1, metavar="N", help="number of ranks with other experts each")
     add("--device", default="cuda", help="cuda (default), or cpu for gloo")
+    add("--host-optimizer", action="store_true", help="offloaded parameters, and a HostOptimizer around --optimizer")
     add("--json", action="store_true", help="print all numbers as JSON")
 
 
@@ -496,6 +536,7 @@ def run(options: argparse.Namespace) -> int:
         experts=tuple(classes_of(model, options.experts.split(","))) if options.experts else (),
         expert_ranks=options.expert_ranks,
         device=options.device,
+        host_optimizer=options.host_optimizer,
         memory=options.memory,
     )
     print(found.to_json() if options.json else found)

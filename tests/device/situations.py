@@ -463,6 +463,37 @@ def phases(device: torch.device) -> str | None:
 
 
 @case
+def planned_with_host_optimizer(device: torch.device) -> str:
+    """Take about the planned bytes on the device while the host has parameters, gradients and states."""
+
+    class Layer(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(256, 256), nn.Tanh())
+
+    def tower() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 256), *(Layer() for _ in range(6)))
+
+    x, policy, remarks = torch.ones(100, 64), ModuleWrapPolicy({Layer}), []
+    for precision in (None, MixedPrecision(torch.bfloat16), MixedPrecision(torch.bfloat16, torch.float32)):
+        settings: dict[str, Any] = {"inputs": [x], "precision": precision, "host_optimizer": True}
+        for plan in fsdp.plan(tower, world_size=2, policy=policy, **settings).strategies:
+            before = _allocated_nbytes()
+            options: dict[str, Any] = {"sharding_strategy": plan.strategy, "mixed_precision": precision, **offload()}
+            model = FSDP(tower(), auto_wrap_policy=policy, device_id=device, **options)
+            optimizer = fsdp.optim.HostOptimizer(model, torch.optim.AdamW)
+            for _ in range(4):
+                torch.accelerator.reset_peak_memory_stats()
+                model(x.to(device)).float().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found = torch.accelerator.max_memory_allocated() - before
+            remarks.append(f"{plan.peak_nbytes / found:.2f}")
+            del model, optimizer
+    assert all(0.8 <= float(ratio) <= 1.2 for ratio in remarks), remarks
+    return f"planned / measured: {' '.join(remarks)}"
+
+
+@case
 def whole_params(device: torch.device) -> str | None:
     """Step whole matrices by their owners, with exchanges that are late, as the plain model does."""
     for options in ({}, {"cpu_offload": fsdp.CPUOffload(True)}):
