@@ -132,7 +132,7 @@ def _done_by_hand(name: str) -> str:
     script = Script(SCRIPTS[name])
     lines, done = script.migrated().splitlines(), dict(BY_HAND[name])
     imports = len(lines) - len(SCRIPTS[name].splitlines())  # lines that --diff adds
-    advice = [(finding.line + imports, finding.advice) for finding in script.left]
+    advice = [(finding.line + imports, finding.advice) for finding in script.findings if finding.kind == "by hand"]
     assert (name in WRAP_BEFORE) is any("wrap the model before this" in text for _, text in advice)
     assert (name in WRITES) is any("keep the condition for what prints or writes" in text for _, text in advice)
     wrapping = next(number for number, line in enumerate(lines, 1) if " = FSDP(" in line)

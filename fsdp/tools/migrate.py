@@ -2,7 +2,7 @@
 
 The script is parsed, not run. Patterns of calls are looked up in the tables below; each has a piece of advice. Changes
 that follow from the text alone (the import, the wrapper, ``clip_grad_norm_``) are proposed as a diff. Everything else
-is left to the user, and marked in the diff by a comment ``# TODO fsdp: ...``.
+is left to the user.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import fsdp
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
 from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, MODEL, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
@@ -27,15 +28,12 @@ from fsdp.tools.migrate_source import Edit, Source
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _FSDP1 = "torch.distributed.fsdp"
-_HERE = {  # modules of torch, and their names that this package has
-    _FSDP1: {
-        *api.__all__,
-        *("FullyShardedDataParallel", "FlatParameter", "UnshardHandle", "register_fsdp_forward_method"),
-    },
-    f"{_FSDP1}.api": set(vars(api)),
-    f"{_FSDP1}.fully_sharded_data_parallel": set(vars(fully_sharded_data_parallel)),
-    f"{_FSDP1}.sharded_grad_scaler": set(vars(sharded_grad_scaler)),
-    f"{_FSDP1}.wrap": set(vars(wrap)),
+_HERE: dict[str, Any] = {  # modules of torch, and those of this package with the names
+    _FSDP1: fsdp,
+    f"{_FSDP1}.api": api,
+    f"{_FSDP1}.fully_sharded_data_parallel": fully_sharded_data_parallel,
+    f"{_FSDP1}.sharded_grad_scaler": sharded_grad_scaler,
+    f"{_FSDP1}.wrap": wrap,
 }
 _WRAPPERS = {f"{module}.FullyShardedDataParallel" for module in (*_HERE, "fsdp", "fsdp.fully_sharded_data_parallel")}
 _IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
@@ -68,11 +66,11 @@ _METHODS = {  # by the kind of the owner: of methods, the advice
     (MODEL, "join"): _JOIN,
     (MODEL, "register_comm_hook"): "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
     (OPTIMIZER, "state_dict"): (
-        "call `FSDP.optim_state_dict({model}, {owner})` on all ranks, or save by fsdp.checkpoint.save: "
+        "call `FSDP.optim_state_dict(model, {owner})` on all ranks, or save by fsdp.checkpoint.save: "
         "{owner}.state_dict() has this rank's shards alone"
     ),
     (OPTIMIZER, "load_state_dict"): (
-        "load `FSDP.optim_state_dict_to_load({model}, {owner}, {given})`: each rank loads a part. Pass DDP's state "
+        "load `FSDP.optim_state_dict_to_load(model, {owner}, {given})`: each rank loads a part. Pass DDP's state "
         "through FSDP.rekey_optim_state_dict first"
     ),
 }
@@ -87,7 +85,7 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
 _SUMMED = (
     "gradients of a sum are divided by the number of ranks, as under DDP: for the mean over the tokens of all ranks "
-    "multiply it by `fsdp.mean_factor({model}, num_tokens)`, instead of dividing it by a number of tokens"
+    "multiply it by `fsdp.mean_factor(model, num_tokens)`, instead of dividing it by a number of tokens"
 )
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 _CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
@@ -111,6 +109,10 @@ class Finding(NamedTuple):
     edit: Edit | None = None
     is_note: bool = False
 
+    @property
+    def kind(self) -> str:
+        return "--diff" if self.edit else "note" if self.is_note else "by hand"
+
 
 class Script:
     """A parsed training script with its findings.
@@ -127,16 +129,6 @@ class Script:
         used = {self._full(node) for node in self._nodes}
         self._from_ddp = not used.isdisjoint(_DDP) and not used.union(self._source.aliases.values()) & _WRAPPERS
         self.findings = sorted(dict.fromkeys(self._find()), key=lambda finding: finding.line)
-
-    @property
-    def proposed(self) -> list[Finding]:
-        """The findings with a proposed change."""
-        return [finding for finding in self.findings if finding.edit]
-
-    @property
-    def left(self) -> list[Finding]:
-        """The findings that are left to the user."""
-        return [finding for finding in self.findings if not (finding.edit or finding.is_note)]
 
     # -- findings ------------------------------------------------------------------------------------------------------
 
@@ -179,25 +171,21 @@ class Script:
     def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
         module, names = node.module or "", {alias.name for alias in node.names}
         line, ours = node.lineno, module.replace(_FSDP1, "fsdp")
-        edit: Edit | None
         if module == "torch.distributed" and "fsdp" in names:
             yield Finding(line, f"import fsdp in place of {_FSDP1}: the same names, arguments and values")
         elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
-            known = {"*", *_HERE.get(module, ()), *(inner.removeprefix(f"{module}.") for inner in _HERE)}
-            here = names & known
+            here = {name for name in names if name == "*" or hasattr(_HERE.get(module), name)}
             for name in sorted(names - here):
                 yield Finding(line, f"{module}.{name}: {_OF_FSDP2 if name in _FSDP2 else _PRIVATE}")
             if here:
-                edit = self._moved(node, names - here, _import_line(ours, node, here))
+                edit = self._moved(node, ours, here)
                 yield Finding(line, f"import from {ours}: the same names, arguments and values", edit)
         elif module == _STATE_DICT:
-            public = all(re.match(r"[gs]et_\w*state_dict$|StateDictOptions$", name) for name in names)
-            edit = self._moved(node, set(), _import_line("fsdp.checkpoint", node, names)) if public else None
-            yield Finding(
-                line, "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one", edit
-            )
-        elif self._from_ddp and any(f"{module}.{name}" in _DDP for name in names):
-            edit = self._moved(node, {n for n in names if f"{module}.{n}" not in _DDP}, _IMPORT)
+            is_public = all(re.match(r"[gs]et_\w*state_dict$|StateDictOptions$", name) for name in names)
+            advice = "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one"
+            yield Finding(line, advice, self._moved(node, "fsdp.checkpoint", names) if is_public else None)
+        elif self._from_ddp and (wrappers := {name for name in names if f"{module}.{name}" in _DDP}):
+            edit = self._moved(node, "", wrappers)
             yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
 
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
@@ -229,18 +217,14 @@ class Script:
         )
 
     def _clip(self, call: ast.Call) -> Finding:
-        of = call.args[0] if call.args else None
+        of, edit = call.args[0] if call.args else None, None
         owner = of.func.value if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) else None
-        model, edit = self._flow.model_of(owner) if owner else "", None
-        if model and {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
+        is_model = owner is not None and self._flow.kind(owner) == MODEL
+        if owner and is_model and {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
             arguments = ", ".join(map(self._source.text_of, [*call.args[1:], *call.keywords]))
-            edit = self._source.replace(call, f"{model}.clip_grad_norm_({arguments})")
-        model = model or self._flow.model_near(call)
-        return Finding(
-            call.lineno,
-            f"call `{model}.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone",
-            edit,
-        )
+            edit = self._source.replace(call, f"{ast.unparse(owner)}.clip_grad_norm_({arguments})")
+        advice = "call `model.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone"
+        return Finding(call.lineno, advice, edit)
 
     def _advice(self, call: ast.Call) -> Iterator[str]:
         """Yield the changes of a call that are left to the user."""
@@ -250,21 +234,18 @@ class Script:
         yield from (advice for names, advice in _CALLS.items() if re.fullmatch(names, self._full(function)))
         if (kind, name) in _METHODS:
             if "optim_state_dict_to_load" not in given:
-                model = self._flow.model_near(call, owner)
-                yield _METHODS[kind, name].format(model=model, owner=ast.unparse(owner), given=given)
+                yield _METHODS[kind, name].format(owner=ast.unparse(owner), given=given)
         elif not self._flow.is_after_wrapping(call):
             return
         elif self._flow.kind(function) == INSIDE:
-            yield f"call {self._flow.model_of(function)}, not the module inside: the wrapper gathers"
+            yield "call the wrapped model, not the module inside: the wrapper gathers"
         elif kind == INSIDE and name not in LOCAL_METHODS | STATE:
-            model = self._flow.model_of(owner)
             yield (
-                f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method({model}, "
-                f"{name!r}) once, then {model}.{name}()"
+                f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method(model, "
+                f"{name!r}) once, then {name}() of the wrapped model"
             )
-        elif not SHOWS.fullmatch(name):
-            for whole in (self._flow.model_of(given) for given in call.args if self._flow.kind(given) == INSIDE):
-                yield f"pass {whole}, not the module inside: its parameters are shards, and have other names"
+        elif not SHOWS.fullmatch(name) and INSIDE in map(self._flow.kind, call.args):
+            yield "pass the wrapped model, not the module inside: its parameters are shards, and have other names"
 
     def _too_early(self, call: ast.Call) -> Iterator[Finding]:
         """Find copies of the model, and loads of an optimizer's state, that run before the wrapping."""
@@ -285,7 +266,7 @@ class Script:
     def _summed(self, call: ast.Call) -> Iterator[Finding]:
         sums = any(keyword.arg == "reduction" and ast.unparse(keyword.value) == "'sum'" for keyword in call.keywords)
         if sums and "mean_factor" not in self.text:
-            yield Finding(call.lineno, _SUMMED.format(model=self._flow.model_near(call)), is_note=True)
+            yield Finding(call.lineno, _SUMMED, is_note=True)
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Find decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
@@ -300,36 +281,26 @@ class Script:
 
     # -- the proposed text ---------------------------------------------------------------------------------------------
 
-    def _moved(self, node: ast.ImportFrom, rest: set[str], line: str) -> Edit:
-        """Replace an import by ``line``, and an import of the names in ``rest``."""
-        indent = self._source.indent(node.lineno)
-        separator = f"\n{indent}" if len(indent) == node.col_offset else "; "  # behind another statement
-        stays = f"{separator}{_import_line(str(node.module), node, rest)}" if rest else ""
-        return self._source.replace(node, line + stays)
+    def _moved(self, node: ast.ImportFrom, ours: str, names: set[str]) -> Edit:
+        """Import ``names`` from ``ours``, or the wrapper if that is "", and the other names as before."""
+        parts = {ours: [alias for alias in node.names if alias.name in names]}
+        parts[str(node.module)] = [alias for alias in node.names if alias.name not in names]
+        lines = [f"from {module} import {', '.join(map(ast.unparse, each))}" for module, each in parts.items() if each]
+        return self._source.replace(node, "; ".join(lines if ours else [_IMPORT, *lines[1:]]))
 
-    def migrated(self, *, comments: bool = False) -> str:
-        """Return the script with all proposed changes; with ``comments`` also a TODO before each line that is left."""
+    def migrated(self) -> str:
+        """Return the script with all proposed changes."""
         edits = [finding.edit for finding in self.findings if finding.edit]
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
             top = [n for n in self._source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
             place = self._source.line_start((top[-1].end_lineno or 0) + 1 if top else 1)
             edits.append(Edit(place, place, f"{_IMPORT}\n"))
-        for finding in self.left if comments else ():
-            statements = [n for n in self._nodes if isinstance(n, ast.stmt) and n.lineno <= finding.line]
-            line = max(n.lineno for n in statements if (n.end_lineno or 0) >= finding.line)
-            place = self._source.line_start(line)
-            edits.append(Edit(place, place, f"{self._source.indent(line)}# TODO fsdp: {finding.advice}\n"))
         return self._source.edited(edits)
 
     def diff(self) -> str:
-        """Return a unified diff from the script to the proposed text, TODO comments included; "" without findings."""
-        before, after = self.text.splitlines(keepends=True), self.migrated(comments=True).splitlines(keepends=True)
+        """Return a unified diff from the script to the proposed text; "" without changes."""
+        before, after = self.text.splitlines(keepends=True), self.migrated().splitlines(keepends=True)
         return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (migrated)"))
-
-
-def _import_line(module: str, node: ast.ImportFrom, names: set[str]) -> str:
-    """Return the import of these names of ``node`` from ``module``."""
-    return f"from {module} import {', '.join(ast.unparse(alias) for alias in node.names if alias.name in names)}"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -361,14 +332,14 @@ def run(options: argparse.Namespace) -> int:
     for script in scripts if options.diff else ():
         print(script.diff(), end="")
     out = sys.stderr if options.diff else sys.stdout
-    for script in scripts:
-        for finding in script.findings:
-            kind = "--diff" if finding.edit else "note" if finding.is_note else "by hand"
-            print(f"{script.name}:{finding.line}: [{kind}] {finding.advice}", file=out)
+    findings = [(script.name, finding) for script in scripts for finding in script.findings]
+    for name, finding in findings:
+        print(f"{name}:{finding.line}: [{finding.kind}] {finding.advice}", file=out)
     for note in notes:
         print(note, file=out)
-    proposed, left = sum(len(s.proposed) for s in scripts), sum(len(s.left) for s in scripts) + len(notes)
-    print(f"{proposed} changes proposed by --diff, {left} left to do by hand", file=out)
+    kinds = Counter(finding.kind for _, finding in findings)
+    left = kinds["by hand"] + len(notes)
+    print(f"{kinds['--diff']} changes proposed by --diff, {left} left to do by hand", file=out)
     return 1 if left else 0
 
 
@@ -376,10 +347,9 @@ def _files_of(path: Path) -> list[Path]:
     """Return ``path``; of a folder the Python files in it, without hidden folders and virtual environments."""
     if not path.is_dir():
         return [path]
-    found = []
-    for folder, inner, names in os.walk(path):
-        inner[:] = [name for name in sorted(inner) if name[0] != "." and not Path(folder, name, "pyvenv.cfg").exists()]
-        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    environments = {config.parent for config in path.rglob("pyvenv.cfg")}
+    seen = [file for file in sorted(path.rglob("*.py")) if environments.isdisjoint(file.parents)]
+    found = [file for file in seen if not any(part[0] == "." for part in file.relative_to(path).parts)]
     if not found:
         raise ValueError(f"{path} has no Python files")
     return found

@@ -1,8 +1,7 @@
 """Calls and values of a script: the functions that a call leads to, and the names that hold the model.
 
 Values follow assignments, arguments and results of the whole file, regardless of order and scope: variables of one name
-are one, and so are attributes of one name. A method of ``self`` is that of the class; else a call leads to the methods
-of that name in every class.
+are one, and so are attributes of one name. A call leads to all functions and methods of that name.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from fsdp.tools.migrate_source import FUNCTIONS, Source
 
@@ -32,18 +31,6 @@ SHOWS = re.compile(  # functions that do not run a model that is passed to them
 )
 
 
-class Value(NamedTuple):
-    """The facts that are known of the value of an expression.
-
-    Attributes:
-        kind: one of the constants above.
-        model: for a module inside and for an optimizer, the expression of the wrapped model.
-    """
-
-    kind: str
-    model: str = ""
-
-
 class Flow:
     """The calls and values of a script.
 
@@ -56,16 +43,10 @@ class Flow:
         self._source, self._wrappers = source, wrappers
         self.calls = [n for n in source.nodes if isinstance(n, ast.Call)]
         self.wrappings = [call for call in self.calls if source.full(call.func) in wrappers]
-        self._functions: dict[str, list[Any]] = defaultdict(list)  # and constructors, by the class
-        self._methods: dict[str, list[Any]] = defaultdict(list)
+        self._functions: dict[str, list[Any]] = defaultdict(list)  # and methods; constructors by the class
         for function in (n for n in source.nodes if isinstance(n, FUNCTIONS)):
-            cls = source.parent(function)
-            if not isinstance(cls, ast.ClassDef):
-                self._functions[function.name].append(function)
-            elif function.name == "__init__":
-                self._functions[cls.name].append(function)
-            else:
-                self._methods[function.name].append(function)
+            cls: Any = source.parent(function)
+            self._functions[cls.name if function.name == "__init__" else function.name].append(function)
         self._calls_in: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
         self._callers: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
@@ -73,7 +54,7 @@ class Flow:
             for function in self.targets(call):
                 if function is not source.function_of(call):
                     self._callers[function].append(call)
-        self._values: dict[str, Value] = {}
+        self._kinds: dict[str, str] = {}  # of values, by name
         self._follow_values()
         self._wrapped_from: dict[ast.AST | None, tuple[int, int]] = {}  # by function: where the wrapping ends
         self._mark(self.wrappings)
@@ -95,33 +76,31 @@ class Flow:
                 yield self._source.function_of(node) or node, node.value
 
     def _follow_values(self) -> None:
-        """Set the values of names, from the wrappings on."""
+        """Set the kinds of names, from the wrappings on."""
         assigned = list(self._assignments())
         wrapped = [(to, call) for to, value in assigned if (call := _unmoved(value)) in self.wrappings]
-        self._values |= {self._name(to): Value(MODEL) for to, _ in wrapped}
-        for to, call in wrapped:
-            if isinstance(to, ast.expr) and isinstance(call, ast.Call) and call.args:
-                self._values.setdefault(self._name(call.args[0]), Value(INSIDE, ast.unparse(to)))
-        self._values.pop("", None)
-        fixed, before = set(self._values), dict[str, Value]()
-        while before != self._values:
-            before = dict(self._values)
-            held = [(self._name(to), self.value(expression)) for to, expression in assigned]
-            for call in self.calls:
-                for name, expression in self._arguments(call):
-                    value = self.value(expression)  # advice passes the wrapped model in the place of the module inside
-                    held.append((name, Value(MODEL) if value and value.kind == INSIDE else value))
-            for name, value in held:
-                is_new = name not in self._values or (value and value.kind == INSIDE != self._values[name].kind)
-                if name and value and is_new and name not in fixed:
-                    self._values[name] = value
+        self._kinds |= {self._name(to): MODEL for to, _ in wrapped}
+        for _, call in wrapped:
+            if isinstance(call, ast.Call) and call.args:
+                self._kinds.setdefault(self._name(call.args[0]), INSIDE)
+        self._kinds.pop("", None)
+        fixed, before = set(self._kinds), dict[str, str]()
+        while before != self._kinds:
+            before = dict(self._kinds)
+            held = [(self._name(to), self.kind(expression)) for to, expression in assigned]
+            for name, expression in (each for call in self.calls for each in self._arguments(call)):
+                kind = self.kind(expression)  # advice passes the wrapped model in the place of the module inside
+                held.append((name, MODEL if kind == INSIDE else kind))
+            for name, kind in held:
+                is_new = name not in self._kinds or kind == INSIDE != self._kinds[name]
+                if name and kind and is_new and name not in fixed:
+                    self._kinds[name] = kind
 
     def _arguments(self, call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         """Yield the parameters of the functions that ``call`` leads to, with the expressions that it passes."""
         for function in self.targets(call):
             names = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
-            is_bound = isinstance(self._source.parent(function), ast.ClassDef) and names[:1] == ["self"]
-            yield from zip(names[is_bound:], call.args)
+            yield from zip(names[names[:1] == ["self"] :], call.args)
             yield from ((keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg)
 
     def _name(self, node: ast.AST) -> str:
@@ -135,57 +114,31 @@ class Flow:
             return next((f"{function.name}()" for function in self.targets(node)), "")
         return f"{node.name}()" if isinstance(node, FUNCTIONS) else node.id if isinstance(node, ast.Name) else ""
 
-    def value(self, node: ast.AST) -> Value | None:
-        """Return the facts about the value of an expression; None if nothing is known."""
-        node = _unmoved(node)
-        if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) in (MODEL, COPY):
-            return Value(INSIDE, ast.unparse(node.value))
-        if isinstance(node, ast.Call):
-            made, given = self._source.full(node.func), node.args[:1]
-            if made in self._wrappers:
-                return Value(MODEL)
-            if made in COPIES:
-                return Value(COPY) if given and self.kind(given[0]) in SHARDED else None
-            if _OPTIMIZER_CLASS.fullmatch(made):
-                models = (model for each in given for part in ast.walk(each) if (model := self.model_of(part)))
-                return Value(OPTIMIZER, next(models, ""))
-        return self._values.get(self._name(node))
-
     def kind(self, node: ast.AST) -> str:
         """Return the kind of the value of an expression; "" if it is not known. Optimizers may be known by name."""
-        value = self.value(node)
-        if not value and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
+        node = _unmoved(node)
+        if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) in (MODEL, COPY):
+            return INSIDE
+        if isinstance(node, ast.Call):
+            made = self._source.full(node.func)
+            if made in self._wrappers:
+                return MODEL
+            if made in COPIES:
+                return COPY if node.args and self.kind(node.args[0]) in SHARDED else ""
+            if _OPTIMIZER_CLASS.fullmatch(made):
+                return OPTIMIZER
+        found = self._kinds.get(self._name(node), "")
+        if not found and isinstance(node, (ast.Name, ast.Attribute, ast.Subscript)):
             return OPTIMIZER if _OPTIMIZER_NAME.fullmatch(ast.unparse(node).rpartition(".")[2]) else ""
-        return value.kind if value else ""
-
-    def model_of(self, node: ast.AST) -> str:
-        """Return the wrapped model that an expression stands for, or whose inside it is; "" for other expressions."""
-        value = self.value(node)
-        return "" if not value or value.kind not in SHARDED else value.model or ast.unparse(node)
-
-    def model_near(self, node: ast.AST, optimizer: ast.AST | None = None) -> str:
-        """Return the name of the wrapped model of ``optimizer`` nearest to ``node``: in the function, class or file."""
-        made = self.value(optimizer) if optimizer else None
-        places = [outer for _, outer in self._source.around(node) if isinstance(outer, (*FUNCTIONS, ast.ClassDef))]
-        for place in (*places, self._source.tree):
-            named = [each for each in ast.walk(place) if isinstance(each, (ast.Name, ast.Attribute))]
-            models = [ast.unparse(each) for each in named if self.kind(each) == MODEL]
-            if models:
-                return made.model if made and made.model in models else models[0]
-        return "model"
+        return found
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def targets(self, call: ast.Call) -> list[Any]:
         """Return the functions of the script that ``call`` may lead to."""
-        if isinstance(call.func, ast.Name):
-            return self._functions[call.func.id]
-        if not isinstance(call.func, ast.Attribute) or self._source.full(call.func):
-            return []
-        methods = self._methods[call.func.attr]
-        around = [outer for _, outer in self._source.around(call)] if ast.unparse(call.func.value) == "self" else []
-        own = [function for function in methods if self._source.parent(function) in around]
-        return own or (methods if call.func.attr not in LOCAL_METHODS | STATE else [])
+        owner, _, name = ast.unparse(call.func).rpartition(".")
+        is_modules = name in LOCAL_METHODS | STATE and owner != "self"
+        return [] if is_modules or self._source.full(call.func) else self._functions[name]
 
     def reached(self, call: ast.Call, seen: set[Any] | None = None) -> Iterator[ast.Call]:
         """Yield ``call``, and all calls that it leads to."""

@@ -18,7 +18,6 @@ _SOME_RANKS = re.compile(  # conditions that differ between ranks
     | (main|master|chief|primary|leader)_?(process|rank|proc|worker|node)
     """
 )
-_ONE_RANK_ONLY = re.compile(r"(?i)(rank|main|master|chief)\w*(only|zero|0)|(on|only)\w*(rank|main|master|chief)")
 _LEAVE = (ast.Return, ast.Continue, ast.Break)
 
 
@@ -36,8 +35,7 @@ def _branch_of(node: ast.AST, source: Source) -> tuple[int, str] | None:
                 if isinstance(before, ast.If) and isinstance(before.body[-1], _LEAVE) and _of_some_ranks(before.test):
                     return before.lineno, f"if {ast.unparse(before.test)}"
         if isinstance(outer, FUNCTIONS):
-            shown = [d for d in outer.decorator_list if inner is not d and _ONE_RANK_ONLY.search(ast.unparse(d))]
-            return (shown[0].lineno, f"@{ast.unparse(shown[0])}") if shown else None
+            break
     return None
 
 

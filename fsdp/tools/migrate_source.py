@@ -80,10 +80,6 @@ class Source:
         """Return the first byte of a line, counted from 1."""
         return self._line_starts[line - 1]
 
-    def indent(self, line: int) -> str:
-        text = self._bytes[self.line_start(line) :].decode()
-        return text[: len(text) - len(text.lstrip(" \t"))]
-
     def edited(self, edits: list[Edit]) -> str:
         """Return the text after all edits, which do not overlap."""
         text = self._bytes
