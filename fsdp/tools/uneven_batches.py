@@ -41,15 +41,10 @@ class UnevenBatches(Generic[_Batch]):
     _model: nn.Module
     _batches: Iterable[_Batch]
     _divides_by_all: bool
-    _enable: bool
-    _throws: bool
     active: bool = field(default=True, init=False)
     num_active: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[_Batch]:
-        return self._together() if self._enable else iter(self._batches)
-
-    def _together(self) -> Iterator[_Batch]:
         own, latest = iter(self._batches), _NOTHING
         while True:
             batch = next(own, _NOTHING)
@@ -59,9 +54,6 @@ class UnevenBatches(Generic[_Batch]):
             latest, size = self._meet(latest)
             if not self.num_active:
                 return
-            if self._throws and self.num_active < size:
-                here = "this rank has run out of batches" if not self.active else "other ranks have run out of batches"
-                raise RuntimeError(f"join(throw_on_early_termination=True): {here}. Raised on all ranks")
             weight = 0.0 if not self.active else 1.0 if self._divides_by_all else size / self.num_active
             yield from self._weighted(latest, weight)
 
@@ -120,11 +112,7 @@ def _first_unit(model: nn.Module) -> Unit:
 
 
 def join(
-    model: nn.Module,
-    batches: Iterable[_Batch] | None = None,
-    divide_by_initial_world_size: bool = True,
-    enable: bool = True,
-    throw_on_early_termination: bool = False,
+    model: nn.Module, batches: Iterable[_Batch] | None = None, divide_by_initial_world_size: bool = True
 ) -> UnevenBatches[_Batch]:
     """Iterate over ``batches``, on every rank for as many steps as the rank with the most batches has.
 
@@ -149,9 +137,6 @@ def join(
         batches: any iterable, which may be empty; it is iterated anew with each loop.
         divide_by_initial_world_size: True: divide the sum of the gradients by the number of ranks; False: by the number
             of ranks that have a batch of their own in this step.
-        enable: False: iterate over ``batches`` alone, which must be equally many on all ranks.
-        throw_on_early_termination: raise RuntimeError on all ranks when some have run out of batches and others have
-            not.
 
     Returns:
         an iterable with the attributes ``active`` and ``num_active``.
@@ -163,4 +148,4 @@ def join(
     if batches is None or not isinstance(batches, Iterable):
         raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {JOIN_REMEDY}")
     _first_unit(model)
-    return UnevenBatches(model, batches, divide_by_initial_world_size, enable, throw_on_early_termination)
+    return UnevenBatches(model, batches, divide_by_initial_world_size)
