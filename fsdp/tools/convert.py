@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import fsdp.checkpoint
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", type=resolved, metavar="MODULE:NAME", help="the plain model, or a function that makes it")
     add("--wrap", metavar="CLASS,...", help="classes of modules that torch's FSDP1 had wrapped")
     add("--trusted", action="store_true", help="load pickled objects of this package's checkpoints, which may run code")
-    add("--json", action="store_true", help="print format and size as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,10 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if made.is_dir():
         kind = files.FORMAT if (made / files.MANIFEST).is_file() else "torch.distributed.checkpoint"
     nbytes = sum(path.stat().st_size for path in (made.iterdir() if made.is_dir() else [made]))
-    if options.json:
-        print(json.dumps({"source": str(source), "target": str(made), "format": kind, "nbytes": nbytes}))
-    else:
-        print(f"{made}: {kind}, {nbytes:,} bytes")
+    print(f"{made}: {kind}, {nbytes:,} bytes")
     return 0
 
 
