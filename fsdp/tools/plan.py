@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fsdp.api import (
     MixedPrecision,
@@ -167,7 +167,6 @@ def plan(
     strategy: ShardingStrategy | Iterable[ShardingStrategy] | None = None,
     precision: MixedPrecision | None = None,
     optimizer: Optimizer | None = torch.optim.AdamW,
-    batch_tokens: int | Sequence[int] | None = None,
     inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor | None = None,
     use_orig_params: bool = False,
     shard_size: int | None = None,
@@ -182,7 +181,7 @@ def plan(
     No memory is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
     peak is a closed form, see [Note: The peak of a step] in ``fsdp/tools/plan_memory.py``. ::
 
-        print(fsdp.plan(Model, world_size=8, policy=ModuleWrapPolicy({Block}), batch_tokens=(8, 1024), memory="80GB"))
+        print(fsdp.plan(Model, world_size=8, policy=ModuleWrapPolicy({Block}), inputs=[tokens], memory="80GB"))
 
     Args:
         model: a plain model on any device (copied to the meta device without values), or a function that makes one,
@@ -193,10 +192,8 @@ def plan(
         precision: the ``mixed_precision``.
         optimizer: a class, or a function of a list of parameters; tried on small parameters, for the state and for the
             temporary tensors of a step. None: no optimizer. Without ``foreach`` or ``fused`` it runs as on ``device``.
-        batch_tokens: a rank's batch of token ids, to count activations: a number of tokens, or a shape such as
-            ``(8, 1024)``. The model's forward runs with it on the meta device.
-        inputs: the arguments of the forward instead of ``batch_tokens``: a sequence, a mapping of keywords, or the only
-            tensor, on any device.
+        inputs: the arguments of a rank's forward, to count activations: a sequence, a mapping of keywords, or the only
+            tensor, on any device. The forward runs on the meta device.
         use_orig_params: as in the wrapper; it changes the padding.
         shard_size: with hybrid strategies, the number of ranks of a shard group, usually those of a machine.
         experts: the classes of the units of experts, ``[experts, ...]`` in each parameter of the plain model.
@@ -220,31 +217,23 @@ def plan(
     for argument, number in sizes.items():
         if as_count(number, argument, "ranks") < 1:
             raise ValueError(f"{argument} must be a number of ranks, 1 or more, but got {number}")
-    if optimizer is not None and not callable(optimizer):
-        raise TypeError(
-            "optimizer must be a class such as torch.optim.AdamW, a function that makes one of a list of parameters, "
-            f"or None, but got a {type(optimizer).__name__}"
-        )
     kind = torch.device(device).type
     if host_optimizer and kind == "cpu":
         raise ValueError("host_optimizer=True is for accelerators: on the CPU everything is in host memory anyway")
     chosen = _strategies(strategy, shard_size)
     limit = None if memory is None else as_nbytes(memory, "memory")
-    if limit is not None and limit < 1000:
-        raise ValueError(f"memory must be at least 1 kB, as in 80GB or 512MB, but got {memory!r}")
     copied = on_meta(model)
     units = find_units(copied, policy, as_mixed_precision(precision))
     planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params, host_optimizer)
     checkpoint_nbytes = planner.checkpoint_nbytes(copied)
-    batch = _batch(batch_tokens, inputs)
-    if batch is not None:
-        planner.units = try_forward(copied, units, batch)
+    if inputs is not None:
+        try_forward(copied, units, inputs)
     numel = sum(item.param.numel() for unit in units for item in unit.owned)
     _leave_part_of_experts(units, experts, expert_ranks)
     return Plan(
         name=type(copied).__name__,
         numel=numel,
-        units=tuple(", ".join(unit.names) for unit in planner.units),
+        units=tuple(", ".join(unit.names) for unit in units),
         world_size=world_size,
         device=kind,
         checkpoint_nbytes=checkpoint_nbytes,
@@ -265,23 +254,6 @@ def _strategies(strategy: Any, shard_size: int | None) -> list[ShardingStrategy]
     if shard_size is None and any(each in HYBRID_SHARDING_STRATEGIES for each in chosen):
         raise ValueError("hybrid strategies need shard_size=, the number of ranks that a replica is sharded over")
     return chosen
-
-
-def _batch(batch_tokens: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the positional and keyword arguments of a forward, on the meta device; None without a batch."""
-    if batch_tokens is not None and inputs is not None:
-        raise ValueError("batch_tokens and inputs are two ways to say the same: pass one of them")
-    if batch_tokens is not None:
-        shape = (1, batch_tokens) if isinstance(batch_tokens, int) else batch_tokens
-        if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size > 0 for size in shape):
-            raise TypeError(f"batch_tokens must be a number of tokens, or a shape such as (8, 1024), but got {shape!r}")
-        inputs = torch.empty(shape, dtype=torch.int64, device="meta")
-    if inputs is None:
-        return None
-    keywords = dict(inputs) if isinstance(inputs, Mapping) else {}
-    positional = () if keywords else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    on_meta: Any = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (positional, keywords))
-    return on_meta
 
 
 def on_meta(model: Any) -> nn.Module:
@@ -510,8 +482,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--strategy", type=str.upper, choices=ShardingStrategy.__members__, nargs="+", help="default: all")
     add("--precision", choices=_DTYPES, help="compute and reduce in this dtype")
     add("--optimizer", type=_optimizer, default="AdamW", help="a class of torch.optim (default AdamW), or none")
-    add("--batch-tokens", type=_shape, metavar="8x1024", help="count the activations of such a batch of token ids")
-    add("--inputs", type=resolved, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
+    add("--batch-tokens", type=_ids, metavar="8x1024", dest="inputs", help="count activations of such a batch of ids")
+    add("--inputs", type=_returned, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
     add("--shard-size", type=int, metavar="N", help="ranks per machine, for hybrid strategies")
     add("--experts", metavar="CLASS,...", help="classes of units of experts, which --wrap names as well")
     add("--expert-ranks", type=int, default=1, metavar="N", help="number of ranks with other experts each")
@@ -530,8 +502,7 @@ def run(options: argparse.Namespace) -> int:
         strategy=options.strategy and [ShardingStrategy[name] for name in options.strategy],
         precision=options.precision and MixedPrecision(param_dtype=_DTYPES[options.precision]),
         optimizer=options.optimizer,
-        batch_tokens=options.batch_tokens,
-        inputs=options.inputs and options.inputs(),
+        inputs=options.inputs,
         shard_size=options.shard_size,
         experts=tuple(classes_of(model, options.experts.split(","))) if options.experts else (),
         expert_ranks=options.expert_ranks,
@@ -554,9 +525,12 @@ def _optimizer(name: str) -> Any:
     return None if name == "none" else resolved(f"torch.optim:{name}")
 
 
-def _shape(text: str) -> int | list[int]:
-    sizes = [int(size) for size in text.split("x")]
-    return sizes if len(sizes) > 1 else sizes[0]
+def _ids(text: str) -> torch.Tensor:
+    return torch.empty([int(size) for size in text.split("x")], dtype=torch.int64, device="meta")
+
+
+def _returned(name: str) -> Any:
+    return resolved(name)()
 
 
 def policy_of(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:

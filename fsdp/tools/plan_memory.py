@@ -23,7 +23,7 @@ CUDA's context. On two CPU ranks without shared memory the peak is within 10 % o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,24 +106,20 @@ def find_units(model: nn.Module, policy: Any, precision: MixedPrecision) -> list
         places = {place[item.param] for item in unit.owned}
         trained = [place[item.param] for item in unit.owned if item.param.requires_grad]
         unit.is_open_early = bool(trained) and not places.issuperset(range(min(trained), max(trained)))
-    return in_order(units.values(), begun)
-
-
-def in_order(units: Collection[ModelUnit], begun: list[ModelUnit]) -> list[ModelUnit]:
-    """Sort ``units`` by the first time that each has begun. A group is around the units that begin between its first
-    and its last module."""
-    for unit in units:
-        if len(unit.names) > 1 and unit in begun:
+    for unit in units.values():
+        if len(unit.names) > 1:  # a group is gathered around the units between its first and its last module
             last = len(begun) - 1 - begun[::-1].index(unit)
             for other in {*begun[begun.index(unit) : last]} - {unit}:
                 other.around.add(unit.index)
-    return list(dict.fromkeys([*begun, *units]))
+    return list(units.values())
 
 
-def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[ModelUnit]:
-    """Run ``model`` on the meta device with ``batch``, arguments and keywords. Count the activations of each unit, and
-    return the units in the order in which they begin."""
-    begun: list[ModelUnit] = []
+def try_forward(model: nn.Module, units: Sequence[ModelUnit], inputs: Any) -> None:
+    """Run ``model`` on the meta device, and count the activations of each unit.
+
+    Raises:
+        ValueError: the model does not run with ``inputs``: a sequence, a mapping of keywords, or the only tensor.
+    """
     running: list[ModelUnit] = []
     kept: dict[int, torch.Tensor] = {}  # by storage; held, so that the number is not reused
 
@@ -135,7 +131,6 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
 
     def watch(unit: ModelUnit, module: nn.Module) -> None:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.append(unit)
             running.append(unit)
 
         def leave(_: nn.Module, args: Any, output: Any) -> None:
@@ -144,7 +139,7 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
         around_forward(module, enter, leave)
 
     def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return tensor.to("meta", dtype if tensor.is_floating_point() else None)
 
     for unit in units:
         for module in members_of(unit.module).values():
@@ -154,7 +149,9 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
             kept[param.untyped_storage()._cdata] = param
             for site in item.sites:
                 setattr(site.module, site.attribute, param)
-    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: cast(tensor, units[0].precision.param_dtype), batch)
+    inputs = tree_map_only(torch.Tensor, lambda tensor: cast(tensor, units[0].precision.param_dtype), inputs)
+    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    args = () if kwargs else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     try:
         with on_saved(save), torch.enable_grad():
             model(*args, **kwargs)
@@ -163,7 +160,6 @@ def try_forward(model: nn.Module, units: list[ModelUnit], batch: Any) -> list[Mo
             f"{type(model).__name__} does not run with this batch, on the meta device: {type(error).__name__}: "
             f"{error}. Pass the arguments of its forward as inputs=(...), or no batch: activations are not counted then"
         ) from error
-    return in_order(units, begun)
 
 
 @dataclass
