@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsdp
+import fsdp.checkpoint
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.names.ddp import ARGUMENTS
 from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, MODEL, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
@@ -34,6 +34,7 @@ _HERE: dict[str, Any] = {  # modules of torch, and those of this package with th
     f"{_FSDP1}.fully_sharded_data_parallel": fully_sharded_data_parallel,
     f"{_FSDP1}.sharded_grad_scaler": sharded_grad_scaler,
     f"{_FSDP1}.wrap": wrap,
+    "torch.distributed.checkpoint.state_dict": fsdp.checkpoint,
 }
 _WRAPPERS = {f"{module}.FullyShardedDataParallel" for module in (*_HERE, "fsdp", "fsdp.fully_sharded_data_parallel")}
 _IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
@@ -43,7 +44,7 @@ _OF_FSDP2 = (
     "mixed_precision=MixedPrecision(...))`, with the result assigned; it has the methods of an FSDPModule"
 )
 _PRIVATE = (
-    "private to torch's FSDP1, and not in this package. Do without it; or leave torch's imports and run the script by "
+    "private to torch, and not in this package. Do without it; or leave torch's imports and run the script by "
     "`fsdp run script.py`, which serves the functions that tools call most"
 )
 _JOIN = "iterate over `fsdp.join(model, loader)`; a context cannot step the optimizer for the shards of another rank"
@@ -74,14 +75,7 @@ _METHODS = {  # by the kind of the owner: of methods, the advice
         "through FSDP.rekey_optim_state_dict first"
     ),
 }
-_SHAPES = {
-    "dim": "ask fsdp.global_shape(p)",
-    "ndim": "ask fsdp.global_shape(p)",
-    "ndimension": "ask fsdp.global_shape(p)",
-    "shape": "ask fsdp.global_shape(p)",
-    "numel": "call fsdp.num_params(model)",
-}
-_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_SHAPES = ("dim", "ndim", "ndimension", "shape", "numel")
 _PARAMETERS = re.compile(r"\bparameters\(|named_parameters\(|param_dict")  # iterables over parameters
 _SUMMED = (
     "gradients of a sum are divided by the number of ranks, as under DDP: for the mean over the tokens of all ranks "
@@ -149,7 +143,6 @@ class Script:
                     yield self._clip(node)
                 elif wrappings:
                     yield from (Finding(node.lineno, advice) for advice in self._advice(node))
-                    yield from self._too_early(node)
                     yield from self._summed(node)
             elif isinstance(node, (ast.For, ast.comprehension)) and wrappings:
                 yield from self._shapes(node)
@@ -163,27 +156,24 @@ class Script:
     def _import(self, node: ast.Import) -> Iterator[Finding]:
         for name in (alias.name for alias in node.names):
             if name in _HERE:
-                ours = name.replace(_FSDP1, "fsdp")
+                ours = _HERE[name].__name__
                 yield Finding(node.lineno, f"import {ours} in place of {name}: the same names, arguments and values")
             elif name.startswith(f"{_FSDP1}."):
                 yield Finding(node.lineno, f"{name}: {_PRIVATE}")
 
     def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
         module, names = node.module or "", {alias.name for alias in node.names}
-        line, ours = node.lineno, module.replace(_FSDP1, "fsdp")
+        line = node.lineno
+        ours: Any = _HERE.get(module)
         if module == "torch.distributed" and "fsdp" in names:
             yield Finding(line, f"import fsdp in place of {_FSDP1}: the same names, arguments and values")
-        elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
-            here = {name for name in names if name == "*" or hasattr(_HERE.get(module), name)}
+        elif ours or module.startswith(f"{_FSDP1}."):
+            here = {name for name in names if hasattr(ours, name) or (name == "*" and ours)}
             for name in sorted(names - here):
                 yield Finding(line, f"{module}.{name}: {_OF_FSDP2 if name in _FSDP2 else _PRIVATE}")
             if here:
-                edit = self._moved(node, ours, here)
-                yield Finding(line, f"import from {ours}: the same names, arguments and values", edit)
-        elif module == _STATE_DICT:
-            is_public = all(re.match(r"[gs]et_\w*state_dict$|StateDictOptions$", name) for name in names)
-            advice = "import from fsdp.checkpoint: torch's functions take a wrapped model for a plain one"
-            yield Finding(line, advice, self._moved(node, "fsdp.checkpoint", names) if is_public else None)
+                edit = self._moved(node, ours.__name__, here)
+                yield Finding(line, f"import from {ours.__name__}: the same names, arguments and values", edit)
         elif self._from_ddp and (wrappers := {name for name in names if f"{module}.{name}" in _DDP}):
             edit = self._moved(node, "", wrappers)
             yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
@@ -231,11 +221,17 @@ class Script:
         function, name = call.func, ast.unparse(call.func).rpartition(".")[2]
         owner = function.value if isinstance(function, ast.Attribute) else ast.Constant(None)
         kind, given = self._flow.kind(owner), "".join(map(self._source.text_of, call.args[:1]))
+        kinds = [self._flow.kind(argument) for argument in call.args]
         yield from (advice for names, advice in _CALLS.items() if re.fullmatch(names, self._full(function)))
-        if (kind, name) in _METHODS:
-            if "optim_state_dict_to_load" not in given:
-                yield _METHODS[kind, name].format(owner=ast.unparse(owner), given=given)
-        elif not self._flow.is_after_wrapping(call):
+        if (kind, name) in _METHODS and "optim_state_dict_to_load" not in given:
+            yield _METHODS[kind, name].format(owner=ast.unparse(owner), given=given)
+        early = "wrap the model before this runs: "
+        if not self._flow.is_after_wrapping(call):
+            if self._full(function) in COPIES and set(SHARDED).intersection(kinds[:1]):
+                yield f"{early}else `{ast.unparse(call)}` has other names than the wrapped model, and whole tensors"
+            elif (kind, name) == (OPTIMIZER, "load_state_dict"):
+                yield f"{early}{ast.unparse(function)}() needs the wrapped model"
+        elif (kind, name) in _METHODS:
             return
         elif self._flow.kind(function) == INSIDE:
             yield "call the wrapped model, not the module inside: the wrapper gathers"
@@ -244,24 +240,8 @@ class Script:
                 f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method(model, "
                 f"{name!r}) once, then {name}() of the wrapped model"
             )
-        elif not SHOWS.fullmatch(name) and INSIDE in map(self._flow.kind, call.args):
+        elif not SHOWS.fullmatch(name) and INSIDE in kinds:
             yield "pass the wrapped model, not the module inside: its parameters are shards, and have other names"
-
-    def _too_early(self, call: ast.Call) -> Iterator[Finding]:
-        """Find copies of the model, and loads of an optimizer's state, that run before the wrapping."""
-        function, given = call.func, [self._flow.kind(argument) for argument in call.args[:1]]
-        owner = self._flow.kind(function.value) if isinstance(function, ast.Attribute) else ""
-        if self._full(function) in COPIES and given and given[0] in SHARDED:
-            copied = ast.unparse(call)
-            why = (
-                f"to combine them, `{copied}` has to copy the wrapped model: else it has other names and whole tensors"
-            )
-        elif owner == OPTIMIZER and given and ast.unparse(function).endswith(".load_state_dict"):
-            why = f"{ast.unparse(function)}() needs the wrapped model"
-        else:
-            return
-        if not self._flow.is_after_wrapping(call):
-            yield Finding(call.lineno, f"wrap the model before this runs: {why}")
 
     def _summed(self, call: ast.Call) -> Iterator[Finding]:
         sums = any(keyword.arg == "reduction" and ast.unparse(keyword.value) == "'sum'" for keyword in call.keywords)
@@ -275,8 +255,8 @@ class Script:
         if asked and _PARAMETERS.search(ast.unparse(loop.iter)) and self._flow.is_after_wrapping(loop.iter):
             yield Finding(
                 asked[0].lineno,
-                f".{asked[0].attr} of a parameter is that of this rank's 1-D shard: {_SHAPES[asked[0].attr]}; for "
-                "weight decay there is fsdp.param_groups(model, ...)",
+                f".{asked[0].attr} of a parameter is that of this rank's 1-D shard: ask fsdp.global_shape(p), or "
+                "call fsdp.num_params(model) for the number; for weight decay there is fsdp.param_groups(model, ...)",
             )
 
     # -- the proposed text ---------------------------------------------------------------------------------------------

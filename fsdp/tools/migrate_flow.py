@@ -46,7 +46,8 @@ class Flow:
         self._functions: dict[str, list[Any]] = defaultdict(list)  # and methods; constructors by the class
         for function in (n for n in source.nodes if isinstance(n, FUNCTIONS)):
             cls: Any = source.parent(function)
-            self._functions[cls.name if function.name == "__init__" else function.name].append(function)
+            name = getattr(cls, "name", "") if function.name == "__init__" else function.name
+            self._functions[name].append(function)
         self._calls_in: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
         self._callers: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
