@@ -366,7 +366,7 @@ def save_trace(recorded: Trace, directory: Path) -> None:
     paths = [recorded.save(directory / name) for name in ("trace.json", "step.svg")]
     if recorded.rank == 0:
         print(f"\na step of rank 0, in {paths[0]} (for https://ui.perfetto.dev) and {paths[1]}")
-        print(recorded.summary(), flush=True)
+        print(recorded, flush=True)
 
 
 # -- the script --------------------------------------------------------------------------------------------------

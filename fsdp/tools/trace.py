@@ -59,7 +59,8 @@ class Event(NamedTuple):
 
 
 class Trace(Report):
-    """The result of :func:`trace`. ``events`` are complete after the context, in the order of their starts.
+    """The result of :func:`trace`. It prints as a table with a row per unit: forward and backward, collectives, bytes
+    received, and exposed time. ``events`` are complete after the context, in the order of their starts.
 
     Attributes:
         rank: this rank in the group that the root is sharded or replicated over.
@@ -76,10 +77,6 @@ class Trace(Report):
     def exposed(self, unit: str, of: str) -> float:
         """Return the seconds that no compute hides of a unit's gathers (``of="gather"``) or reductions."""
         return sum(event.seconds for event in self.events if (event.unit, event.phase, event.of) == (unit, "wait", of))
-
-    def summary(self) -> str:
-        """Return a table with a row per unit: forward and backward, collectives, bytes received, and exposed time."""
-        return str(self)
 
     def _parts(self) -> tuple[list[str], list[list[str]], list[str]]:
         head = ["unit", "forward", "backward", "gathers", "received", "exposed", "reductions", "received", "exposed"]
@@ -162,7 +159,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
         with fsdp.trace(model) as t:
             model(batch).sum().backward()
-        print(t.summary())
+        print(t)
         t.save("step.svg")
 
     Raises:
