@@ -84,6 +84,12 @@ def test_units_of_a_host_optimizer_say_which_states_they_have() -> None:
     for unit in fsdp.describe(model).units:
         trained = unit.grad_nbytes  # two states for each trained number, and the step
         assert unit.strategy == f"FULL_SHARD, stepped on the host ({in_bytes(2 * trained + 4)} of states)", unit
+    of_one = _wrapped(Net(), use_orig_params=True, cpu_offload=CPUOffload(offload_params=True))  # a unit of several
+    of_several = HostOptimizer(of_one, torch.optim.AdamW)
+    of_one(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+    of_several.step()
+    states = sum(value.nbytes for state in of_several.state.values() for value in state.values())
+    assert f"({in_bytes(states)} of states)" in fsdp.describe(of_one).units[0].strategy
     del optimizer
     assert {unit.strategy for unit in fsdp.describe(model).units} == {"FULL_SHARD"}
 
