@@ -28,12 +28,13 @@ def output_of(folder: Path, arguments: Collection[str], stays: Collection[str] |
     return done.stdout
 
 
-# The imports of accelerate, transformers, peft and Lightning, at the places where these have them.
+# The imports of accelerate, transformers, peft, Lightning and Composer, at the places where these have them.
 TOOLS = """
 import functools
 from torch.distributed.fsdp.wrap import _or_policy, lambda_auto_wrap_policy, transformer_auto_wrap_policy
 
 def accelerates_wrapper(model, block):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
     from torch.distributed.fsdp.fully_sharded_data_parallel import (
         FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig,
@@ -48,6 +49,7 @@ def accelerates_wrapper(model, block):
     model = FSDP(model, sharding_strategy=ShardingStrategy(1), cpu_offload=CPUOffload(False),
                  auto_wrap_policy=policy, backward_prefetch=BackwardPrefetch(1), mixed_precision=MixedPrecision(),
                  use_orig_params=True, limit_all_gathers=True)
+    apply_activation_checkpointing(model, auto_wrap_policy=policy)
     assert type(model) is FSDP
     return model, (StateDictType(3), ShardedStateDictConfig(), ShardedOptimStateDictConfig())
 
@@ -59,6 +61,11 @@ def pefts_policy(block):
 def transformers_finds(model):
     import torch.distributed.fsdp
     return isinstance(model, torch.distributed.fsdp.FullyShardedDataParallel)
+
+def composers_names(model):
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+    from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
+    return [clean_tensor_name(tensor_name=name) for name, _ in model.named_parameters()]
 
 def lightnings_wrapper(make, block):
     from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
@@ -104,7 +111,7 @@ def train(rank, folder):
     with FSDP.state_dict_type(model, *sharded):
         dcp.save({"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)},
                  checkpoint_id=f"{folder}/saved")
-    say("continues", step(model, optimizer))
+    say("continues", step(model, optimizer), *tools.composers_names(model))
     model, _ = tools.accelerates_wrapper(make(), nn.Linear)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     full = StateDictOptions(full_state_dict=True)

@@ -198,6 +198,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     wrapper.register_forward_method(module, method_name)
 
 
+def clean_tensor_name(tensor_name: str) -> str:
+    return clean(tensor_name)
+
+
 # -- replacements of functions of libraries, made of the originals ----------------------------------------------------
 
 
@@ -327,6 +331,7 @@ _NAMES = {  # names of torch's other modules
     f"{_FSDP}._flat_param": [_Name("FlatParameter", FlatParameter)],
     f"{_FSDP}._common_utils": [
         _Name("_FSDPState", FullyShardedDataParallel),
+        _Name("clean_tensor_name", clean_tensor_name),
         _Name("_get_module_fsdp_state", fsdp1._get_module_fsdp_state, _is_wrapper),
         _Name(
             "_get_module_fsdp_state_if_fully_sharded_module",

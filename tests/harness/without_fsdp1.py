@@ -1,7 +1,8 @@
 """An import hook that makes the installed torch one without FSDP1, for new processes.
 
 Modules of FSDP1 cannot be imported, and ``torch.distributed.fsdp`` has FSDP2's names alone. Other modules of torch that
-import names of FSDP1 get empty classes in their place, which no model is an instance of.
+import names of FSDP1 get empty classes in their place, which no model is an instance of. Activation checkpointing
+uses functions of FSDP1's policies, which such a torch would keep: it gets a copy.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -16,9 +18,12 @@ from typing import Any
 
 _FSDP = "torch.distributed.fsdp"
 _STAYS = {"_fully_shard", "_common_utils", "_shard_utils"}  # FSDP2; a helper of torch.distributed.checkpoint
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+_POLICIES = "torch.distributed._policies"  # a copy of FSDP1's module, for _CHECKPOINTING
 _REWRITTEN = {
     _FSDP,
     f"{_FSDP}._common_utils",  # reduced to functions of FSDP2
+    _CHECKPOINTING,
     "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.optim.named_optimizer",
@@ -53,6 +58,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             loader.finder = self
             spec.loader = loader
             return spec
+        if name == _POLICIES:
+            return importlib.util.spec_from_file_location(name, Path(path[0], "fsdp", "wrap.py"))
         if self.is_gone(name):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return None
@@ -78,7 +85,7 @@ class _Without(ast.NodeTransformer):
     """Removes imports of FSDP1's names, and outside of torch.distributed.fsdp writes classes in their place."""
 
     def __init__(self, finder: _Finder, module: str) -> None:
-        self._finder, self._inside = finder, module.startswith(_FSDP)
+        self._finder, self._module, self._inside = finder, module, module.startswith(_FSDP)
         self._removed: set[str] = set()
 
     def visit_Import(self, node: ast.Import) -> Any:
@@ -88,7 +95,9 @@ class _Without(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         module = f"{_FSDP}.{node.module}" if node.level and self._inside else str(node.module)
         names = [alias.asname or alias.name for alias in node.names]
-        if not self._inside and module.startswith(_FSDP):
+        if self._module == _CHECKPOINTING and module.startswith(_FSDP):
+            node.module = _POLICIES
+        elif not self._inside and module.startswith(_FSDP):
             return [ast.parse(_STAND_IN.format(name)).body[0] for name in names]
         if self._inside and self._finder.is_gone(module):
             self._removed.update(names)
