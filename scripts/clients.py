@@ -196,7 +196,8 @@ class Engine:
         return self._asked.recv()
 
     def end(self) -> None:
-        self._asked.send(None)
+        if self._process.is_alive():  # not if the tool could not be imported
+            self._asked.send(None)
         self._process.join()
 
 
