@@ -15,12 +15,11 @@ Workloads, all GPTs with 32,000 words:
 
 The table has, for each contender: the median milliseconds until the host has launched a step; those of a step, of
 several that follow each other; and the peaks of the memory in tensors and of the memory that the allocator has taken
-from the device, in MiB. ``--json`` writes the measurements.
+from the device, in MiB.
 """
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -92,7 +91,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: 3)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--json", type=Path, help="write the measurements here")
     options = parser.parse_args()
     kind = torch.accelerator.current_accelerator()
     if kind is None or not hasattr(torch.accelerator, "max_memory_reserved"):
@@ -100,19 +98,15 @@ def main() -> None:
     device = torch.device(kind.type, 0)
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for workload in options.workloads:
         rows: dict[str, list[dict[str, float]]] = {contender: [] for contender in options.contenders}
         for _ in range(options.rounds):
             for contender in options.contenders:
                 rows[contender].append(measure(contender, workload, device))
-        found[workload] = rows
         print(f"\n{workload:10s}" + "".join(f"{column:>12s}" for column in COLUMNS))
         for contender, turns in rows.items():
             medians = [statistics.median(turn[column] for turn in turns) for column in COLUMNS]
             print(f"{contender:10s}" + "".join(f"{value:12,.1f}" for value in medians), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ The table has, for each contender:
 * the bytes of parameters and gradients that a rank keeps, and the collectives of a step;
 * the functions that Python calls per unit and step. Unlike time, this number does not depend on the processor's caches,
   which the fake group's output fills at many ranks.
-
-``--json`` writes the measurements.
 """
 
 import argparse
@@ -147,22 +145,17 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # the process of one number of ranks
     options = parser.parse_args()
     if options.one is not None:
         print(json.dumps(measure(options.one, options.contenders, options.units, options.rounds)))
         return
-    results = {}
     for ranks in options.ranks:
         given = ["--units", str(options.units), "--rounds", str(options.rounds), "--contenders", *options.contenders]
         done = subprocess.run(
             [sys.executable, __file__, "--one", str(ranks), *given], stdout=subprocess.PIPE, text=True, check=True
         )
-        results[ranks] = json.loads(done.stdout.splitlines()[-1])
-        show(ranks, results[ranks])
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+        show(ranks, json.loads(done.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":

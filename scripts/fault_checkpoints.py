@@ -1,7 +1,7 @@
 """Kill saves, damage checkpoints and make disks fail at random; a load then gives the old or the new checkpoint, whole.
 
     python scripts/fault_checkpoints.py [--kills 200] [--damages 500] [--errors 500] [--seed N]
-    python scripts/fault_checkpoints.py --hosts
+    python scripts/fault_checkpoints.py --hosts [--width 11]
 
 * kills: two ranks save; one of them, or both, are killed by SIGKILL at a random moment.
 * damages: a bit of one of the files is flipped, or it is cut, made longer, zeroed in part, or lost.
@@ -15,7 +15,10 @@ exit code is 0 only without violations. Every test has a seed, from which it can
 
 With --hosts instead: three ranks under `torchrun --max-restarts 1`, each a host, save every step to the memory of the
 hosts. Each rank is killed in each phase of a step. The table has the step from which the run went on, the seconds from
-the kill to the end of the next step, and whether the final weights are those of an undisturbed run.
+the kill to the end of the next step, and whether the final weights are those of an undisturbed run. In two phases, runs
+that save to one directory on disk instead (in `TMPDIR`) are killed as well. A second table has medians of the time and
+its parts: until the new processes have imported the program, have a group, have built the model, have loaded, and have
+done a step.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -100,7 +105,6 @@ def rank_saves(rank: int, root: Path, store: Path, value: float, keep: int | Non
     """Save in a forked process: write to the pipe `begins` at the start, and exit with 0 if the save returned."""
     code = 1
     try:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
         dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
         model, optimizer = trained(value, wrapped=True)
         dist.barrier()
@@ -251,57 +255,81 @@ def run(name: str, count: int, seed: int, test: Callable[[int, Path], str]) -> b
 # -- the memory of hosts -----------------------------------------------------------------------------------------------
 
 
-def host_rank(root: Path, phase: str, victim: int) -> None:
+class Disk(type(Path())):  # type: ignore[misc]
+    """A directory of checkpoints of all hosts, which saves as `Local` does."""
+
+    def save(self, *states: Any, extra: Any) -> Path:
+        return save(self, *states, extra=extra, keep=2, progress=False)
+
+
+def host_rank(root: Path, phase: str, victim: int, disk: str, width: int) -> None:
     """Train as one rank of `torchrun`, to be killed in the first start."""
-    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    times, start, kill = {"processes": time.time()}, os.environ["TORCHELASTIC_RESTART_COUNT"], os.kill
     store = dist.FileStore(str(root / f"store{start}"), test_local.HOSTS)  # the launcher's has keys of the start before
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=test_local.HOSTS)
+    times["group"] = time.time()
     is_first = start == "0"
-    step, kill = test_local.step, os.kill
 
-    def note_step(*args: Any) -> None:
-        step(*args)
-        if not is_first and not (root / "resumed").exists():
-            (root / "resumed").write_text(str(time.time()))
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            result = function(*args)
+            times.setdefault(name, time.time())
+            return result
+
+        return run
 
     def note_kill(*args: Any) -> None:
-        (root / "killed").write_text(str(time.time()))
+        (root / "killed").touch()
         kill(*args)
 
-    with mock.patch.object(test_local, "step", note_step), mock.patch.object(os, "kill", note_kill):
+    changed: dict[str, Any] = {name: noted(name, getattr(test_local, name)) for name in ("built", "load", "step")}
+    if disk:
+        changed["host"] = lambda root: contextlib.nullcontext(Disk(disk))
+    with mock.patch.multiple(test_local, WIDTH=width, **changed), mock.patch.object(os, "kill", note_kill):
         begun, params = test_local.train(str(root), phase if is_first else "", victim)
     if is_first and phase != "none":
         sys.exit(1)  # another rank is dead
-    torch.save((begun, params), root / f"weights{dist.get_rank()}")
+    torch.save((begun, params, times), root / f"weights{dist.get_rank()}")
 
 
-def hosts() -> bool:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+def hosts(width: int) -> bool:
+    taken: dict[str, list[dict[str, float]]] = {"memory": [], "disk": []}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, tempfile.TemporaryDirectory() as slow:
 
-        def run_hosts(phase: str, victim: int) -> tuple[Path, list[Any]]:
-            root = Path(folder, f"{phase}{victim}")
+        def run_hosts(phase: str, victim: int, kept: str) -> tuple[int, list[torch.Tensor]]:
+            """Return the step from which the run went on, and the weights of all ranks; note the seconds of the parts,
+            each until the last rank is there."""
+            root = Path(folder, f"{phase}{victim}{kept}")
             root.mkdir()
+            (root / "killed").touch()
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
             command += [f"--nproc-per-node={test_local.HOSTS}", "--monitor-interval=0.1", __file__]
-            device = "lo" if sys.platform.startswith("linux") else "lo0"
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device}
-            command += ["--host", str(root), phase, str(victim)]
-            subprocess.run(command, check=True, capture_output=True, env=environment)
-            return root, [torch.load(root / f"weights{rank}") for rank in range(test_local.HOSTS)]
+            command += ["--width", str(width), "--host", str(root), phase, str(victim)]
+            subprocess.run([*command, f"{slow}/{root.name}" * (kept == "disk")], check=True, capture_output=True)
+            found = [torch.load(root / f"weights{rank}") for rank in range(test_local.HOSTS)]
+            ends = {part: max(times[part] for *_, times in found) for part in found[0][2]}
+            begins = [(root / "killed").stat().st_mtime, *ends.values()]
+            taken[kept].append({part: end - begin for (part, end), begin in zip(ends.items(), begins)})
+            shutil.rmtree(root)
+            return found[0][0], [param for _, params, _ in found for param in params]
 
-        _, expected = run_hosts("none", -1)
-        print("| rank | killed in | goes on after step | seconds to the next step | weights |\n|---|---|---|---|---|")
+        _, expected = run_hosts("none", -1, "memory")
+        taken["memory"].clear()
+        cases = [("memory", phase) for phase in test_local.PHASES] + [("disk", "forward"), ("disk", "write")]
+        print("| rank | killed in | kept in | goes on after step | seconds to the next step | weights |")
+        print("|---|---|---|---|---|---|")
         all_well = True
-        for victim in range(test_local.HOSTS):
-            for phase in test_local.PHASES:
-                root, found = run_hosts(phase, victim)
-                seconds = float((root / "resumed").read_text()) - float((root / "killed").read_text())
-                pairs = [(one, other) for here, there in zip(found, expected) for one, other in zip(here[1], there[1])]
-                well = all(torch.equal(*pair) for pair in pairs)
-                all_well &= well
-                words = "equal" if well else "DIFFERENT"
-                print(f"| {victim} | {phase} | {found[0][0]} | {seconds:.1f} | {words} |", flush=True)
-        return all_well
+        for victim, (kept, phase) in product(range(test_local.HOSTS), cases):
+            begun, found = run_hosts(phase, victim, kept)
+            well = all(map(torch.equal, found, expected))
+            all_well &= well
+            seconds, words = sum(taken[kept][-1].values()), "equal" if well else "DIFFERENT"
+            print(f"| {victim} | {phase} | {kept} | {begun} | {seconds:.1f} | {words} |", flush=True)
+    print(f"| seconds, medians | all | {' | '.join(taken['disk'][0])} |\n{'|---' * 7}|")
+    for kept, several in taken.items():
+        columns = [[sum(each.values()) for each in several], *zip(*(each.values() for each in several))]
+        print(f"| {kept} | {' | '.join(f'{median(column):.2f}' for column in columns)} |")
+    return all_well
 
 
 def main() -> int:
@@ -311,13 +339,16 @@ def main() -> int:
     parser.add_argument("--errors", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", action="store_true")
-    parser.add_argument("--host", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, default=11, help="of the model with --hosts, a 13th of its parameters")
+    parser.add_argument("--host", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0"}
     if options.host:
-        host_rank(Path(options.host[0]), options.host[1], int(options.host[2]))
+        root, phase, victim, disk = options.host
+        host_rank(Path(root), phase, int(victim), disk, options.width)
         return 0
     if options.hosts:
-        return int(not hosts())
+        return int(not hosts(options.width))
     torch.set_num_threads(1)  # so that processes can be forked
     importlib.import_module("torch._dynamo")  # once, and not by the first optimizer of each of them
     warnings.filterwarnings("ignore", ".*could not be removed")

@@ -29,11 +29,12 @@ from tests.harness.sharded import wrap
 from tests.harness.states import whole
 
 HOSTS = 3
+WIDTH = 11
 
 
 def built(seed: int = 0, group: Any = None) -> tuple[nn.Module, Optimizer]:
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
+    net = nn.Sequential(nn.Linear(7, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
     model = wrap(net, use_orig_params=True, wrap_policy=fsdp.wrap.ModuleWrapPolicy({nn.Linear}), process_group=group)
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -229,7 +230,7 @@ def train(root: str, phase: str = "", victim: int = -1) -> tuple[int, list[Tenso
     last.register_full_backward_hook(lambda *_: reach("reductions"))
     optimizer.register_step_pre_hook(lambda *_: reach("step"))
     with host(Path(root)) as local, ExitStack() as stack:
-        begun = load(local, model, optimizer)
+        begun = load([local], model, optimizer)
         for name, owner, attribute in (
             ("write", files.disk, "create"),
             ("send", consensus.Ranks, "message"),
