@@ -301,17 +301,6 @@ def test_demo_trains_and_then_resumes_with_one_more_process(tmp_path: Path) -> N
     ]
 
 
-def test_first_script_of_the_readme_prints_losses_and_ends_cleanly(tmp_path: Path) -> None:
-    """Nothing but losses, without warnings: the group ends while the model is there."""
-    script = tmp_path / "script.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
-    start = ["-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    result = run(sys.executable, *start, sys.executable, "-W", "error", str(script))
-    assert (result.returncode, result.stderr) == (0, "")
-    steps = re.findall(r"^step (\d): loss \d\.\d{4}$", result.stdout, re.MULTILINE)
-    assert steps == [str(step) for step in range(10)]
-
-
 def test_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
     """A rank of two is killed during a save; the run resumes from the last complete checkpoint on three."""
     result = run(sys.executable, "examples/resume_elastic.py")

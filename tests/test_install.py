@@ -55,17 +55,16 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def run_with_declared_packages(script: Path) -> subprocess.CompletedProcess[str]:
-    """Run `script` as the only rank, in a process that finds no other distributions than those declared."""
+def run_with_declared_packages(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` in processes that find no other distributions than those declared."""
     kept = installed_with(declared()) | {"fsdp"}
     modules = metadata.packages_distributions()
     hidden = {module for module, owners in modules.items() if not kept.intersection(map(normalized, owners))}
     assert {"pytest", "mypy"} <= hidden and not {"torch", "fsdp"} & hidden
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.run(
-        [sys.executable, "-c", RUN, str(script), ",".join(hidden)],
+        [*launcher, sys.executable, "-W", "error", "-c", RUN, str(script), ",".join(hidden)],
         cwd=script.parent,
-        env={**os.environ, **rank, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
@@ -84,8 +83,12 @@ def test_every_module_imports_with_declared_packages_alone(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_first_script_of_the_readme_runs_with_declared_packages_alone(tmp_path: Path) -> None:
+def test_first_script_of_the_readme_prints_losses_and_ends_cleanly(tmp_path: Path) -> None:
+    """Nothing but losses, without warnings: the group ends while the model is there."""
     script = tmp_path / "script.py"
     script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
-    done = run_with_declared_packages(script)
-    assert done.returncode == 0, done.stderr
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = run_with_declared_packages(script, sys.executable, "-W", "error", *launcher)
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = re.findall(r"^step (\d): loss \d\.\d{4}$", done.stdout, re.MULTILINE)
+    assert steps == [str(step) for step in range(10)]
