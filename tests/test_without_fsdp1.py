@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Collection
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
+from fsdp.compat import patch
+from tests.harness.pool import run_fresh
 from tests.harness.versions import needs
 from tests.harness.without_fsdp1 import environment
 
@@ -18,11 +26,10 @@ CASES: dict[str, Collection[str]] = {"no module": (), "public modules": ("api", 
 pytestmark = needs(2, 13, "has an FSDP2 that imports other names of FSDP1's modules")
 
 
-def output_of(folder: Path, arguments: Collection[str], stays: Collection[str] | None) -> str:
-    """Return the output of a new process; with ``stays``, torch has FSDP1's modules of these names alone."""
-    hidden: dict[str, str] = {"PYTHONPATH": str(ROOT)} if stays is None else environment(folder, stays)
+def output_of(folder: Path, arguments: Collection[str], stays: Collection[str]) -> str:
+    """Return the output of a new process in which torch has FSDP1's modules of the names in ``stays`` alone."""
     command = [sys.executable, "-W", "ignore", *arguments]
-    variables = {**os.environ, **hidden}
+    variables = {**os.environ, **environment(folder, stays)}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -83,7 +90,7 @@ def lightnings_wrapper(make, block):
 """
 SCRIPT = """
 import sys
-import torch, torch.distributed as dist, torch.multiprocessing as mp
+import torch, torch._dynamo, torch.distributed as dist, torch.multiprocessing as mp
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -138,24 +145,38 @@ def train(rank, folder):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(train, (sys.argv[1],), nprocs=2)
+    mp.start_processes(train, (sys.argv[1],), nprocs=2, start_method="fork")
 """
 
 
+def run_with_fsdp1(folder: str) -> str:
+    """Return the output of the program on the present ranks, of which each ends afterwards."""
+    sys.path.insert(0, folder)
+    patch()
+    printed = io.StringIO()
+    with (
+        redirect_stdout(printed),
+        warnings.catch_warnings(),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        warnings.simplefilter("ignore")
+        importlib.import_module("train").train(dist.get_rank(), folder)
+    return printed.getvalue()
+
+
 def test_programs_train_as_with_fsdp1(tmp_path: Path) -> None:
-    """They print the same norms and names; the command also patches what they spawn."""
-    printed = {}
-    for name, stays in {"FSDP1": None, "no module": ()}.items():
-        folder = tmp_path / name.replace(" ", "_")
-        folder.mkdir()
-        (folder / "tools.py").write_text(TOOLS)
-        (folder / "train.py").write_text(SCRIPT)
-        printed[name] = output_of(folder, ["-m", "fsdp", "run", "train.py", str(folder)], stays).splitlines()
-    assert [line.split()[0] for line in printed["FSDP1"]] == [
-        *("accelerate", "continues", "resumes", "peft", "summon", "lightning", "rekeyed")
-    ]
-    assert printed["FSDP1"][1].split()[1] == printed["FSDP1"][2].split()[1], "the resumed run is the run"
-    assert printed["no module"] == printed["FSDP1"]
+    """They print the same norms and names."""
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tools.py").write_text(TOOLS)
+        (tmp_path / name / "train.py").write_text(SCRIPT)
+    expected = run_fresh(2, run_with_fsdp1, str(tmp_path / "with"))[0]
+    kind, *_ = zip(*(line.split() for line in expected.splitlines()))
+    assert kind == ("accelerate", "continues", "resumes", "peft", "summon", "lightning", "rekeyed")
+    assert expected.splitlines()[1].split()[1] == expected.splitlines()[2].split()[1], "the resumed run is the run"
+    folder = tmp_path / "without"
+    assert output_of(folder, ["-m", "fsdp", "run", "train.py", str(folder)], ()) == expected
 
 
 BACK = """
