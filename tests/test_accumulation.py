@@ -265,7 +265,7 @@ def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) 
     names = list(ACTIONS)
     for mode in modes:
         trainer = Trainer(mode, grads)
-        for turn in (0, 1) if world_size < 3 else (1,):
+        for turn in (0, 1) if mode == MODES[0] else (1,):
             for number, kinds in enumerate(itertools.product((SYNC, NO_SYNC), repeat=3 + turn)):
                 if not _takes_turn(number, mode):
                     continue

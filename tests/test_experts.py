@@ -377,7 +377,7 @@ def test_declared_experts_are_loaded_at_another_number_of_ranks(tmp_path: Path) 
     """From full state dicts and from files; from sharded state dicts by as many ranks. One of the ways has all experts
     on each rank."""
     plain = Way(1)
-    for number, way in enumerate(DECLARED[4]):
+    for number, way in [*enumerate(DECLARED[4])][::2]:  # and loaded into the others
         model, optimizer = fresh(way)
         values, full = values_of(model, optimizer), state_of(model, optimizer)
         save(tmp_path / str(number), model, optimizer, progress=False)
