@@ -55,40 +55,30 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def run_with_declared_packages(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in processes that find no other distributions than those declared."""
+def test_first_script_of_the_readme_and_every_module_need_declared_packages_alone(tmp_path: Path) -> None:
+    """The script prints nothing but losses, without warnings: the group ends while the model is there."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / "fsdp").rglob("*.py"))
+        if path.stem != "__main__"
+    ]
+    script = tmp_path / "script.py"
+    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
+    script.write_text(readme + "".join(f"import {name}\n" for name in modules))
     kept = installed_with(declared()) | {"fsdp"}
-    modules = metadata.packages_distributions()
-    hidden = {module for module, owners in modules.items() if not kept.intersection(map(normalized, owners))}
+    owners = metadata.packages_distributions()
+    hidden = {module for module, its in owners.items() if not kept.intersection(map(normalized, its))}
     assert {"pytest", "mypy"} <= hidden and not {"torch", "fsdp"} & hidden
-    return subprocess.run(
-        [*launcher, sys.executable, "-W", "error", "-c", RUN, str(script), ",".join(hidden)],
-        cwd=script.parent,
+    python = [sys.executable, "-W", "error"]
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run(
+        [*launcher, *python, "-c", RUN, str(script), ",".join(hidden)],
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-def test_every_module_imports_with_declared_packages_alone(tmp_path: Path) -> None:
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sorted((ROOT / "fsdp").rglob("*.py"))
-        if path.stem != "__main__"
-    ]
-    script = tmp_path / "imports.py"
-    script.write_text("\n".join(f"import {name.removesuffix('.__init__')}" for name in ["fsdp", *modules]))
-    done = run_with_declared_packages(script)
-    assert done.returncode == 0, done.stderr
-
-
-def test_first_script_of_the_readme_prints_losses_and_ends_cleanly(tmp_path: Path) -> None:
-    """Nothing but losses, without warnings: the group ends while the model is there."""
-    script = tmp_path / "script.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    done = run_with_declared_packages(script, sys.executable, "-W", "error", *launcher)
     assert (done.returncode, done.stderr) == (0, "")
     steps = re.findall(r"^step (\d): loss \d\.\d{4}$", done.stdout, re.MULTILINE)
     assert steps == [str(step) for step in range(10)]
