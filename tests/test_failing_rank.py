@@ -19,7 +19,19 @@ from fsdp.comm.collectives import Communicator
 from fsdp.comm.lane.issuing import Issuer
 from fsdp.comm.transport.channel import Posts
 from fsdp.flat.memory import MemoryPool, SharedPool
-from tests.harness.agreeing import ODD, UNEQUAL, Chain, build, impatient, new_group, new_pair, train
+from tests.harness.agreeing import (
+    ODD,
+    UNEQUAL,
+    BadBatchError,
+    Chain,
+    build,
+    evaluate,
+    fail_at,
+    impatient,
+    new_group,
+    new_pair,
+    train,
+)
 from tests.harness.pool import on_ranks
 from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD
 
@@ -113,3 +125,43 @@ def test_error_of_one_rank_between_agreement_and_collective_reaches_all_ranks(
         if not odd:
             assert f"rank {ODD} failed in the " in words and "unit" in words, f"{what}: {words}"
         assert_trains_right(model, plain)
+
+
+# The call of all ranks after an evaluation in which one rank failed.
+NEXT: dict[str, Callable[[Any], object]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "state_dict": lambda model: model.state_dict(),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "way", "barrier"),
+    [("train", "auto", True), ("evaluate", "direct", False), ("state_dict", "native", True)],
+)
+@on_ranks(3)
+@impatient
+def test_error_of_one_rank_after_the_last_collective_reaches_all_ranks_in_the_next_call(
+    call: str, way: str, barrier: bool
+) -> None:
+    """Also if the other ranks wait in a barrier of the program from then on. Training goes on in step."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    odd, plain = dist.get_rank() == ODD, Chain(UNEQUAL)
+    model = build(copy.deepcopy(plain), new_group())
+    for _ in range(2):
+        train(model)
+        evaluate(model)
+        model.zero_grad()
+    if odd:
+        fail_at(model, len(UNEQUAL))
+    with pytest.raises(BadBatchError) if odd else contextlib.nullcontext():
+        evaluate(model)
+    model.module.reset()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"rank {ODD} failed in the forward of the root unit"):
+        NEXT[call](model)
+    assert time.monotonic() - started < SOON
+    if barrier:
+        dist.barrier()
+    model.zero_grad()
+    assert_trains_right(model, plain)

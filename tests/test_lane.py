@@ -52,7 +52,7 @@ class Tree:
         self.run(list(reversed(forward)) if backward is None else backward, 2, backward=True, wait=True)
 
     def recover(self) -> None:
-        self.lane.recover()
+        self.lane.recover(Pass("forward", self))
 
 
 def lane_of_new_group() -> Lane:

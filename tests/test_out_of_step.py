@@ -76,6 +76,8 @@ FAILURES = [
     Row("fail at 2, train", (), 2, odd_ranks=(0, 1, 2), way="direct"),
     Row("fail at 2, train", (), 2, others="fail at 1, train", then="state_dict"),
     Row("fail at 1, train", (), 2, others="fail at 2, train", then="state_dict", way="native"),
+    Row("fail at the head, eval", (f"{FAILED}forward",), 2, usual="eval", others="eval", noticed=1),
+    Row("fail at the head, eval, train", (f"{FAILED}forward",), 2, usual="eval, train", others="eval, train"),
 ]
 
 
@@ -92,6 +94,10 @@ DIVERGENCES = [*itertools.product([*HYBRID][:2], ODD_RANKS), *by_turns([*HYBRID]
 REPLICAS = [
     Row(odd, HYBRID[odd], 2 * (n % 2), 4, odd_ranks, strategy=HYBRID_SHARD)
     for n, (odd, odd_ranks) in enumerate(DIVERGENCES)
+]
+EVALUATES = "eval, train"
+REPLICAS += [
+    Row(f"fail at the head, {EVALUATES}", (FAILED,), 2, 4, usual=EVALUATES, others=EVALUATES, strategy=HYBRID_SHARD)
 ]
 
 

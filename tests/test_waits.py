@@ -16,18 +16,24 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
+from fsdp.comm.waiting.work import OutOfStep
 from tests.harness.agreeing import (
     CALLS,
+    ODD,
     PATIENT,
     SHORT,
     UNEQUAL,
+    BadBatchError,
     Chain,
     Row,
     Run,
     build,
+    evaluate,
+    fail_at,
     impatient,
     new_group,
     perform,
+    raises_soon,
     train,
 )
 from tests.harness.pool import on_ranks, run_ranks
@@ -124,3 +130,28 @@ def test_a_long_wait_is_reported_once_on_stderr(tmp_path: Any, ranks: int) -> No
         assert f" s in {words}" in line and line.startswith(("rank 0 has waited ", "rank 1 has waited ")), line
         assert "if rank == 0" in line and "fsdp.join(model, loader)" in line, line
         assert ("use FullStateDictConfig(rank0_only=True)" in line) is (name == "state_dict"), line
+
+
+@on_ranks(3)
+@impatient
+def test_a_rank_that_failed_alone_reports_its_wait_for_ranks_that_have_not_noticed() -> None:
+    """They may be slow in code of the program, so there is no error before the timeout."""
+    rank, odd, group = dist.get_rank(), dist.get_rank() == ODD, new_group()
+    store, model = dist.distributed_c10d._world.pg_map[group][1], build(Chain(UNEQUAL), group)
+    evaluate(model)
+    if odd:
+        fail_at(model, len(UNEQUAL))
+    with pytest.raises(BadBatchError) if odd else contextlib.nullcontext():
+        evaluate(model)
+    model.module.reset()
+    stderr = Stderr(store, "said")
+    if not odd:
+        store.wait(["said"])
+    notice = mock.patch.object(threads, "NOTICE", timedelta(seconds=0.3))
+    with notice, contextlib.redirect_stderr(stderr), raises_soon(OutOfStep):
+        train(model)
+    if odd:
+        (line,) = stderr.getvalue().splitlines()
+        assert line.startswith(f"rank {rank} has waited ") and " in the forward of the root unit " in line, line
+        assert "for ranks 0 and 2" in line and "catch no error on one rank alone" in line, line
+    train(model)

@@ -164,14 +164,14 @@ class RootContext:
 
     def _begin_forward(self, unit: Unit) -> None:
         self.passes.fail_abandoned_backward()
+        forward = Pass(f"forward of {unit.name}", unit)
         if self.failed or self.passes.in_backward or self.passes.given_up:  # after an error
-            self._clear()
+            self._clear(forward)
         self._adopt_stream()
         self.unsharder.forget_slices()
         for other in self.units:
             self.unsharder.refresh(other)
         self.unsharder.begin_forward(unit, expects_backward=torch.is_grad_enabled(), logged=logs())
-        forward = Pass(f"forward of {unit.name}", unit)
         self.passes.begin(forward, backward_follows=self.unsharder.expects_backward)
         self.unsharder.gathers_follow_compute()
         self._send_buffers()
@@ -237,12 +237,13 @@ class RootContext:
         abandoned = self.passes.in_backward and self._end_of_backward() is None  # by a backward that raised
         if self.passes.in_backward and not (self.failed or abandoned):
             return
+        backward = Pass("backward")
         if self.failed or abandoned:
-            self._clear()
+            self._clear(backward)
         self._awaited = lambda: None
         self._unfrozen = [other for other in self.units if other.follow_flags()]  # before the ranks compare reductions
         self.unsharder.start_order(unit, backward=True)
-        self.passes.begin(Pass("backward"))
+        self.passes.begin(backward)
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
@@ -372,12 +373,12 @@ class RootContext:
         self.unsharder.forget_slices()
         self.unsharder.order.stop()
 
-    def _clear(self) -> None:
-        """Wait for the peers, and for collectives that a failed pass left in flight."""
+    def _clear(self, what: Pass) -> None:
+        """Wait for the peers before ``what``, and for collectives that a failed pass left in flight."""
         for unit in self.units:
             unit.follow_parameters()  # what users have registered on the modules since, before shards are again
         self.reset()
-        self.passes.meet()
+        self.passes.meet(what)
         with self.streams.joined(self.compute):
             for unit in self.units:
                 self.unsharder.reshard(unit)

@@ -264,7 +264,7 @@ class Passes:
         saves = "for one rank to save, use FullStateDictConfig(rank0_only=True)"
         what = Pass(words, call=call, often=often, advice=saves if call.startswith("state_dict(") else "")
         self.check_available(what)
-        self.meet()
+        self.meet(what)
         self._set_under_way(what)
         try:
             yield
@@ -346,13 +346,13 @@ class Passes:
         that this rank has not begun."""
         return any(lane.has_failed for lane in self._lanes)
 
-    def meet(self) -> None:
-        """After a failure, meet all ranks of all lanes; see :meth:`Lane.recover`."""
+    def meet(self, what: Pass) -> None:
+        """After a failure, meet all ranks of all lanes before ``what``; see :meth:`Lane.recover`."""
         if any(lane.has_failed and lane.failure is None for lane in self._lanes):  # in a call next to the training
             for member in self._by_group.values():
                 member.failed()
                 member.lane.fail(Pass("call before"))
         if self.given_up:
             for lane in self._lanes:
-                lane.recover()
+                lane.recover(what)
             self.meetings += 1

@@ -12,6 +12,8 @@ import weakref
 from collections import deque
 from typing import Any
 
+import torch
+
 _MASK = (1 << 62) - 1
 _CAPACITY = 1 << 15  # events that are remembered; forgotten ones are agreed on again
 
@@ -30,9 +32,10 @@ class Pass:
         often: whether the call belongs to every step, so that it is announced only where it is unexpected.
         advice: what to do where one rank alone should make the call, for the notice of a long wait.
         is_backward: whether this is a backward.
+        kind: tells passes and calls apart; equal on all ranks.
     """
 
-    __slots__ = ("_caller", "advice", "call", "is_backward", "often", "words")
+    __slots__ = ("_caller", "advice", "call", "is_backward", "kind", "often", "words")
 
     def __init__(
         self, words: str, caller: Any = None, *, call: str = "", often: bool = False, advice: str = ""
@@ -41,6 +44,8 @@ class Pass:
         self.words, self.call, self.often, self.advice = words, call, often, advice
         self._caller = None if caller is None else weakref.ref(caller)
         self.is_backward = caller is None and not call
+        evaluates = not (self.is_backward or call or torch.is_grad_enabled())
+        self.kind = call or ("backward" if self.is_backward else "evaluation" if evaluates else "forward")
 
     @property
     def caller(self) -> Any:
@@ -94,6 +99,7 @@ class History:
     Attributes:
         latest: the latest pass that has begun.
         passes: the number of passes that have begun.
+        rounds: the number of these without backwards, each of which belongs to the forward before it.
         position: the number of events in the latest pass.
         so_far: a hash of the events of the latest pass.
         begun: a hash of the latest pass and of the one before.
@@ -107,7 +113,7 @@ class History:
         self._followers: dict[int, tuple[int, int]] = {}
         self._habit = Habit()
         self.latest: Pass | None = None
-        self.passes = self.position = 0
+        self.passes = self.rounds = self.position = 0
         self.so_far = self.begun = 0
         self.label = ""
         self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)
@@ -120,7 +126,7 @@ class History:
         self.begun, self.so_far, self.position = (self.so_far * 1000003 + so_far) & _MASK, so_far, 0
         self.label = ""
         # in one line: an interrupt must leave a pass that has begun and is counted, or neither
-        self.latest, self.passes = what, self.passes + 1
+        self.latest, self.passes, self.rounds = what, self.passes + 1, self.rounds + (not what.is_backward)
         self.recent.append((self.passes, -1, number, what.words))
         return expected
 

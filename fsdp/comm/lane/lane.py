@@ -45,6 +45,7 @@ from fsdp.comm.transport.channel import Channel
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.board import Board
 from fsdp.comm.waiting.waits import (
+    AFTER_FAILURE,
     FIRST_USES,
     Count,
     Wait,
@@ -62,7 +63,6 @@ END_WORDS = "end the pass"
 ORDER_REMEDY = (
     "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
 )
-AFTER_FAILURE = "the first pass or call after a failure"
 _REPLIES = timedelta(seconds=1)  # how long to wait for the words of other ranks that have found the same difference
 
 
@@ -83,7 +83,6 @@ class State(NamedTuple):
     """The progress of a rank at a meeting. Ranks with equal states have issued the same collectives."""
 
     generation: int
-    passes: int
     position: int
     so_far: int
     number: int  # of collectives
@@ -105,6 +104,7 @@ class Lane(Issuer):
         super().__init__(group, device)
         self.under_way: Pass | None = None
         self.failure: str | None = None
+        self._failed_first = False  # whether an error of this rank was the first that it knows of
         self.names = rank_names(group)
         self._meetings = waits.Sequence(group, "meetings")  # at the store, in passes
         self._uses = waits.Sequence(group, FIRST_USES)
@@ -176,12 +176,24 @@ class Lane(Issuer):
         if not self._uses.has_ended:
             self._uses.end(f"rank {self._rank} failed in {doing}", self.collectives, self._meetings)
 
-    def _meet(self, doing: str) -> None:
-        """Meet all ranks, and begin anew; ``doing`` has to be equal on all of them."""
-        state, words = self._state(), f"is about to begin {doing}"
+    def _meet(self, doing: str, where: str = "", check: Callable[[], None] = lambda: None) -> None:
+        """Meet all ranks, and begin anew.
+
+        Args:
+            doing: the pass or call that follows; equal on all ranks.
+            where: more words for it.
+            check: called while this rank waits, and once all ranks have met; may raise.
+        """
+        state, words = self._state(), f"is about to begin {doing}{where}"
         self._uses.does(words)
         with self._meeting(self._uses, words) as (key, look):
-            by_place = self._board.compare(key, [doing, environment.alike(), state], look) or {}
+
+            def look_and_check() -> None:
+                look()
+                check()
+
+            by_place = self._board.compare(key, [doing, environment.alike(), state], look_and_check) or {}
+            check()
             said = {self.names[place]: theirs for place, theirs in by_place.items()}
             if (difference := _difference(said)) is not None:  # on all ranks
                 self._end_meeting(doing)
@@ -200,7 +212,7 @@ class Lane(Issuer):
         """Begin the next generation: all ranks have met, in these ``states``."""
         self._history, self._latest = History(), _NO_PASS
         self._questions.clear()
-        self.failure, self._together = None, True
+        self.failure, self._failed_first, self._together = None, False, True
         self.issued = max(state.issued for state in states)
         self._renew(1 + max(state.generation for state in states))
         self.settle()
@@ -359,11 +371,13 @@ class Lane(Issuer):
         if not self.collectives.generation:  # the ranks have not met yet
             return
         if self.failure is None:
-            history = self._history
+            history, self._failed_first = self._history, not self.has_failed
             has_begun = self.under_way is not None and self.under_way is history.latest
+            history.rounds += not (has_begun or what.is_backward)
             at = f" (at {history.label})" if has_begun and history.label else ""
             self.failure = f"{what.words}, because {why}" if why else what.words
             self.end_sequences(f"rank {self._rank} failed in the {self.failure}{at}")
+            self._board.post("failed", [self.collectives.generation, history.rounds, what.kind])
         self.leave()
 
     @property
@@ -379,18 +393,36 @@ class Lane(Issuer):
         """Have the ranks that wait for more than this rank has begun raise ``words``."""
         self.collectives.end(words, self._meetings)
 
-    def recover(self) -> None:
-        """Meet all ranks after a failure, and go on as if only the layouts had been agreed on.
+    def recover(self, what: Pass) -> None:
+        """Meet all ranks after a failure, before ``what``, and go on as if only the layouts had been agreed on.
 
         Raises:
+            OutOfStep: other ranks noticed the failure of this rank in ``what``, which so fails on all ranks.
             RuntimeError: the ranks do not come, or cannot connect.
         """
-        if self.has_failed:
-            self._meet(AFTER_FAILURE)
+        if not self.has_failed:
+            return
+        coming = [self.collectives.generation, self._history.rounds + 1, what.kind]
+        peers = [self.names.index(rank) for rank in self._uses.next_ranks()]
+
+        def check() -> None:
+            failed = self._board.posted("failed", peers) if self._failed_first else {}
+            if noticed := [self.names[place] for place, there in failed.items() if there == coming]:
+                raise OutOfStep(
+                    f"rank {self._rank} failed in the {self.failure}, and {ranks_as_text(noticed)} noticed that in the "
+                    f"next pass or call ({what.words}), which fails here as well"
+                )
+
+        try:
+            self._meet(AFTER_FAILURE, f" in the {self.failure}" if self.failure else "", check)
+        except BaseException:
+            for lane in (self, *self._latest.neighbours):
+                lane._failed_first = False  # this pass or call has failed for that
+            raise
 
     def _state(self) -> State:
         history, collectives = self._history, self.collectives
-        counts = history.passes, history.position, history.so_far, collectives.number
+        counts = history.position, history.so_far, collectives.number
         carrier = self.carrier
         sound = not (carrier.closed or carrier.is_destroyed or self.in_doubt is carrier)
         return State(collectives.generation, *counts, self.issued, sound, self.has_failed)
@@ -482,9 +514,7 @@ class Lane(Issuer):
 
     def _late(self, wait: Wait) -> str:
         """Return the message of a wait that exceeded the timeout."""
-        what = self._latest.what
-        waited = wait.report(f"waited {wait.seconds:.0f} s")
-        return f"{waited}. {hint(what.doing, what.advice)}"
+        return f"{wait.report(f'waited {wait.seconds:.0f} s')}. {hint(wait.sequence.doing, wait.sequence.advice)}"
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         """Return the error to raise where a collective failed or timed out; see ``Watch`` in ``work.py``."""

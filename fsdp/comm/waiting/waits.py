@@ -43,6 +43,7 @@ logger = logging.getLogger("fsdp")
 NEXT = 8  # ranks whose posts one look compares
 LONGEST = 6  # waits in a cycle: two ranks of one group, four of hybrid sharding
 UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
+AFTER_FAILURE = "the first pass or call after a failure"
 FIRST_USES, BESIDE = "first uses", "beside"  # sequences; with the first uses count meetings after failures
 _AFTER_DEATH = "If it failed, start again, and resume from the last checkpoint; else it has left out a call"
 _FEWER_BATCHES = "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
@@ -554,6 +555,8 @@ def hint(doing: str, advice: str = "") -> str:
     if doing.startswith("has called"):
         alone = "Is the call inside `if rank == 0`? Then take it out: every rank has to make it"
         return f"{alone}{'; ' if advice else ''}{advice}. {_FEWER_BATCHES}"
+    if AFTER_FAILURE in doing:
+        return "Have these ranks gone on without an error? Then catch no error on one rank alone, or tell them of it"
     alone = "Is another rank in a call inside `if rank == 0`? Then take it out: every rank has to make it"
     return f"{_FEWER_BATCHES}. {alone}"
 
