@@ -509,7 +509,7 @@ class _SideGroup:
         self._groups: dict[int, tuple[Any, int]] = {}  # by connected rank: the group, and the place of the rank in it
         self._pairs: dict[tuple[int, int], Any] = {}  # groups of two connected ranks
         self._connected = -1  # the generation of these groups
-        self._calls = Sequence(group, BESIDE)  # a call counts as two: see [Note: Spoiled groups]
+        self._calls = Sequence(group, BESIDE, step=2)  # see [Note: Spoiled groups]
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
     def join(self, doing: str) -> None:
@@ -522,9 +522,8 @@ class _SideGroup:
         self._calls.does(f"has called {doing}")
         while True:
             self._calls.note_end()
-            number = 2 if self._calls.has_ended else self._calls.number + 2
             with contextlib.suppress(_LeftBefore):
-                return self._meet(self._calls.begin(number))
+                return self._meet(self._calls.begin())
 
     def _meet(self, count: Count) -> None:
         """Wait for all ranks at this call, and connect if need be.
@@ -536,9 +535,7 @@ class _SideGroup:
 
         def look() -> None:
             self._check()
-            wait.look()
-            if wait.seconds > self._timeout.total_seconds():
-                raise RuntimeError(f"{wait.report(f'waited {wait.seconds:.0f} s')}. {REMEDY}")
+            wait.look(self._timeout.total_seconds())
 
         try:
             self._board.meet(f"{count.generation}/{count.number}", look)

@@ -44,17 +44,7 @@ from fsdp.comm.lane.issuing import Event, Issuer, Question
 from fsdp.comm.transport.channel import Channel
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.board import Board
-from fsdp.comm.waiting.waits import (
-    AFTER_FAILURE,
-    FIRST_USES,
-    Count,
-    Wait,
-    by_text,
-    first_different_event,
-    hint,
-    order_differs,
-    ranks_as_text,
-)
+from fsdp.comm.waiting.waits import Count, Wait, by_text, ranks_as_text
 from fsdp.comm.waiting.work import OutOfStep, TimedOut
 
 _T = TypeVar("_T")
@@ -106,8 +96,8 @@ class Lane(Issuer):
         self.failure: str | None = None
         self._failed_first = False  # whether an error of this rank was the first that it knows of
         self.names = rank_names(group)
-        self._meetings = waits.Sequence(group, "meetings")  # at the store, in passes
-        self._uses = waits.Sequence(group, FIRST_USES)
+        self._meetings = waits.Sequence(group, "meetings", renews=False)  # at the store, in passes
+        self._uses = waits.Sequence(group, waits.FIRST_USES)
         self._history = History()
         self._latest = _NO_PASS
         self._questions: deque[Question] = deque()  # in flight
@@ -321,7 +311,7 @@ class Lane(Issuer):
         """Raise the difference between the ranks if they have not voted alike."""
         if question.result() is None:
             events = self._of_all_ranks(list(self._history.recent), question.place)
-            raise self._out_of_step(first_different_event(events) or {self._rank: self._where})
+            raise self._out_of_step(waits.first_different_event(events) or {self._rank: self._where})
 
     def _announce(self, number: int) -> None:
         """Announce the next event, or the begin of a pass, and wait until all ranks have announced the same."""
@@ -414,7 +404,7 @@ class Lane(Issuer):
                 )
 
         try:
-            self._meet(AFTER_FAILURE, f" in the {self.failure}" if self.failure else "", check)
+            self._meet(waits.AFTER_FAILURE, f" in the {self.failure}" if self.failure else "", check)
         except BaseException:
             for lane in (self, *self._latest.neighbours):
                 lane._failed_first = False  # this pass or call has failed for that
@@ -437,27 +427,24 @@ class Lane(Issuer):
             words: for this rank, after "rank 0".
             sign: see :class:`~fsdp.comm.waiting.waits.Count`.
         """
-        in_pass = sequence is self._meetings  # where it has ended, this rank raises that, until all ranks have met
-        generation = self.collectives.generation if in_pass else None
-        number = sequence.number + 1 if in_pass else sequence.next
+        in_pass, before = sequence is self._meetings, sequence.count
         lanes = [self, *self._latest.neighbours] if in_pass else ()
 
         def look() -> None:
             for lane in lanes:  # other ranks of the pass may wait for this one to read their memory
                 lane.sharing.advance()
-            wait.look()
-            if wait.seconds > self.timeout:
-                raise RuntimeError(self._late(wait))
+            wait.look(self.timeout)
 
         try:
-            wait = self._wait(sequence, sequence.begin(number, sign, generation), words)
+            count = sequence.begin(sign)
+            wait = self._wait(sequence, count, words)
             try:
-                yield f"{sequence.name}/{sequence.generation}/{number}", look
+                yield f"{sequence.name}/{count.generation}/{count.number}", look
             finally:
                 wait.over()
         except BaseException:
             if not in_pass:
-                sequence.leave(number)  # the next meeting of this rank is the same one
+                sequence.leave(before)  # the next meeting of this rank is the same one
             raise
 
     def _wait(self, sequence: waits.Sequence, count: Count, words: str, label: str = "", waited: float = 0.0) -> Wait:
@@ -508,20 +495,16 @@ class Lane(Issuer):
 
     def _out_of_step(self, words: Mapping[int, str]) -> OutOfStep:
         """Return the error where all ranks have found a difference; ranks of the other lanes of the tree get it too."""
-        error = OutOfStep(order_differs(words, self._latest.remedy))
+        error = OutOfStep(waits.order_differs(words, self._latest.remedy))
         self.diverged(error)
         return error
-
-    def _late(self, wait: Wait) -> str:
-        """Return the message of a wait that exceeded the timeout."""
-        return f"{wait.report(f'waited {wait.seconds:.0f} s')}. {hint(wait.sequence.doing, wait.sequence.advice)}"
 
     def failed(self, error: RuntimeError, number: int, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
         """Return the error to raise where a collective failed or timed out; see ``Watch`` in ``work.py``."""
         closed = "" if in_memory else self.carrier.note_error(error, self.timeout)
-        wait = self.waiting(number, label, error.seconds if isinstance(error, TimedOut) else 0.0)
+        wait = self.waiting(number, label, self.timeout if isinstance(error, TimedOut) else 0.0)
         if isinstance(error, TimedOut):
-            return RuntimeError(f"{self._late(wait)}{closed}")
+            return RuntimeError(f"{wait.late('waited')}{closed}")
         words = f" {wait.report('waits')}" if on_host else ""
         return RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}{closed}")
 

@@ -128,10 +128,6 @@ class Board:
                 looked = time.monotonic()
         self._spent = [signed, met]
 
-    def release(self, key: str) -> None:
-        """End the meeting at ``key`` although ranks are missing."""
-        self.write(f"{key}/met", True)
-
     def is_first(self, key: str) -> bool:
         """Return whether this rank is the first to call this for ``key``."""
         store = self._store

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -85,9 +86,15 @@ class Sequence:
         rank: this rank; None if ``torch.distributed`` does not know the group.
     """
 
-    def __init__(self, group: Any, name: str) -> None:
-        """``name`` is equal on all ranks, and unique among the sequences of the group."""
+    def __init__(self, group: Any, name: str, *, step: int = 1, renews: bool = True) -> None:
+        """
+        Args:
+            name: equal on all ranks, and unique among the sequences of the group.
+            step: the count of one thing.
+            renews: whether the first thing after the end of a generation begins the next one.
+        """
         self.name, self.key = name, f"{getattr(group, 'group_name', '')}/{name}"
+        self._step, self._renews = step, renews
         self.ranks = rank_names(group)
         self.generation = self.number = self.sign = 0
         self.doing = self.remedy = self.advice = ""
@@ -120,7 +127,7 @@ class Sequence:
     @property
     def reason(self) -> str:
         """Why the latest generation has ended that this rank knows of."""
-        return "" if self.rank is None else self.rank.reasons.get(self.key, "")
+        return "" if self.rank is None else self.rank.ends.get(self.key, (NEVER, ""))[1]
 
     def next_ranks(self, turn: int = 0) -> list[int]:
         """Return :data:`NEXT` other ranks, the next ones at each ``turn``: a look costs the same in any group."""
@@ -139,26 +146,16 @@ class Sequence:
         if on_this_thread:
             self.thread = threading.get_ident()
 
-    @property
-    def next(self) -> int:
-        """The number of the next thing, in the next generation if the present one has ended."""
-        return 1 if self.has_ended else self.number + 1
-
-    def begin(self, number: int, sign: int = 0, generation: int | None = None) -> Count:
-        """Begin the thing ``number``; return the count.
-
-        ``generation``: None for the present one, or the next one if that has ended.
-        """
-        if generation is not None:
-            self.generation = generation
-        elif self.rank is not None and self.has_ended:
-            self.generation = self.rank.end_of(self.key).generation + 1
-        self.number, self.sign = number, sign
+    def begin(self, sign: int = 0) -> Count:
+        """Begin the next thing; return the count."""
+        if self._renews and self.has_ended and self.rank is not None:
+            self.renew(self.rank.end_of(self.key).generation + 1)
+        self.number, self.sign = self.number + self._step, sign
         return self.count
 
-    def leave(self, number: int) -> None:
-        """Take back the thing ``number``, which this rank has left."""
-        self.number = number - 1
+    def leave(self, before: Count) -> None:
+        """Return to the count ``before`` the latest thing, which this rank has left."""
+        self.generation, self.number, self.sign = before
 
     def renew(self, generation: int) -> None:
         """Continue with ``generation``, in which nothing has begun."""
@@ -262,12 +259,18 @@ class Wait:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def look(self) -> None:
+    def look(self, timeout: float = math.inf) -> None:
         """Compare the ranks after :data:`fsdp.comm.threads.PATIENCE`.
 
         Raises:
             OutOfStep: the ranks differ, the sequence has ended before this count, or the process of a rank has ended.
+            RuntimeError: this rank has waited for longer than ``timeout`` seconds.
         """
+        self._compare()
+        if self.seconds > timeout:
+            raise RuntimeError(self.late("waited"))
+
+    def _compare(self) -> None:
         rank = self.sequence.rank
         if rank is None:
             return
@@ -296,8 +299,7 @@ class Wait:
             first = rank.board.is_first(f"reported/{self.sequence.key}/{self.count}")
             level = logging.WARNING if first else logging.INFO
             if logger.isEnabledFor(level):  # the report reads the posts of all ranks
-                words = self.report(f"has waited {self.seconds:.0f} s")
-                logger.log(level, "%s. %s", words, hint(self.sequence.doing, self.sequence.advice))
+                logger.log(level, "%s", self.late("has waited"))
 
     def over(self) -> None:
         """Withdraw the post of this wait, which is over or was given up."""
@@ -306,6 +308,11 @@ class Wait:
             self._posted = False
             rank.waits.pop(id(self), None)
             rank.post()
+
+    def late(self, waited: str) -> str:
+        """Describe a wait of this length, with the remedy; ``waited`` is the verb."""
+        said = self.report(f"{waited} {self.seconds:.0f} s")
+        return f"{said}. {_hint(self.sequence.doing, self.sequence.advice)}"
 
     def report(self, waited: str) -> str:
         """Describe how long this rank has ``waited``, for which ranks, and what these ranks did last."""
@@ -324,8 +331,7 @@ class _Rank:
     Attributes:
         number: the global rank.
         latest, before: the latest thing that this rank has begun, of any sequence, and the thing before that.
-        ends: by sequence, the end that this rank has raised or caused: the first count that is out of reach.
-        reasons: the words for these ends.
+        ends: by sequence, the end that this rank has raised or caused: the first count that is out of reach, and why.
     """
 
     def __init__(self, group: Any) -> None:
@@ -334,8 +340,7 @@ class _Rank:
         self.latest = self.before = ""
         self.sequences: weakref.WeakValueDictionary[str, Sequence] = weakref.WeakValueDictionary()
         self.waits: dict[int, Wait] = {}
-        self.ends: dict[str, Count] = {}
-        self.reasons: dict[str, str] = {}
+        self.ends: dict[str, tuple[Count, str]] = {}
         self._life = uuid.uuid4().hex
         self._process = [machine(), os.getpid(), start_of(os.getpid())]
         self.post()
@@ -419,12 +424,11 @@ class _Rank:
 
     def _note_end(self, counts: Mapping[str, Several[int]], words: str) -> None:
         for key, count in counts.items():
-            self.ends[key] = max(self.end_of(key), Count(*count))
-            self.reasons[key] = words
+            self.ends[key] = max(self.end_of(key), Count(*count)), words
 
     def end_of(self, key: str) -> Count:
         """Return the entry of ``ends``; one before all counts if there is none."""
-        return self.ends.get(key, NEVER)
+        return self.ends.get(key, (NEVER, ""))[0]
 
     def reason_of_end(self, key: str, count: Count) -> str | None:
         """Return why a sequence has ended before ``count``, which this rank raises; None if it has not ended."""
@@ -550,7 +554,7 @@ def ranks_as_text(ranks: Iterable[int]) -> str:
     return f"{noun} {', '.join(words)} and {last}" if words else f"{noun} {last}"
 
 
-def hint(doing: str, advice: str = "") -> str:
+def _hint(doing: str, advice: str) -> str:
     """Return the likely mistakes where a rank waits long, and the remedies."""
     if doing.startswith("has called"):
         alone = "Is the call inside `if rank == 0`? Then take it out: every rank has to make it"

@@ -48,7 +48,6 @@ class TimedOut(RuntimeError):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the other ranks did not come within {seconds:.0f} s, the timeout of the process group")
-        self.seconds = seconds
 
 
 class Watch(Protocol):
