@@ -183,7 +183,7 @@ class Communicator:
     def _divided(self, work: Work, out: torch.Tensor, divisor: float) -> Work:
         """Divide ``out``, the result of ``work``, by ``divisor``."""
         if divisor != 1 and self._on_host:
-            work.divided(out, divisor)
+            work.then(functools.partial(out.div_, divisor))
         elif divisor != 1:
             out.div_(divisor)
         return work.on(self.streams)

@@ -276,7 +276,7 @@ class ReductionQueue:
     def _complete(self, item: Reduction) -> None:
         """Wait for the first collective of ``item``, and free the source."""
         if item.source is not None:
-            item.pending.wait(divide=False)  # where that is interrupted, the memory stays in use
+            item.pending.wait()  # where that is interrupted, the memory stays in use
             if item.source.pooled is not None:
                 self.pool.free(item.source.pooled, None)
             item.source = None
@@ -284,12 +284,11 @@ class ReductionQueue:
             self._reading.remove(item)
 
     def _settle(self, items: Collection[Reduction]) -> None:
-        """Wait for all collectives of ``items``, and divide the sums."""
+        """Wait for all collectives of ``items``."""
         for item in items:
             self._complete(item)
             if item.averaged is not None:
-                item.averaged.wait(divide=False)
-        Work.divide(item.averaged or item.pending for item in items)
+                item.averaged.wait()
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""

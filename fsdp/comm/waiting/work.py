@@ -18,12 +18,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 
 from fsdp.comm import threads
@@ -133,7 +132,7 @@ class Work:
 
     Attributes:
         label: words for logs and errors: "gather unit 'blocks.0'".
-        watch: compares the ranks during waits; None for a group that no lane serves.
+        watch: compares the ranks during waits; None for an operation without communication.
     """
 
     __slots__ = (
@@ -143,7 +142,6 @@ class Work:
         "_handles",
         "_number",
         "_on_host",
-        "_quotient",
         "_streams",
         "label",
         "watch",
@@ -172,7 +170,6 @@ class Work:
         self._handles = handles if ends_alone or not handles or not on_host else (BlockingWork(handles),)
         self._carrier = None if watch is None else watch.carrier
         self._finish: Callable[[], object] | None = None
-        self._quotient: tuple[torch.Tensor, float] | None = None
         self._event: StreamEvent = None
         self._streams: Streams | None = None
 
@@ -206,10 +203,6 @@ class Work:
         self._finish = finish
         return self
 
-    def divided(self, tensor: torch.Tensor, divisor: float) -> None:
-        """Have ``wait()`` divide ``tensor``, the result, by ``divisor``."""
-        self._quotient = tensor, divisor
-
     def extend(self) -> None:
         """Include the operations that the current stream was given since."""
         if self._streams is not None:
@@ -224,10 +217,8 @@ class Work:
         """Return whether a wait would not block. Handles that cannot be polled count as complete."""
         return all(handle.is_completed() for handle in self._handles if isinstance(handle, dist.Work))
 
-    def wait(self, *, divide: bool = True) -> None:
+    def wait(self) -> None:
         """Wait for the result, and finish it.
-
-        Without ``divide`` the result is the sum: the caller passes several works to :meth:`divide` together.
 
         Raises:
             OutOfStep: the ranks are out of sync; the collective is still in flight.
@@ -241,27 +232,16 @@ class Work:
             finish()
         if self._streams is not None:
             self._streams.wait(self._event)
-        if divide and self._quotient is not None:
-            Work.divide([self])
-
-    @staticmethod
-    def divide(several: Iterable[Work]) -> None:
-        """Divide the sums of ``several`` works, with one call per divisor."""
-        by_divisor: dict[float, list[torch.Tensor]] = {}
-        for work in several:
-            quotient, work._quotient = work._quotient, None
-            if quotient is not None:
-                by_divisor.setdefault(quotient[1], []).append(quotient[0])
-        for divisor, tensors in by_divisor.items():
-            torch._foreach_div_(tensors, divisor)
 
     def _wait(self) -> None:
-        if self.watch is not None and self.watch.carrier is not self._carrier:  # abandoned
+        watch = self.watch
+        assert watch is not None, "a collective has a lane"
+        if watch.carrier is not self._carrier:  # abandoned
             self._handles, self._finish = (), None
         while self._handles:
-            handle, watch = self._handles[0], self.watch
+            handle = self._handles[0]
             try:
-                if watch is None or not self._on_host or not isinstance(handle, _INTERRUPTIBLE):
+                if not self._on_host or not isinstance(handle, _INTERRUPTIBLE):
                     handle.wait()
                 else:
                     try:
@@ -271,13 +251,10 @@ class Work:
                     except RuntimeError:
                         self._wait_longer(handle, watch)
             except OutOfStep as error:
-                if watch is not None:
-                    watch.diverged(error)
+                watch.diverged(error)
                 raise
             except RuntimeError as error:
                 self._handles = ()
-                if watch is None:
-                    raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}") from error
                 in_memory = isinstance(handle, HostWork) and not isinstance(handle, BlockingWork)
                 raise watch.failed(
                     error, self._number, self.label, on_host=self._on_host, in_memory=in_memory
