@@ -197,7 +197,7 @@ class SharedPool(MemoryPool):
         readers = self._readers
         if readers is None or numel == 0:
             return super().empty(numel, dtype=dtype, device=device)
-        storage = readers.segment.allocate(numel * dtype.itemsize, readers, keep=False)
+        storage = readers.segment.allocate(numel * dtype.itemsize, readers)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[call-overload]
 
 

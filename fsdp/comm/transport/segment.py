@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -209,54 +209,33 @@ class Segment:
         os.posix_fallocate(self.file, offset, HEADER)
         return offset
 
-    def allocate(self, nbytes: int, readers: Readers | None = None, *, keep: bool = True) -> torch.UntypedStorage:
+    def allocate(self, nbytes: int, readers: Readers | None = None) -> torch.UntypedStorage:
         """Allocate a storage of at least ``nbytes`` undefined bytes, which lasts until its last holder is gone.
-
-        Without ``keep`` the memory then returns to the system at once, if it has no readers.
 
         Raises:
             OSError: the system has not enough memory.
         """
         block = self.take(nbytes, readers)
-        if keep and block.storage is not None:
-            storage, block.storage = block.storage, None
-            return storage
-        self._forget_storage(block)
+        storage, block.storage = block.storage, None
+        return self._lend(block) if storage is None else storage
 
-        def come_back() -> None:
-            if not keep and block.is_read:
-                self._give_back(block)
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Take back a storage that no tensor holds, for the next allocation of that size; nothing outside of the
+        segment."""
+        block = self._lent.get(storage.data_ptr())
+        if block is not None:
+            block.storage = storage
             self.leave(block)
 
-        return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
-
-    def free(self, storage: torch.UntypedStorage) -> bool:
-        """Take back a storage that no tensor holds, for the next allocation of that size.
-
-        Returns False for a storage outside of the segment.
-        """
-        block = self._lent.get(storage.data_ptr())
-        if block is None:
-            return False
-        block.storage = storage
-        self.leave(block)
-        return True
-
-    def _forget_storage(self, block: Block) -> None:
-        """Drop the cached storage of ``block`` without returning the block."""
-        if block.storage is not None:
-            del self._lent[block.storage.data_ptr()]
-            block.lent = None
-            block.storage = None
-
-    def lend(self, block: Block, memory: memoryview, come_back: Callable[[], None]) -> torch.UntypedStorage:
-        """Return a storage over ``memory``, that of ``block``; calls ``come_back`` when the last holder is gone."""
+    def _lend(self, block: Block) -> torch.UntypedStorage:
+        """Return a storage over ``block``, which comes back when the last holder is gone."""
+        memory = self.mapping.memory[block.offset : block.offset + block.nbytes]
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         address = storage.data_ptr()
 
         def back(_: object) -> None:
             del self._lent[address]
-            come_back()
+            self.leave(block)
 
         self._lent[address] = block
         block.lent = weakref.ref(memory, back)
@@ -342,20 +321,17 @@ class Segment:
                 if block.is_read:
                     self._give_back(block)
             self._shrink_to(nbytes)
-
-    def trim(self, readers: Readers | None = None) -> None:
-        """Return free memory without readers to the system; wait for ``readers`` first."""
-        if self._lock.locked():
-            return
-        with self._lock:
-            for block in tuple(self._free):
-                block.wait_for(readers)
-            self._shrink_to(0)
             while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
                 block = self._blocks.pop()
                 self._free.remove(block)
-                self._forget_storage(block)
                 self._end = block.offset
+                if block.storage is not None:
+                    del self._lent[block.storage.data_ptr()]
+                    block.lent = block.storage = None
+
+    def trim(self, readers: Readers | None = None) -> None:
+        """Return free memory without readers to the system; wait for ``readers`` first."""
+        self.keep(0, 0, readers)
 
     def _trim_idle(self) -> bool:
         """Trim; return whether some memory still has readers."""
