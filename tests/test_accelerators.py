@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 import time
@@ -371,19 +370,12 @@ def test_large_host_memory_may_have_huge_pages() -> None:
     assert " hg" not in (mapped(gone) or "")
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="the system has no memory that may be taken back later")
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20])
 def test_memory_of_freed_gradients_is_recycled(nbytes: int) -> None:
-    """The next step's gradients take that memory, without page faults.
-
-    Meanwhile the system may reclaim it, and without a next step it is freed.
-    """
+    """The next step's gradients take that memory, without page faults. Without a next step it is freed."""
 
     def take() -> Tensor:
         return host_memory.recycled(nbytes // 4, torch.empty(0)).fill_(1)
-
-    def lazy(address: int) -> int:
-        return int(mapping_of(address)["LazyFree"].split()[0]) << 10
 
     with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 60.0):
         first, second = take(), take()
@@ -392,20 +384,16 @@ def test_memory_of_freed_gradients_is_recycled(nbytes: int) -> None:
         third = take()
         assert third.data_ptr() not in addresses and part.eq(1).all(), "a tensor refers to that memory"
         del part, second
-        # at least half of it: the part without huge pages is a separate mapping
-        assert lazy(addresses[0]) >= nbytes // 2, "the system cannot reclaim it"
         again = [take(), take()]
         assert sorted(each.data_ptr() for each in again) == sorted(addresses)
-        if addresses[1] - addresses[0] not in (nbytes, -nbytes):  # else one mapping
-            assert lazy(addresses[0]) == 0
         small, larger = (host_memory.recycled(n, torch.empty(0, dtype=torch.int8)) for n in (1 << 10, nbytes + 1))
         assert small.data_ptr() not in addresses and larger.data_ptr() not in addresses
     with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 0.05):
-        address = take().data_ptr()
+        take()
         deadline = time.monotonic() + 60
         while host_memory._left._spare[nbytes] and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not host_memory._left._spare[nbytes] and "LazyFree" not in mapping_of(address), "never freed"
+        assert not host_memory._left._spare[nbytes], "never freed"
 
 
 @pytest.mark.parametrize("pinned", [False, True])

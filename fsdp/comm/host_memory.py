@@ -28,50 +28,30 @@ def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tens
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or not _MAY_BE_HUGE:
         return torch.empty(numel, dtype=dtype, device=device)
-    pages = _Mapped(nbytes)
-    return torch.frombuffer(pages.memory, dtype=dtype, count=numel)
+    return torch.frombuffer(_mapped(nbytes), dtype=dtype, count=numel)
 
 
-class _Mapped:
-    """An anonymous mapping, ``memory``, of so many bytes."""
-
-    def __init__(self, nbytes: int) -> None:
-        # More addresses than bytes, to begin at a huge page; pages that are not written take no memory.
-        huge = nbytes // _HUGE_PAGE * _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE and _MAY_BE_HUGE else 0
-        spare = _HUGE_PAGE if huge else 0
-        self._map = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._start = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if huge else 0
-        self._nbytes = nbytes
-        if huge:
-            with contextlib.suppress(OSError):  # a system that was built without them
-                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, huge)
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview(self._map)[self._start : self._start + self._nbytes]
-
-    def offer(self) -> None:
-        """Let the system take the pages when memory is short; pages that are written again stay.
-
-        Raises:
-            OSError: the process has locked its memory.
-        """
-        self._map.madvise(mmap.MADV_FREE, self._start, -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+def _mapped(nbytes: int) -> memoryview:
+    """Map so many bytes of anonymous memory, with huge pages where they fit."""
+    # More addresses than bytes, to begin at a huge page; pages that are not written take no memory.
+    huge = nbytes // _HUGE_PAGE * _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE and _MAY_BE_HUGE else 0
+    mapped = mmap.mmap(-1, nbytes + (_HUGE_PAGE if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(mapped, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if huge else 0
+    if huge:
+        with contextlib.suppress(OSError):  # a system that was built without them
+            mapped.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return memoryview(mapped)[start : start + nbytes]
 
 
 _RECYCLED = 1 << 20  # bytes; smaller tensors use the allocator of torch
-_MAY_RECYCLE = hasattr(mmap, "MADV_FREE")
 
 
 class _Left:
-    """Memory without holders, for the next request of that size.
-
-    The system may take it when memory is short. It is unmapped after a second without a request.
-    """
+    """Memory without holders, for the next request of that size; unmapped after a second without a request."""
 
     def __init__(self) -> None:
-        self._spare: dict[int, list[_Mapped]] = {}
-        self._lent: dict[_Mapped, weakref.ref[memoryview]] = {}
+        self._spare: dict[int, list[memoryview]] = {}
+        self._lent: dict[int, weakref.ref[memoryview]] = {}
         self._when_idle: WhenIdle | None = None
         os.register_at_fork(after_in_child=self._in_fork)
 
@@ -81,20 +61,18 @@ class _Left:
         self._when_idle.asked()
         when_idle, spare, lent = self._when_idle, self._spare.setdefault(nbytes, []), self._lent
         try:
-            mapped = spare.pop()
+            memory = spare.pop()
         except IndexError:
-            mapped = _Mapped(nbytes)
+            memory = _mapped(nbytes)
+        holder = memory[:]
 
         def back(_: object) -> None:
-            del lent[mapped]
-            with contextlib.suppress(OSError):
-                mapped.offer()
-                spare.append(mapped)
-                when_idle.came_back()
+            del lent[id(memory)]
+            spare.append(memory)
+            when_idle.came_back()
 
-        memory = mapped.memory
-        lent[mapped] = weakref.ref(memory, back)
-        return memory
+        lent[id(memory)] = weakref.ref(holder, back)
+        return holder
 
     def _forget(self) -> bool:
         for spare in self._spare.values():
@@ -119,7 +97,7 @@ def recycled(numel: int, like: torch.Tensor) -> torch.Tensor:
     if nbytes < _RECYCLED:
         return like.new_empty(numel)
     dtype, device = like.dtype, like.device
-    if device.type != "cpu" or not _MAY_RECYCLE:
+    if device.type != "cpu":
         return empty(numel, dtype=dtype, device=device)
     return torch.frombuffer(_left.take(nbytes), dtype=dtype, count=numel)
 
