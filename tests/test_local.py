@@ -233,7 +233,7 @@ def train(root: str, phase: str = "", victim: int = -1) -> tuple[int, list[Tenso
         begun = load([local], model, optimizer)
         for name, owner, attribute in (
             ("write", files.disk, "create"),
-            ("send", consensus.Ranks, "message"),
+            ("send", consensus.SideGroup, "message"),
             ("rename", files, "publish"),
         ):
             stack.enter_context(reaching(name, owner, attribute))

@@ -37,6 +37,9 @@ def copy_files(ranks: Ranks, routes: Sequence[Route], sizes: Mapping[str, int], 
     Raises:
         OSError, RuntimeError: a file could not be read or written on this rank, or another rank is gone.
     """
+    side = ranks.side
+    if side is None:  # one process has no routes
+        return
     own = {route: tag for tag, route in enumerate(routes) if ranks.rank in route[:2]}
     buffers = {route: torch.empty(min(_BLOCK, sizes[route.name]), dtype=torch.uint8, device="cpu") for route in own}
     streams: dict[Route, Any] = {}
@@ -66,7 +69,7 @@ def copy_files(ranks: Ranks, routes: Sequence[Route], sizes: Mapping[str, int], 
         files.disk.sync(streams[route])
         files.disk.rename(incomplete(route), directory / route.name)
 
-    ranks.connect(route[:2] for route in own)
+    side.connect_pairs(route[:2] for route in own)
     with ExitStack() as stack:
         for route in own:
             attempt(route, begin, route)
@@ -79,7 +82,7 @@ def copy_files(ranks: Ranks, routes: Sequence[Route], sizes: Mapping[str, int], 
                     sends = route.source == ranks.rank
                     if sends:
                         attempt(route, files.fill, streams.get(route), memory_of(block), offset)
-                    works.append(ranks.message(route[:2], block, own[route], sends=sends))
+                    works.append(side.message(route[:2], block, own[route], sends=sends))
                 for work in works:
                     work.wait(SLOWEST)
             finally:

@@ -366,6 +366,7 @@ class Ranks(Agreement):
 
     Attributes:
         size: the number of ranks.
+        side: their connections; None for this process alone.
         underway: the latest call in the background. The next call waits for it.
     """
 
@@ -378,7 +379,7 @@ class Ranks(Agreement):
         self.rank = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.underway: futures.Future[Any] | None = None
-        self._side = None if group is None else _SideGroup(group)
+        self.side = None if group is None else SideGroup(group)
         self._doing = self._place = ""  # the call, and the latest round in it, as text
         self._in_foreground = True  # whether the caller waits; else a thread of a save in the background
         self._agreed: list[BaseException] = []  # errors of this call that all ranks have raised
@@ -386,9 +387,9 @@ class Ranks(Agreement):
     @property
     def members(self) -> list[int]:
         """The global ranks, in order."""
-        if self._side is None:
+        if self.side is None:
             return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
-        return self._side.global_ranks
+        return self.side.global_ranks
 
     @staticmethod
     def of(process_group: Any) -> Ranks:
@@ -421,18 +422,18 @@ class Ranks(Agreement):
         self._in_foreground = not resumed
         self._doing = self._place = doing
         try:
-            if self._side is not None and not resumed:
-                self._side.join(doing)
+            if self.side is not None and not resumed:
+                self.side.join(doing)
             yield
         except BaseException as error:
-            if self._side is not None and not any(error is agreed for agreed in self._agreed):
-                self._side.spoil(f"rank {self.rank} left {self._place}: {Failure.of(error).text}")
+            if self.side is not None and not any(error is agreed for agreed in self._agreed):
+                self.side.spoil(f"rank {self.rank} left {self._place}: {Failure.of(error).text}")
             raise
         finally:
             self._agreed.clear()
 
     def _joint(self, failures: dict[int, Failure], own: BaseException | None) -> BaseException:
-        if self._side is None and own is not None:
+        if self.side is None and own is not None:
             return own
         joint = joint_error(failures, self.size)
         joint.__cause__ = own
@@ -443,14 +444,14 @@ class Ranks(Agreement):
         """Send the values up the tree, and the answer down. See [Note: A tree of ranks]."""
         self._place = f"{self._doing} ({what.label})"
         waits = f"in {self._place} for other ranks, which are in it as well"
-        if self._side is None:
+        if self.side is None:
             return self._through_tree(what, None)
         try:
             with reported_if_long(self.rank, waits) if self._in_foreground else contextlib.nullcontext():
-                return self._through_tree(what, self._side)
+                return self._through_tree(what, self.side)
         except _Gone as gone:
-            reason = self._side.reason_to_leave()
-            self._side.spoil(f"rank {self.rank} left {self._place}: {gone}")
+            reason = self.side.reason_to_leave()
+            self.side.spoil(f"rank {self.rank} left {self._place}: {gone}")
             raise RuntimeError(f"{self._place}: {reason or gone}") from gone
 
     def _through_tree(self, what: _Round, side: Any) -> tuple[Any, dict[int, Failure], BaseException | None]:
@@ -479,28 +480,12 @@ class Ranks(Agreement):
                 side.send(child, (answer, failures))
         return answer, failures, error
 
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Connect pairs of ranks for :meth:`message`; both ranks of each have to call, inside a round."""
-        for pair in sorted(set(pairs)):  # in one order on all ranks: avoids a cycle of waits
-            assert self._side is not None
-            self._side.connect_pair(pair)
 
-    def message(self, pair: tuple[int, int], data: torch.Tensor, tag: int, *, sends: bool) -> Any:
-        """Begin to send, or to receive, bytes of the first rank of a connected pair for the second.
-
-        Returns:
-            the work, which keeps the connection open: drop it where an error ends the transfer, so that the other rank
-            does not wait.
-        """
-        assert self._side is not None
-        return self._side.message(pair, data, tag, sends=sends)
-
-
-class _SideGroup:
+class SideGroup:
     """The connections of :class:`Ranks`; see [Note: A group of its own] and [Note: Spoiled groups]."""
 
     def __init__(self, group: Any) -> None:
-        self._rank, self._size, self._timeout = group.rank(), group.size(), group_timeout(group)
+        self.rank, self._size, self._timeout = group.rank(), group.size(), group_timeout(group)
         store = group_store(group)
         if store is None:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
@@ -560,14 +545,14 @@ class _SideGroup:
 
     def _connect(self, look: Callable[[], None]) -> None:
         """Connect the parent and the children of this rank as gloo groups; see [Note: A tree of ranks]."""
-        parent, children = tree(self._rank, self._size)
-        for head in (parent, self._rank if children else None):  # the parent's first: avoids a cycle of waits
+        parent, children = tree(self.rank, self._size)
+        for head in (parent, self.rank if children else None):  # the parent's first: avoids a cycle of waits
             if head is None:
                 continue
             members = [head, *(child[0] for child in tree(head, self._size)[1])]
             connected = self._connected_as(str(head), members, look)
             for at, rank in enumerate(members):
-                if head in (self._rank, rank):
+                if head in (self.rank, rank):
                     self._groups[rank] = connected.result(), at
             del connected  # an error would keep the group and its connections open
 
@@ -575,7 +560,7 @@ class _SideGroup:
         """Return the future, which is done, of a gloo group of ``members``; ``name`` tells it from other groups."""
         # not new_group(): it takes all ranks of the default group, and keeps each group for ever
         prefixed = dist.PrefixStore(f"{self._calls.generation}/{name}/", self._store)
-        place = prefixed, members.index(self._rank), len(members), self._timeout
+        place = prefixed, members.index(self.rank), len(members), self._timeout
         connected = in_thread(functools.partial(dist.ProcessGroupGloo, *place))  # not interrupted there
         while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
             look()
@@ -583,9 +568,9 @@ class _SideGroup:
             raise RuntimeError(f"the ranks cannot connect for {self._calls.doing}: {error}") from error
         return connected
 
-    def connect_pair(self, pair: tuple[int, int]) -> None:
-        """Connect two ranks, of which this is one, unless they are."""
-        if pair not in self._pairs:
+    def connect_pairs(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Connect pairs of ranks, of which this rank is one, for :meth:`message`; both ranks call, inside a round."""
+        for pair in sorted({*pairs} - {*self._pairs}):  # in one order on all ranks: avoids a cycle of waits
             wait = Wait(self._calls, self._calls.count, self._calls.doing)
             try:
                 self._pairs[pair] = self._connected_as("{} to {}".format(*pair), [*pair], wait.look).result()
@@ -593,7 +578,12 @@ class _SideGroup:
                 wait.over()
 
     def message(self, pair: tuple[int, int], data: torch.Tensor, tag: int, *, sends: bool) -> Any:
-        """Begin to send, or to receive; return the work."""
+        """Begin to send, or to receive, bytes of the first rank of a connected pair for the second.
+
+        Returns:
+            the work, which keeps the connection open: drop it where an error ends the transfer, so that the other rank
+            does not wait.
+        """
         if sends:
             return self._pairs[pair].send([data], 1, tag)
         return self._pairs[pair].recv([data], 0, tag)
