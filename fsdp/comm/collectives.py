@@ -67,19 +67,19 @@ class Communicator:
         """Set the divisor of reductions, and whether the collectives must be plain sums."""
         self.divisor, self.sums_only = divisor, sums_only
 
-    def choose(self, device: torch.device) -> None:
-        """Choose the algorithm for tensors on ``device``. The first time all ranks have to call.
+    def choose(self, device: torch.device) -> Lane:
+        """Choose the algorithm of a sharded unit for tensors on ``device``; return the lane of the shard group. All
+        ranks have to call.
 
         Raises:
             RuntimeError: a rank is late, or the ranks do not support the value of ``FSDP_COLLECTIVES``.
         """
-        if self.is_chosen:
-            return
-        self._shard_lane = Lane.of(self.groups.shard, device)
+        lane = Lane.of(self.groups.shard, device)
         if self._on_host and self.groups.shard_size > 1:
-            self._shares_memory = shared_channel(self._shard_lane, device) is not None
+            self._shares_memory = shared_channel(lane, device) is not None
             self._direct_min = direct_threshold(self.groups.shard, device)
-        self.is_chosen = True
+        self._shard_lane, self.is_chosen = lane, True
+        return lane
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
@@ -94,10 +94,7 @@ class Communicator:
             for part in parts:
                 part.full.copy_(part.shard)
             return Work.done(self.streams)
-        if self._shard_lane is None:
-            self.choose(parts[0].full.device)
-        lane = self._shard_lane
-        assert lane is not None
+        lane = self._shard_lane or self.choose(parts[0].full.device)
         channel = lane.memory() if self._shares_memory else None
         if channel is not None:
             starts = []
@@ -129,10 +126,7 @@ class Communicator:
         """
         if not self.groups.sharded:
             return self.average(full, event)
-        if self._shard_lane is None:
-            self.choose(full.device)
-        lane = self._shard_lane
-        assert lane is not None
+        lane = self._shard_lane or self.choose(full.device)
         op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=self.sums_only)
         if before != 1:
             full.div_(before)
