@@ -81,7 +81,7 @@ class Groups:
         rank, size = process_group.rank(), process_group.size()
         if replicate:
             return Groups(None, 0, 1, process_group if size > 1 else None, rank, size)
-        return Groups(process_group, rank, size, None, 0, 1, _forced())
+        return Groups(process_group, rank, size, None, 0, 1, environment.FORCE_SHARDED.value)
 
     @staticmethod
     def of_pair(shard: Any, replica: Any) -> Groups:
@@ -90,16 +90,11 @@ class Groups:
         Uses ``rank()`` and ``size()`` of the groups only. A shard group of one rank means replication over all ranks,
         a replica group of one rank means sharding over all ranks.
         """
-        forced, size = _forced(), replica.size()
-        sharded = Groups(shard, shard.rank(), shard.size(), None, 0, 1, forced, hybrid=True)
-        if size == 1:
+        sharded = replace(Groups.of(shard, replicate=False), hybrid=True)
+        if replica.size() == 1:
             return sharded
         kept = shard if sharded.sharded else None
-        return replace(sharded, shard=kept, replica=replica, replica_rank=replica.rank(), replica_size=size)
-
-
-def _forced() -> bool:
-    return environment.FORCE_SHARDED.value
+        return replace(sharded, shard=kept, replica=replica, replica_rank=replica.rank(), replica_size=replica.size())
 
 
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:

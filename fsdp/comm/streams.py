@@ -244,12 +244,10 @@ def compute_and_gather_stream(device: torch.device) -> tuple[Stream, Stream]:
 
 def default_device() -> torch.device:
     """Return the default device of modules: the current device of the accelerator, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return (
-        torch.device(accelerator.type, torch.accelerator.current_device_index())
-        if accelerator is not None
-        else torch.device("cpu")
-    )
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator: Any = torch.accelerator.current_accelerator()
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def device_count() -> int:
@@ -268,9 +266,5 @@ def resolve_device(device: int | str | torch.device) -> torch.device:
             f"device_id={device} is a device of an accelerator, and there is none: leave device_id out, or pass 'cpu'"
         )
     resolved: Any = torch.device(device)
-    if resolved.index is not None or resolved.type == "cpu" or not torch.accelerator.is_available():
-        return torch.device(resolved)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and resolved.type == accelerator.type:
-        return torch.device(resolved.type, torch.accelerator.current_device_index())
-    return torch.device(resolved)
+    default = default_device()
+    return default if resolved.index is None and resolved.type == default.type else resolved

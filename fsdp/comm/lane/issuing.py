@@ -113,7 +113,7 @@ class Issuer(Watch):
         sharing: the memory that the ranks share, if they do.
         issued: the number of collectives that this rank has issued on carriers.
         in_doubt: the carrier on which a collective raised while it was started: the peers may have a part of it.
-        visible: whether collectives go through ``torch.distributed`` although the ranks share memory.
+        visible: whether collectives go through ``torch.distributed`` although the ranks share memory; None: to choose.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -125,9 +125,9 @@ class Issuer(Watch):
         self.sharing = Sharing.of(group)
         self.issued = 0
         self.in_doubt: Carrier | None = None
-        self.visible = False
+        self.visible: bool | None = None
         self._bypasses = False  # whether this pass calls the group's methods instead of torch.distributed's functions
-        self._in_pass = self._way_is_chosen = False  # see ``_is_visible``
+        self._in_pass = False
 
     @property
     def group(self) -> Any:
@@ -268,8 +268,8 @@ class Issuer(Watch):
         That is so if the functions were replaced on all ranks. It is asked at the first collective of a pass or call,
         where all ranks ask, and at each collective outside of passes.
         """
-        if not (self._in_pass and self._way_is_chosen):
-            self._way_is_chosen, self.visible = True, False
+        if not self._in_pass or self.visible is None:
+            self.visible = False
             if native.are_replaced():
                 self.collectives.number += 1  # this rank is at the next collective, which it has yet to issue
                 try:
@@ -283,7 +283,7 @@ class Issuer(Watch):
 
     def begin_pass(self) -> None:
         """Choose the transport anew at the next collective, and keep it until :meth:`end_pass`."""
-        self._in_pass, self._way_is_chosen = True, False
+        self._in_pass, self.visible = True, None
         self._bypasses = not native.are_replaced()
 
     def end_pass(self) -> None:

@@ -135,18 +135,6 @@ class Work:
         watch: compares the ranks during waits; None for an operation without communication.
     """
 
-    __slots__ = (
-        "_carrier",
-        "_event",
-        "_finish",
-        "_handles",
-        "_number",
-        "_on_host",
-        "_streams",
-        "label",
-        "watch",
-    )
-
     def __init__(
         self,
         handles: Sequence[Any] = (),
