@@ -172,7 +172,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[Sh
 @on_ranks(2)
 @mock.patch.object(shared_memory, "SUPPORTED", False)  # shared memory needs no receive buffers
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter counts allocations, not mappings
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
+@mock.patch.object(host_memory, "_RECYCLED", 1 << 62)
 def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
     """Sizes and traffic are exact; the peak is within 10 %."""
     build, policy, batch, options, strategies = CASES[number]
@@ -197,7 +197,7 @@ def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
 @on_ranks(2)
 @mock.patch.object(shared_memory, "SUPPORTED", False)
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
+@mock.patch.object(host_memory, "_RECYCLED", 1 << 62)
 def test_the_peak_may_be_in_the_step_of_the_optimizer(way: str) -> None:
     """With `foreach` temporary tensors are as large as all shards, in a loop as three layers, with `fused` none."""
     build, batch = functools.partial(Mlp, 300, 24), torch.ones(2, 64)

@@ -264,7 +264,7 @@ def fail(*args: Any) -> None:
 @needs_meter
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)  # such memory is given back later, from another thread
+@mock.patch.object(host_memory, "_RECYCLED", 1 << 62)  # such memory is given back later, from another thread
 def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None:
     """Neither of the full parameters (half a shard) nor of the shard (another half)."""
     meter = Meter()

@@ -336,7 +336,7 @@ MEASURED += [(2, FULL_SHARD, True, 0), (2, SHARD_GRAD_OP, True, 2)]
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params", "distance"), MEASURED)
 @on_ranks("world_size")
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees allocated, not mapped, memory
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
+@mock.patch.object(host_memory, "_RECYCLED", 1 << 62)
 def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_orig_params: bool, distance: int) -> None:
     """The allocated bytes differ from the formulas by less than NOISE."""
     expected = expect(strategy, world_size, distance)
@@ -432,7 +432,7 @@ SHARING = [
 @pytest.mark.parametrize(("kind", "checkpointing", "reentrant", "shared"), SHARING)
 @on_ranks(2)
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
-@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
+@mock.patch.object(host_memory, "_RECYCLED", 1 << 62)
 def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool) -> None:
     """At most two units beside the root have memory, with frozen and checkpointed units, and with an input that all
     units share. A unit ends when its part of that gradient is passed on, not when the sum is complete.

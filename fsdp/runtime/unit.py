@@ -148,8 +148,7 @@ class Unit:
         self.policy, self.precision = policy, precision
         keep_low_precision = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(each, policy, keep_low_precision=keep_low_precision) for each in views]
-        self.synchronize = True
-        self.weight = 1.0
+        self.synchronize, self.weight = True, 1.0
         self.members = Members(module)
         self.calls: set[Any] = set()
         self.open_calls: dict[Any, Any] = {}
