@@ -473,19 +473,19 @@ def code_lines(path: Path) -> int:
 # Lines of code by folder. A new ability pays by a simplification first; a number changes in a commit of its own, with
 # the reason.
 BUDGETS = {
-    "fsdp/*.py": 1470,
-    "fsdp/checkpoint": 5700,
-    "fsdp/comm": 3470,
+    "fsdp/*.py": 1475,
+    "fsdp/checkpoint": 5370,
+    "fsdp/comm": 3390,
     "fsdp/compat": 310,
     "fsdp/export": 710,
     "fsdp/flat": 2450,
     "fsdp/names": 540,
-    "fsdp/optim": 680,
+    "fsdp/optim": 730,
     "fsdp/placement": 380,
-    "fsdp/runtime": 3990,
-    "fsdp/tools": 1600,
-    "scripts": 3235,
-    "tests": 32450,
+    "fsdp/runtime": 4000,
+    "fsdp/tools": 1525,
+    "scripts": 3240,
+    "tests": 32640,
 }
 
 
