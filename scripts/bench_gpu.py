@@ -3,7 +3,7 @@
     python scripts/bench_gpu.py --ranks 8 --rounds 3 --contenders plain fsdp fsdp1 fsdp2
 
 Torch's fake process group stands for the network: a collective takes the time of copying this rank's shard, and values
-are wrong. Kernels, streams, events and the allocator are real. So this shows what an engine costs beside the network:
+are wrong. Kernels, streams, events and the allocator are real. So this shows the cost of an engine without the network:
 the work of the host, and memory. Parameters are float32; the arithmetic and the reductions are in bfloat16, and the
 optimizer is AdamW. The ``plain`` model is bfloat16 and whole.
 

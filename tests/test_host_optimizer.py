@@ -190,7 +190,7 @@ def test_early_steps_run_during_the_backward() -> None:
 
 
 def misuse_early_steps(model: FullyShardedDataParallel) -> None:
-    optimizer, scaler = HostOptimizer(model, adamw, early=True), ShardedGradScaler("cpu", init_scale=1.0)
+    optimizer, scaler = HostOptimizer(model, in_groups, early=True), ShardedGradScaler("cpu", init_scale=1.0)
 
     def backward() -> None:
         scaler.scale(model(batch(0)).square().mean()).backward()
@@ -205,8 +205,8 @@ def misuse_early_steps(model: FullyShardedDataParallel) -> None:
         with pytest.raises(RuntimeError, match=text):
             call()
     backward()  # after a failed one
-    optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(RuntimeError, match=r"'lr' of parameter group 0 changed from 0\.05 to 0\.25 after units were"):
+    optimizer.param_groups[0]["lr"] = 0.25  # in place of a tensor
+    with pytest.raises(RuntimeError, match=r"'lr' of parameter group 0 changed from 0\.1\d* to 0\.25 after units were"):
         optimizer.step()
     backward()
     optimizer.step()

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp import environment
-from fsdp.checkpoint.optim_names import ModelParams
+from fsdp.checkpoint.optim_names import ModelParams, same_value
 from fsdp.flat.flat_param import assign_grad
 from fsdp.optim.whole import Factory, made_by
 from fsdp.runtime import hooks
@@ -251,7 +251,7 @@ class HostOptimizer(Optimizer):
             for bucket in part.buckets:
                 bucket.stepped = False
         for number, (before, now) in enumerate(zip(self._settings, map(_settings, self.param_groups))):
-            changed = [name for name in now if name not in before or not _equal(before[name], now[name])]
+            changed = [name for name in now if name not in before or not same_value(before[name], now[name])]
             if changed:
                 raise RuntimeError(
                     f"{changed[0]!r} of parameter group {number} changed from {before.get(changed[0])} to "
@@ -274,10 +274,6 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name != "params"
     }
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other)
 
 
 class _Alias(NamedTuple):
