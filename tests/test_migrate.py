@@ -25,10 +25,10 @@ FOUND = {
     ],
     "ema": [
         ("import DataParallel", "import FullyShardedDataParallel", True),
-        ("static_graph", "Not known here: delay_all_reduce_named_params", False),
+        ("static_graph", "without static_graph: nothing has to be promised", True),
         ("static_graph", "pass auto_wrap_policy=", False),
         ("deepcopy", "pass the wrapped model, not the module inside", False),
-        ("net.join()", "iterate over `fsdp.join(model, loader)`", False),
+        ("net.join()", "for batch in fsdp.join(model, loader)", False),
         ("net.module(x)", "call the wrapped model, not the module inside", False),
         ("sample", "fsdp.register_forward_method(model, 'sample')", False),
         ("isinstance", "FullyShardedDataParallel instead", True),
@@ -39,16 +39,15 @@ FOUND = {
         ("[rank]", "pass auto_wrap_policy=", False),
         ('GradScaler("cuda")', "ShardedGradScaler", False),
         ("cuda.amp.GradScaler", "ShardedGradScaler", False),
-        ("register_comm_hook", "the unit's flat gradient", False),
         ("p.ndim", "ask fsdp.global_shape(p)", False),
-        ("Join(", "iterate over `fsdp.join(model, loader)`", False),
+        ("Join(", "for batch in fsdp.join(model, loader)", False),
         ("elif rank == 0", "`if rank == 0` lets some ranks alone call model.state_dict()", False),
     ],
     "fsdp1-dotted": [
         ("import torch.distributed.fsdp\n", "import fsdp in place of torch.distributed.fsdp", False),
         ("as wrapping", "import fsdp.wrap in place of torch.distributed.fsdp.wrap", False),
         ("StateDictOptions", "import from fsdp.checkpoint", True),
-        ("import fully_shard", "of torch's FSDP2, and not in this package. Write `model = FSDP(", False),
+        ("import fully_shard", "fully_shard: not in this package. For FSDP2 write `model = FSDP(", False),
     ],
     "plain": [],
 }
@@ -87,6 +86,8 @@ torch.nn.utils.clip_grad_norm_(some, 1.0)
 """
     )
     assert "call `model.clip_grad_norm_(max_norm)`" in left(text)[-1].advice
+    of_mapping = left(text.replace("device_ids=[0]", "**options"))
+    assert of_mapping[0].line == 3 and of_mapping[0].advice.startswith("wrap by FullyShardedDataParallel")
 
 
 def test_aliases_of_the_inner_module_are_found() -> None:
@@ -343,6 +344,8 @@ def test_names_that_the_package_lacks_are_findings_and_stay(case: str) -> None:
 def test_the_package_imported_by_its_last_name_is_left_to_the_user() -> None:
     (finding,) = left("from torch.distributed import fsdp\nmodel = fsdp.FullyShardedDataParallel(net)\n")
     assert finding.advice.startswith("import fsdp in place of torch.distributed.fsdp: ")
+    (finding,) = left("from torch.distributed.checkpoint import state_dict\n")
+    assert finding.advice.startswith("import fsdp.checkpoint in place of torch.distributed.checkpoint.state_dict: ")
 
 
 def test_scripts_with_both_wrappers_keep_both() -> None:
@@ -425,8 +428,7 @@ def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture
         "utils/old.py": "print 'torch.distributed.fsdp'\n",
         "utils/done.py": "import fsdp\n'torch.distributed.fsdp.FullyShardedDataParallel'\n",
         ".venv/a.py": "from torch.distributed.fsdp import CPUOffload\n",
-        "env/pyvenv.cfg": "",
-        "env/lib/b.py": "from torch.distributed.fsdp import CPUOffload\n",
+        "env/lib/site-packages/b.py": "from torch.distributed.fsdp import CPUOffload\n",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 
 import fsdp.checkpoint
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
-from fsdp.names.ddp import ARGUMENTS
-from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, MODEL, OPTIMIZER, SHARDED, SHOWS, STATE, Flow
-from fsdp.tools.migrate_ranks import findings_about_ranks
-from fsdp.tools.migrate_source import Edit, Source
+from fsdp.names.ddp import ARGUMENTS, JOIN_REMEDY
+from fsdp.tools.migrate_flow import COPIES, INSIDE, LOCAL_METHODS, MODEL, OPTIMIZER, SHOWS, STATE, Edit, Flow, Source
 
 # -- the patterns ------------------------------------------------------------------------------------------------------
 
@@ -38,34 +36,21 @@ _HERE: dict[str, Any] = {  # modules of torch, and those of this package with th
 }
 _WRAPPERS = {f"{module}.FullyShardedDataParallel" for module in (*_HERE, "fsdp", "fsdp.fully_sharded_data_parallel")}
 _IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
-_FSDP2 = ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy", "share_comm_ctx")
-_OF_FSDP2 = (
-    "of torch's FSDP2, and not in this package. Write `model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({...}), "
-    "mixed_precision=MixedPrecision(...))`, with the result assigned; it has the methods of an FSDPModule"
+_LACKING = (
+    "not in this package. For FSDP2 write `model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({...}))`, with the "
+    "result assigned, which has the methods of an FSDPModule. Do without private names; or leave torch's imports, and "
+    "run the script by `fsdp run script.py`, which serves the functions that tools call most"
 )
-_PRIVATE = (
-    "private to torch, and not in this package. Do without it; or leave torch's imports and run the script by "
-    "`fsdp run script.py`, which serves the functions that tools call most"
-)
-_JOIN = "iterate over `fsdp.join(model, loader)`; a context cannot step the optimizer for the shards of another rank"
 _CALLS = {  # by the full names of functions
     r"torch\.(cuda\.)?amp\.(grad_scaler\.)?GradScaler": (
         "use fsdp.sharded_grad_scaler.ShardedGradScaler: it skips a step on all ranks together; the plain scaler "
         "checks this rank's shards alone, and ranks drift apart"
     ),
-    r"torch\.distributed\.algorithms\.(join\.)?Join": _JOIN,
-    r"torch\.nn\.utils\.(get_total_norm|clip_grads_with_norm_)": (
-        "call `model.clip_grad_norm_(max_norm)`, which clips too: the norm of torch's function is that of one rank's "
-        "shards"
-    ),
-    r"torch\.distributed\.optim\.ZeroRedundancyOptimizer": (
-        "use its optimizer_class directly: the state is sharded already"
-    ),
+    r"torch\.distributed\.algorithms\.(join\.)?Join": JOIN_REMEDY,
 }
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _METHODS = {  # by the kind of the owner: of methods, the advice
-    (MODEL, "join"): _JOIN,
-    (MODEL, "register_comm_hook"): "FSDP hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit",
+    (MODEL, "join"): JOIN_REMEDY,
     (OPTIMIZER, "state_dict"): (
         "call `FSDP.optim_state_dict(model, {owner})` on all ranks, or save by fsdp.checkpoint.save: "
         "{owner}.state_dict() has this rank's shards alone"
@@ -81,8 +66,6 @@ _SUMMED = (
     "gradients of a sum are divided by the number of ranks, as under DDP: for the mean over the tokens of all ranks "
     "multiply it by `fsdp.mean_factor(model, num_tokens)`, instead of dividing it by a number of tokens"
 )
-_KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
-_CLIP_ARGUMENTS = {"max_norm", "norm_type", "error_if_nonfinite"}
 
 
 # -- a script ----------------------------------------------------------------------------------------------------------
@@ -129,10 +112,8 @@ class Script:
     def _find(self) -> Iterator[Finding]:
         wrappings = self._flow.wrappings
         for node in self._nodes:
-            if isinstance(node, ast.Import):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
                 yield from self._import(node)
-            elif isinstance(node, ast.ImportFrom):
-                yield from self._import_from(node)
             elif isinstance(node, (ast.Name, ast.Attribute)):
                 yield from self._named(node)
             elif isinstance(node, ast.Call):
@@ -150,56 +131,46 @@ class Script:
         if conditions and conditions[0] and all(conditions):
             advice = "wrap the model unconditionally, also in one process: later lines call methods of the wrapper"
             yield Finding(conditions[0].lineno, advice)
-        for line, advice in findings_about_ranks(self._source, self._flow) if wrappings else ():
-            yield Finding(line, advice)
+        yield from self._run_by_some_ranks() if wrappings else ()
 
-    def _import(self, node: ast.Import) -> Iterator[Finding]:
-        for name in (alias.name for alias in node.names):
-            if name in _HERE:
-                ours = _HERE[name].__name__
-                yield Finding(node.lineno, f"import {ours} in place of {name}: the same names, arguments and values")
-            elif name.startswith(f"{_FSDP1}."):
-                yield Finding(node.lineno, f"{name}: {_PRIVATE}")
-
-    def _import_from(self, node: ast.ImportFrom) -> Iterator[Finding]:
-        module, names = node.module or "", {alias.name for alias in node.names}
-        line = node.lineno
+    def _import(self, node: ast.Import | ast.ImportFrom) -> Iterator[Finding]:
+        module, names = getattr(node, "module", None) or "", {alias.name for alias in node.names}
         ours: Any = _HERE.get(module)
-        if module == "torch.distributed" and "fsdp" in names:
-            yield Finding(line, f"import fsdp in place of {_FSDP1}: the same names, arguments and values")
-        elif ours or module.startswith(f"{_FSDP1}."):
-            here = {name for name in names if hasattr(ours, name) or (name == "*" and ours)}
-            for name in sorted(names - here):
-                yield Finding(line, f"{module}.{name}: {_OF_FSDP2 if name in _FSDP2 else _PRIVATE}")
-            if here:
-                edit = self._moved(node, ours.__name__, here)
-                yield Finding(line, f"import from {ours.__name__}: the same names, arguments and values", edit)
-        elif self._from_ddp and (wrappers := {name for name in names if f"{module}.{name}" in _DDP}):
-            edit = self._moved(node, "", wrappers)
-            yield Finding(line, "import FullyShardedDataParallel in place of DistributedDataParallel", edit)
+        here = {name for name in names if ours and (name == "*" or hasattr(ours, name))}
+        for name in sorted(names - here):
+            full = f"{module}.{name}".removeprefix(".")
+            if full in _HERE and not ours:
+                advice = f"import {_HERE[full].__name__} in place of {full}: the same names, arguments and values"
+                yield Finding(node.lineno, advice)
+            elif ours or full.startswith(f"{_FSDP1}."):
+                yield Finding(node.lineno, f"{full}: {_LACKING}")
+        wrappers = {name for name in names if self._from_ddp and f"{module}.{name}" in _DDP}
+        if isinstance(node, ast.ImportFrom) and here:
+            advice = f"import from {ours.__name__}: the same names, arguments and values"
+            yield Finding(node.lineno, advice, self._moved(node, ours.__name__, here))
+        elif isinstance(node, ast.ImportFrom) and wrappers:
+            advice = "import FullyShardedDataParallel in place of DistributedDataParallel"
+            yield Finding(node.lineno, advice, self._moved(node, "", wrappers))
 
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
-        parent = self._source.parent(node)
-        is_called = isinstance(parent, ast.Call) and parent.func is node
+        is_called = getattr(self._source.parents[node], "func", None) is node
         if self._full(node) in _DDP and self._from_ddp and not is_called:
             yield Finding(node.lineno, "FullyShardedDataParallel instead", self._source.replace(node, "FSDP"))
 
     def _wrap(self, call: ast.Call) -> Iterator[Finding]:
         """Replace ``DDP(...)`` by ``FSDP(...)``."""
-        given = {keyword.arg or "**": keyword.value for keyword in call.keywords}
-        arguments = [self._source.text_of(argument) for argument in call.args[:1]]
-        arguments += [f"{name}={self._source.text_of(given[name])}" for name in _KEPT_ARGUMENTS if name in given]
-        unused = given.pop("find_unused_parameters", None)
+        given = {keyword.arg or "": keyword.value for keyword in call.keywords}
+        kept = [keyword for keyword in call.keywords if keyword.arg not in ARGUMENTS]
+        arguments = [self._source.text_of(argument) for argument in (*call.args[:1], *kept)]
+        unused = given.get("find_unused_parameters")
         if unused is not None and ast.unparse(unused) != "False":
             arguments.append(f"reduce_unused={self._source.text_of(unused)}")
         arguments += [] if "broadcast_buffers" in given else ["broadcast_buffers=True"]
         arguments += ["use_orig_params=True", "sync_module_states=True"]
         advice = "wrap by FullyShardedDataParallel, with rank 0's values and buffers as DDP has them"
         advice += "".join(f"; without {name}: {ARGUMENTS[name]}" for name in given if name in ARGUMENTS)
-        if unknown := given.keys() - set(_KEPT_ARGUMENTS) - ARGUMENTS.keys():
-            yield Finding(call.lineno, f"{advice}. Not known here: {', '.join(sorted(unknown))}")
-        else:
-            yield Finding(call.lineno, advice, self._source.replace(call, f"FSDP({', '.join(arguments)})"))
+        edit = self._source.replace(call, f"FSDP({', '.join(arguments)})")
+        yield Finding(call.lineno, advice, None if "" in given else edit)  # a mapping may have DDP's arguments
         yield Finding(
             call.lineno,
             "pass auto_wrap_policy=ModuleWrapPolicy({...}) of fsdp.wrap with the class of the model's layers: else the "
@@ -209,8 +180,8 @@ class Script:
     def _clip(self, call: ast.Call) -> Finding:
         of, edit = call.args[0] if call.args else None, None
         owner = of.func.value if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) else None
-        is_model = owner is not None and self._flow.kind(owner) == MODEL
-        if owner and is_model and {keyword.arg for keyword in call.keywords} <= _CLIP_ARGUMENTS:
+        given = {keyword.arg for keyword in call.keywords}
+        if owner and self._flow.kind(owner) == MODEL and given <= {"max_norm", "norm_type", "error_if_nonfinite"}:
             arguments = ", ".join(map(self._source.text_of, [*call.args[1:], *call.keywords]))
             edit = self._source.replace(call, f"{ast.unparse(owner)}.clip_grad_norm_({arguments})")
         advice = "call `model.clip_grad_norm_(max_norm)`: torch's function sees this rank's shards alone"
@@ -221,13 +192,12 @@ class Script:
         function, name = call.func, ast.unparse(call.func).rpartition(".")[2]
         owner = function.value if isinstance(function, ast.Attribute) else ast.Constant(None)
         kind, given = self._flow.kind(owner), "".join(map(self._source.text_of, call.args[:1]))
-        kinds = [self._flow.kind(argument) for argument in call.args]
         yield from (advice for names, advice in _CALLS.items() if re.fullmatch(names, self._full(function)))
         if (kind, name) in _METHODS and "optim_state_dict_to_load" not in given:
             yield _METHODS[kind, name].format(owner=ast.unparse(owner), given=given)
         early = "wrap the model before this runs: "
         if not self._flow.is_after_wrapping(call):
-            if self._full(function) in COPIES and set(SHARDED).intersection(kinds[:1]):
+            if self._full(function) in COPIES and self._flow.kind(call):
                 yield f"{early}else `{ast.unparse(call)}` has other names than the wrapped model, and whole tensors"
             elif (kind, name) == (OPTIMIZER, "load_state_dict"):
                 yield f"{early}{ast.unparse(function)}() needs the wrapped model"
@@ -240,7 +210,7 @@ class Script:
                 f"{name}() of the module inside finds sharded parameters: call fsdp.register_forward_method(model, "
                 f"{name!r}) once, then {name}() of the wrapped model"
             )
-        elif not SHOWS.fullmatch(name) and INSIDE in kinds:
+        elif not SHOWS.fullmatch(name) and INSIDE in map(self._flow.kind, call.args):
             yield "pass the wrapped model, not the module inside: its parameters are shards, and have other names"
 
     def _summed(self, call: ast.Call) -> Iterator[Finding]:
@@ -250,13 +220,30 @@ class Script:
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Find decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
-        scope = loop if isinstance(loop, ast.For) else self._source.parent(loop)
+        scope = loop if isinstance(loop, ast.For) else self._source.parents[loop]
         asked = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute) and n.attr in _SHAPES]
         if asked and _PARAMETERS.search(ast.unparse(loop.iter)) and self._flow.is_after_wrapping(loop.iter):
             yield Finding(
                 asked[0].lineno,
                 f".{asked[0].attr} of a parameter is that of this rank's 1-D shard: ask fsdp.global_shape(p), or "
                 "call fsdp.num_params(model) for the number; for weight decay there is fsdp.param_groups(model, ...)",
+            )
+
+    def _run_by_some_ranks(self) -> Iterator[Finding]:
+        """Find the branches of some ranks that lead to calls for all ranks."""
+        needed: dict[Any, dict[str, None]] = {}
+        for call in self._flow.calls:
+            branch = self._flow.branch_of_some_ranks(call)
+            inner = branch and next(filter(self._flow.needs_all_ranks, self._flow.reached(call)), None)
+            if inner:
+                function = getattr(self._source.function_of(inner), "name", "")
+                way = "" if inner is call else f" (which leads to {ast.unparse(inner.func)}() in {function})"
+                needed.setdefault(branch, {})[f"{ast.unparse(call.func)}(){way}"] = None
+        for branch, calls in needed.items():
+            yield Finding(
+                branch.lineno,
+                f"`if {ast.unparse(branch.test)}` lets some ranks alone call {', '.join(calls)}, and all ranks have "
+                "to: let all come here, and keep the condition for what prints or writes",
             )
 
     # -- the proposed text ---------------------------------------------------------------------------------------------
@@ -300,7 +287,7 @@ def run(options: argparse.Namespace) -> int:
         OSError, SyntaxError, UnicodeDecodeError: a script cannot be read; nothing was printed.
         ValueError: a folder has no Python files.
     """
-    scripts, notes = [], []
+    scripts, unread = [], []
     files = {file.resolve(): file for path in options.scripts for file in _files_of(path)}
     for file in files.values():
         try:
@@ -308,28 +295,24 @@ def run(options: argparse.Namespace) -> int:
         except (SyntaxError, UnicodeDecodeError) as error:
             if file in options.scripts:
                 raise
-            notes.append(f"{file}: [by hand] not read: {error}")
+            unread.append((str(file), "by hand", f"not read: {error}"))
     for script in scripts if options.diff else ():
         print(script.diff(), end="")
     out = sys.stderr if options.diff else sys.stdout
-    findings = [(script.name, finding) for script in scripts for finding in script.findings]
-    for name, finding in findings:
-        print(f"{name}:{finding.line}: [{finding.kind}] {finding.advice}", file=out)
-    for note in notes:
-        print(note, file=out)
-    kinds = Counter(finding.kind for _, finding in findings)
-    left = kinds["by hand"] + len(notes)
-    print(f"{kinds['--diff']} changes proposed by --diff, {left} left to do by hand", file=out)
-    return 1 if left else 0
+    found = [(f"{script.name}:{each.line}", each.kind, each.advice) for script in scripts for each in script.findings]
+    for place, kind, advice in [*found, *unread]:
+        print(f"{place}: [{kind}] {advice}", file=out)
+    kinds = Counter(kind for _, kind, _ in [*found, *unread])
+    print(f"{kinds['--diff']} changes proposed by --diff, {kinds['by hand']} left to do by hand", file=out)
+    return 1 if kinds["by hand"] else 0
 
 
 def _files_of(path: Path) -> list[Path]:
     """Return ``path``; of a folder the Python files in it, without hidden folders and virtual environments."""
     if not path.is_dir():
         return [path]
-    environments = {config.parent for config in path.rglob("pyvenv.cfg")}
-    seen = [file for file in sorted(path.rglob("*.py")) if environments.isdisjoint(file.parents)]
-    found = [file for file in seen if not any(part[0] == "." for part in file.relative_to(path).parts)]
+    seen = [(file, file.relative_to(path).parts) for file in sorted(path.rglob("*.py"))]
+    found = [file for file, parts in seen if not any(part[0] == "." or part == "site-packages" for part in parts)]
     if not found:
         raise ValueError(f"{path} has no Python files")
     return found

@@ -1,4 +1,5 @@
-"""Calls and values of a script: the functions that a call leads to, and the names that hold the model.
+"""A parsed script: names and positions; the functions that a call leads to, branches that some ranks run alone, and the
+names that hold the model.
 
 Values follow assignments, arguments and results of the whole file, regardless of order and scope: variables of one name
 are one, and so are attributes of one name. A call leads to all functions and methods of that name.
@@ -7,15 +8,15 @@ are one, and so are attributes of one name. A call leads to all functions and me
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from fsdp.tools.migrate_source import FUNCTIONS, Source
-
-MODEL, INSIDE, COPY, OPTIMIZER = "wrapped model", "module inside", "copy", "optimizer"
-SHARDED = (INSIDE, MODEL, COPY)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MODEL, INSIDE, OPTIMIZER = "wrapped model", "module inside", "optimizer"  # copies count as the wrapped model
+SHARDED = (INSIDE, MODEL)
 STATE = {"state_dict", "load_state_dict"}
 LOCAL_METHODS = {  # of modules: one rank alone may call them
     *("parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children"),
@@ -29,6 +30,92 @@ _OPTIONS = re.compile(r"(.*\.)?(args?|cfg|conf|config|opts?|hparams|params|flags
 SHOWS = re.compile(  # functions that do not run a model that is passed to them
     r"print|isinstance|hasattr|getattr|len|str|repr|id|type|\w*(info|debug|log|watch|append|count|num_)\w*"
 )
+_SOME_RANKS = re.compile(  # conditions that differ between ranks
+    r"""(?ix)
+    (?<!lora_)rank[\]'()]*(\s%\s\d+)? \s (==|!=|<|<=|>)\s(\d|[\w.]*rank) | rank\s(not\s)?in\s[\[({]  # rank == 0
+    | \b0\s(==|!=)\s[\w.]*rank\b | \bnot\s[\w.]*rank\b
+    | \b(?!n_|num_)(\w+_)?(gpu|device|replica|process|worker)(_?(id|index))?\s(==|!=)\s'?0
+    | \bis_?(\w+_)?(main|master|chief|leader|root|primary|zero) | \b(master|chief)\b | rank_?zero
+    | (main|master|chief|primary|leader)_?(process|rank|proc|worker|node)
+    """
+)
+_LEAVE = (ast.Return, ast.Continue, ast.Break)
+
+
+class Edit(NamedTuple):
+    """A replacement of the text from byte ``start`` to byte ``end``."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """The text of a script, with its tree.
+
+    Attributes:
+        nodes: statements, expressions and comprehensions.
+        parents: the parent of each node.
+        aliases: full names of imported names.
+
+    Raises:
+        SyntaxError: the text is no Python.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        self._bytes = text.encode()
+        lengths = [len(line) for line in self._bytes.splitlines(keepends=True)]
+        self._line_starts = [0, *itertools.accumulate(lengths)]
+        self.tree = ast.parse(text, name)
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self.nodes = [n for n in ast.walk(self.tree) if isinstance(n, (ast.stmt, ast.expr, ast.comprehension))]
+        self.aliases: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    package = alias.name.split(".")[0]
+                    self.aliases[alias.asname or package] = alias.name if alias.asname else package
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                self.aliases.update(names)
+
+    def full(self, node: ast.AST) -> str:
+        """Return ``torch.nn.Linear`` for ``nn.Linear``; "" for names that are not imported."""
+        if isinstance(node, ast.Name):
+            return self.aliases.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            base = self.full(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield (child, parent) pairs from ``node`` outward."""
+        while (outer := self.parents.get(node)) is not None:
+            yield node, outer
+            node = outer
+
+    def function_of(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost function around ``node``; None at module level."""
+        return next((outer for _, outer in self.around(node) if isinstance(outer, FUNCTIONS)), None)
+
+    def replace(self, node: Any, text: str) -> Edit:
+        start = self.line_start(node.lineno) + node.col_offset
+        return Edit(start, self.line_start(node.end_lineno) + node.end_col_offset, text)
+
+    def text_of(self, node: ast.AST) -> str:
+        start, end, _ = self.replace(node, "")  # ast.get_source_segment splits the whole text each time
+        return self._bytes[start:end].decode()
+
+    def line_start(self, line: int) -> int:
+        """Return the first byte of a line, counted from 1."""
+        return self._line_starts[line - 1]
+
+    def edited(self, edits: list[Edit]) -> str:
+        """Return the text after all edits, which do not overlap."""
+        text = self._bytes
+        for start, end, new in sorted(edits, reverse=True):
+            text = text[:start] + new.encode() + text[end:]
+        return text.decode()
 
 
 class Flow:
@@ -45,7 +132,7 @@ class Flow:
         self.wrappings = [call for call in self.calls if source.full(call.func) in wrappers]
         self._functions: dict[str, list[Any]] = defaultdict(list)  # and methods; constructors by the class
         for function in (n for n in source.nodes if isinstance(n, FUNCTIONS)):
-            cls: Any = source.parent(function)
+            cls: Any = source.parents[function]
             name = getattr(cls, "name", "") if function.name == "__init__" else function.name
             self._functions[name].append(function)
         self._calls_in: dict[ast.AST | None, list[ast.Call]] = defaultdict(list)
@@ -79,11 +166,10 @@ class Flow:
     def _follow_values(self) -> None:
         """Set the kinds of names, from the wrappings on."""
         assigned = list(self._assignments())
-        wrapped = [(to, call) for to, value in assigned if (call := _unmoved(value)) in self.wrappings]
+        wrapped = [(to, call) for to, value in assigned for call in self.wrappings if call is _unmoved(value)]
         self._kinds |= {self._name(to): MODEL for to, _ in wrapped}
-        for _, call in wrapped:
-            if isinstance(call, ast.Call) and call.args:
-                self._kinds.setdefault(self._name(call.args[0]), INSIDE)
+        for inside in (call.args[0] for _, call in wrapped if call.args):
+            self._kinds.setdefault(self._name(inside), INSIDE)
         self._kinds.pop("", None)
         fixed, before = set(self._kinds), dict[str, str]()
         while before != self._kinds:
@@ -118,14 +204,14 @@ class Flow:
     def kind(self, node: ast.AST) -> str:
         """Return the kind of the value of an expression; "" if it is not known. Optimizers may be known by name."""
         node = _unmoved(node)
-        if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) in (MODEL, COPY):
+        if isinstance(node, ast.Attribute) and node.attr == "module" and self.kind(node.value) == MODEL:
             return INSIDE
         if isinstance(node, ast.Call):
             made = self._source.full(node.func)
             if made in self._wrappers:
                 return MODEL
             if made in COPIES:
-                return COPY if node.args and self.kind(node.args[0]) in SHARDED else ""
+                return MODEL if node.args and self.kind(node.args[0]) in SHARDED else ""
             if _OPTIMIZER_CLASS.fullmatch(made):
                 return OPTIMIZER
         found = self._kinds.get(self._name(node), "")
@@ -141,15 +227,13 @@ class Flow:
         is_modules = name in LOCAL_METHODS | STATE and owner != "self"
         return [] if is_modules or self._source.full(call.func) else self._functions[name]
 
-    def reached(self, call: ast.Call, seen: set[Any] | None = None) -> Iterator[ast.Call]:
-        """Yield ``call``, and all calls that it leads to."""
-        seen = set() if seen is None else seen
-        yield call
-        for function in self.targets(call):
-            if function not in seen:
-                seen.add(function)
-                for inner in self._calls_in[function]:
-                    yield from self.reached(inner, seen)
+    def reached(self, call: ast.Call) -> list[ast.Call]:
+        """Return ``call``, and all calls that it leads to, the nearest ones first."""
+        found = [call]
+        for each in found:  # which grows
+            inside = (inner for function in self.targets(each) for inner in self._calls_in[function])
+            found += [inner for inner in inside if inner not in found]
+        return found
 
     def needs_all_ranks(self, call: ast.Call) -> bool:
         """Return True if ``call`` itself may run a forward or gather, and must be made on all ranks."""
@@ -165,6 +249,19 @@ class Flow:
         is_given = any(self.kind(value) in SHARDED for value in (*call.args, *(k.value for k in call.keywords)))
         is_torchs = full.startswith(("torch.", "copy.")) and full.rpartition(".")[0] not in self._wrappers
         return is_given and not (is_torchs or SHOWS.fullmatch(name) or self.targets(call))
+
+    def branch_of_some_ranks(self, node: ast.AST) -> ast.If | ast.IfExp | None:
+        """Return the innermost branch around ``node``, in the same function, that some ranks run alone."""
+        for inner, outer in self._source.around(node):
+            if isinstance(outer, (ast.If, ast.IfExp)) and inner is not outer.test and _of_some_ranks(outer):
+                return outer
+            for block in (getattr(outer, field, None) for field in ("body", "orelse", "finalbody")):
+                for before in block[: block.index(inner)] if isinstance(block, list) and inner in block else ():
+                    if isinstance(before, ast.If) and isinstance(before.body[-1], _LEAVE) and _of_some_ranks(before):
+                        return before
+            if isinstance(outer, FUNCTIONS):
+                break
+        return None
 
     # -- before and after the wrapping ---------------------------------------------------------------------------------
 
@@ -202,3 +299,7 @@ def _unmoved(node: ast.AST) -> ast.AST:
         else:
             break
     return node
+
+
+def _of_some_ranks(branch: ast.If | ast.IfExp) -> bool:
+    return bool(_SOME_RANKS.search(ast.unparse(branch.test)))

@@ -51,7 +51,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(Net().to(rank), [rank])
 scaler = GradScaler("cuda")
 older = torch.cuda.amp.GradScaler(enabled=half)
-model.register_comm_hook(None, hook)
 no_decay = [p for name, p in model.named_parameters() if p.ndim < 2]
 with Join([model]):
     pass
