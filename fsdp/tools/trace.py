@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from fsdp.comm.profiling import RANGE, profiler_runs
 from fsdp.runtime.unit import Unit, units_in
@@ -174,10 +174,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     if profiler_runs():
         raise RuntimeError("a trace or profiler is active already: leave it before this trace begins")
     on_host = all(unit.device.type == "cpu" for unit in units)
-    activities = [ProfilerActivity.CPU]
-    if not on_host:
-        activities.append(getattr(ProfilerActivity, units[0].device.type.upper(), ProfilerActivity.PrivateUse1))
-    with profile(activities=activities) as profiler:
+    with profile() as profiler:
         recorded = Trace(model, profiler)
         yield recorded
     ranges = [
