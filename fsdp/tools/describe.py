@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp.flat.names import joined, members_of, path_of, unit_of, wrappers_in
+from fsdp.flat.names import members_of, unit_of, wrappers_in
 from fsdp.runtime.data_ranks import with_data_ranks
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
@@ -37,7 +37,6 @@ class UnitDescription:
         dtypes: dtypes of parameters, compute and reduction, per bucket.
         param_nbytes, grad_nbytes: bytes of the shards and of their gradients.
         full_nbytes: bytes of the full buffers that have memory of their own.
-        tied: for each parameter with several names, these names.
     """
 
     name: str
@@ -53,7 +52,6 @@ class UnitDescription:
     param_nbytes: int
     grad_nbytes: int
     full_nbytes: int
-    tied: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,9 +102,9 @@ class Description(Report):
 def describe(model: nn.Module) -> Description:
     """Describe the units of ``model`` with their memory on this rank, and remark on probable mistakes.
 
-    Remarks: a policy without a match, one unit with most of the parameters, tiny units, tied weights, parameters
-    trained in low precision. There is no communication; any rank may call it at any time. It waits for the steps of a
-    ``HostOptimizer``, and gives the bytes of the states. ::
+    Remarks: a policy without a match, one unit with most of the parameters, tiny units, parameters without a unit.
+    There is no communication; any rank may call it at any time. It waits for the steps of a ``HostOptimizer``, and
+    gives the bytes of the states. ::
 
         print(fsdp.describe(model))
 
@@ -124,7 +122,7 @@ def describe(model: nn.Module) -> Description:
     ranks = {unit: ranks for _, unit, ranks in with_data_ranks(model)}
     units = tuple(_described(name, unit, len(around), strategies[unit], ranks[unit]) for name, unit, around in found)
     unmanaged = num_params(model) - sum(unit.numel for unit in units)
-    return Description(units, unmanaged, tuple(_remarks(found, units, unmanaged)))
+    return Description(units, unmanaged, tuple(_remarks(units, unmanaged)))
 
 
 def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> UnitDescription:
@@ -163,17 +161,10 @@ def _described(name: str, unit: Unit, depth: int, strategy: str, ranks: int) -> 
         param_nbytes=sum(handle.shard.nbytes for handle in unit.handles),
         grad_nbytes=grads,
         full_nbytes=unit.full_nbytes,
-        tied=tuple(
-            tuple(joined(path_of(unit, name), each) for each in (record.name, *record.aliases))
-            for record in records
-            if record.aliases
-        ),
     )
 
 
-def _remarks(
-    found: list[tuple[str, Unit, frozenset[int]]], units: tuple[UnitDescription, ...], unmanaged: int
-) -> Iterator[str]:
+def _remarks(units: tuple[UnitDescription, ...], unmanaged: int) -> Iterator[str]:
     numel = sum(unit.numel for unit in units)
     largest = max(units, key=lambda unit: unit.numel)
     if any(unit.full_nbytes for unit in units):  # else no unit is ever gathered
@@ -190,15 +181,6 @@ def _remarks(
         yield (
             f"{len(tiny)} units are below {in_bytes(TINY_NBYTES)} ({', '.join(tiny[:3])}{', ...' * (len(tiny) > 3)}): "
             "gathering so little takes as long as gathering more; wrap the modules around them instead"
-        )
-    for names in (names for unit in units for names in unit.tied):
-        yield f"{' and '.join(names)} are one parameter, counted once"
-    trained = [handle.layout for _, unit, _ in found for handle in unit.handles if handle.flat_param.requires_grad]
-    low = sorted({in_dtype(layout.dtype) for layout in trained if layout.dtype.itemsize < 4})
-    if low:
-        yield (
-            f"parameters are in {' and '.join(low)}, and updates are rounded to that: to compute in it and train in "
-            "float32, keep the model in float32 and pass MixedPrecision(param_dtype=...)"
         )
     if unmanaged:
         yield (
