@@ -409,13 +409,12 @@ def test_plan_and_describe_count_the_part_of_the_experts_on_a_rank() -> None:
             world_size=4,
             policy=policy,
             strategy=FULL_SHARD,
-            use_orig_params=way.use_orig_params,
             experts=Experts,
             expert_ranks=way.ep,
             device="cpu",
         )
         assert planned.numel == described.numel == sum(param.numel() for param in Mixture().parameters())
-        if (way.root, way.inner) == (FULL_SHARD, FULL_SHARD):
+        if (way.root, way.inner, way.use_orig_params) == (FULL_SHARD, FULL_SHARD, False):
             assert planned[FULL_SHARD].param_nbytes == sum(unit.param_nbytes for unit in described.units)
             assert f"FULL_SHARD, experts over {way.ep} ranks, gradients divided by 4" in str(described) or way.ep == 4
     with pytest.raises(ValueError, match="world_size 4 is not a multiple of expert_ranks 3"):

@@ -176,8 +176,8 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any], tuple[Sh
 def test_two_ranks_hold_and_receive_the_planned_bytes(number: int) -> None:
     """Sizes and traffic are exact; the peak is within 10 %."""
     build, policy, batch, options, strategies = CASES[number]
-    settings = {"precision": options.get("mixed_precision"), "use_orig_params": options.get("use_orig_params", False)}
-    planned = fsdp.plan(build, world_size=2, policy=policy, inputs=[batch], device="cpu", **settings)
+    precision = options.get("mixed_precision")
+    planned = fsdp.plan(build, world_size=2, policy=policy, inputs=[batch], device="cpu", precision=precision)
     options = {**options, "process_group": dist.new_group()}
     measure(build, policy, batch, steps=2, **options)  # operations cache memory at their first call
     for strategy in strategies:
@@ -345,7 +345,7 @@ def test_hybrid_strategies_shard_within_and_replicate_across_groups() -> None:
     result = fsdp.plan(Mlp, world_size=8, policy=policy, shard_size=4, memory="1GB")
     assert [each.strategy for each in result.strategies] == list(ShardingStrategy)
     hybrid, full = result[HYBRID], fsdp.plan(Mlp, world_size=4, policy=policy)[FULL]
-    assert (hybrid.shard_size, hybrid.replicas, result.smallest[HYBRID]) == (4, 2, 4)
+    assert result.smallest[HYBRID] == 4
     assert (hybrid.param_nbytes, hybrid.gathered_nbytes) == (full.param_nbytes, full.gathered_nbytes)
     assert hybrid.reduced_nbytes == full.reduced_nbytes + full.grad_nbytes  # once round a ring of two
     assert hybrid.reductions == 2 * full.reductions
@@ -390,8 +390,6 @@ def test_an_optimizer_steps_as_on_the_planned_device() -> None:
     loop = functools.partial(torch.optim.AdamW, foreach=False)
     assert planned(device="cuda", optimizer=loop)[FULL].step_nbytes == alone.step_nbytes
     assert planned(device="cpu", policy=None)[FULL].step_nbytes == 2 * alone.param_nbytes  # an only flat parameter
-    whole = planned(device="cpu", use_orig_params=True)[FULL].step_nbytes
-    assert whole == 4 * (2 * 600 * 601 // 2 + 600)  # a part of a weight fills a shard, and the bias before is kept
 
 
 @on_ranks(2)
@@ -458,7 +456,7 @@ def test_the_command_prints_the_plan() -> None:
     title, head, *rows, saved, note = output.splitlines()
     nbytes = in_bytes(result.local_nbytes(1)), in_bytes(result.checkpoint_nbytes)
     assert f"a checkpoint: {nbytes[1]}; with fsdp.checkpoint.Local(copies=1) a host keeps {nbytes[0]} for each" in saved
-    assert note == "not counted: the device's context, the backend's buffers, and the allocator's rounding"
+    assert note == "not counted: the device's context, the backend's buffers, and what the allocator rounds up or keeps"
     assert title == "Language: 1,621,800 parameters in 4 units, 8 ranks"
     assert head.split()[-5:] == ["fits", "1.00", "GB", "from", "ranks"]
     assert [(row.split()[0], *row.split()[-2:]) for row in rows] == [

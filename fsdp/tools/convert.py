@@ -9,8 +9,9 @@ import fsdp.checkpoint
 from fsdp.checkpoint import files
 from fsdp.checkpoint.incoming import Old, find_old
 from fsdp.checkpoint.old_sources import OF_TORCH_SAVE
-from fsdp.tools.plan import on_meta, policy_of, resolved
-from fsdp.tools.text import in_bytes
+from fsdp.tools.plan import classes_of, on_meta, resolved
+from fsdp.tools.text import in_bytes, in_dtype
+from fsdp.wrap import ModuleWrapPolicy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """
     source, target = options.source, options.target
     model = on_meta(options.model) if options.model else None
-    policy = policy_of(model, options.wrap.split(",")) if model is not None and options.wrap else None
+    policy = ModuleWrapPolicy(classes_of(model, options.wrap)) if model is not None and options.wrap else None
     if options.list:
         print(_described(find_old(source, model, policy)))
         return 0
@@ -56,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def _described(old: Old) -> str:
     lines = [f"{old.kinds}, {old.files} files"]
     for key, tensor in sorted(old.tensors.items()):
-        lines.append(f"  {key}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}")
+        lines.append(f"  {key}: {in_dtype(tensor.dtype)} {list(tensor.shape)}")
     lines += [f"  {key}" for key in (*sorted(old.values), *(["extra"] if old.extra else []))]
     lines += [f"left out: {name}" for name in old.left_out]
     nbytes = sum(tensor.dtype.itemsize * chunk.box.numel for tensor in old.tensors.values() for chunk in tensor.chunks)

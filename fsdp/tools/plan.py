@@ -11,6 +11,7 @@ import argparse
 import bisect
 import copy
 import dataclasses
+import inspect
 import json
 import math
 import pkgutil
@@ -43,10 +44,6 @@ from fsdp.tools.text import Report, counted, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 
 _PROBED = 1 << 16  # elements of the parameters that an optimizer is tried on
-_NOT_COUNTED = {  # by device
-    "cpu": "the C allocator, which keeps freed memory (see fsdp/tools/README.md), and gloo's buffers",
-    "other": "the device's context, the backend's buffers, and the allocator's rounding",
-}
 _COLUMNS = {
     "parameters": "param_nbytes",
     "gradients": "grad_nbytes",
@@ -66,7 +63,6 @@ class StrategyPlan:
     """Memory and traffic of one rank under one strategy.
 
     Attributes:
-        shard_size, replicas: number of ranks in a shard group, and of shard groups.
         param_nbytes, grad_nbytes, optim_nbytes: bytes of the shards, their gradients and the optimizer's state.
         step_nbytes: the most that temporary tensors of the optimizer's step take at a time.
         working_nbytes: the most that full and reduce buffers take at a time; see [Note: The peak of a step].
@@ -79,8 +75,6 @@ class StrategyPlan:
     """
 
     strategy: ShardingStrategy
-    shard_size: int
-    replicas: int
     param_nbytes: int
     grad_nbytes: int
     optim_nbytes: int
@@ -104,7 +98,6 @@ class Plan(Report):
         numel: number of elements in the parameters.
         units: the paths of the modules that would be units; "" is the root.
         world_size: number of ranks.
-        device: the kind of device.
         checkpoint_nbytes: bytes of parameters, buffers and optimizer state of all ranks.
         strategies: one plan per strategy.
         memory: bytes that a rank has; None if not given.
@@ -115,7 +108,6 @@ class Plan(Report):
     numel: int
     units: tuple[str, ...]
     world_size: int
-    device: str
     checkpoint_nbytes: int
     strategies: tuple[StrategyPlan, ...]
     memory: int | None = None
@@ -146,7 +138,7 @@ class Plan(Report):
         notes = [
             f"a checkpoint: {in_bytes(self.checkpoint_nbytes)}; with fsdp.checkpoint.Local(copies=1) a host keeps "
             f"{in_bytes(self.local_nbytes(1))} for each of its ranks, and half as much again during a save",
-            f"not counted: {_NOT_COUNTED['cpu' if self.device == 'cpu' else 'other']}",
+            "not counted: the device's context, the backend's buffers, and what the allocator rounds up or keeps",
         ]
         if on_host:
             notes.insert(0, "host: parameters, gradients, optimizer and its step; the peak is that of the device")
@@ -168,7 +160,6 @@ def plan(
     precision: MixedPrecision | None = None,
     optimizer: Optimizer | None = torch.optim.AdamW,
     inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor | None = None,
-    use_orig_params: bool = False,
     shard_size: int | None = None,
     experts: type[nn.Module] | tuple[type[nn.Module], ...] = (),
     expert_ranks: int = 1,
@@ -178,8 +169,9 @@ def plan(
 ) -> Plan:
     """Compute the memory of each rank, and the bytes that it receives in a step, if ``model`` were wrapped and trained.
 
-    No memory is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
-    peak is a closed form, see [Note: The peak of a step] in ``fsdp/tools/plan_memory.py``. ::
+    No memory is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact, on
+    the CPU for ``use_orig_params=False``; the peak is a closed form, see [Note: The peak of a step] in
+    ``fsdp/tools/plan_memory.py``. ::
 
         print(fsdp.plan(Model, world_size=8, policy=ModuleWrapPolicy({Block}), inputs=[tokens], memory="80GB"))
 
@@ -194,7 +186,6 @@ def plan(
             temporary tensors of a step. None: no optimizer. Without ``foreach`` or ``fused`` it runs as on ``device``.
         inputs: the arguments of a rank's forward, to count activations: a sequence, a mapping of keywords, or the only
             tensor, on any device. The forward runs on the meta device.
-        use_orig_params: as in the wrapper; it changes the padding.
         shard_size: with hybrid strategies, the number of ranks of a shard group, usually those of a machine.
         experts: the classes of the units of experts, ``[experts, ...]`` in each parameter of the plain model.
         expert_ranks: the number of ranks that have other experts each (``fsdp.shard_experts``). The others hold copies,
@@ -209,13 +200,8 @@ def plan(
         TypeError, ValueError: an argument is of the wrong kind; the model is wrapped already, or cannot be wrapped.
         NotImplementedError: the model has ``DTensor`` parameters.
     """
-    sizes = {
-        "world_size": world_size,
-        "expert_ranks": expert_ranks,
-        "shard_size": 1 if shard_size is None else shard_size,
-    }
-    for argument, number in sizes.items():
-        if as_count(number, argument, "ranks") < 1:
+    for argument, number in {"world_size": world_size, "expert_ranks": expert_ranks, "shard_size": shard_size}.items():
+        if number is not None and as_count(number, argument, "ranks") < 1:
             raise ValueError(f"{argument} must be a number of ranks, 1 or more, but got {number}")
     kind = torch.device(device).type
     if host_optimizer and kind == "cpu":
@@ -224,7 +210,9 @@ def plan(
     limit = None if memory is None else as_nbytes(memory, "memory")
     copied = on_meta(model)
     units = find_units(copied, policy, as_mixed_precision(precision))
-    planner = _Planner(units, optimizer, shard_size, kind == "cpu", use_orig_params, host_optimizer)
+    dtypes = {param.dtype for param in copied.parameters() if param.requires_grad}
+    tried = {dtype: _try(optimizer, dtype, on_cpu=host_optimizer or kind == "cpu") for dtype in dtypes}
+    planner = _Planner(units, tried, shard_size, kind == "cpu", host_optimizer)
     checkpoint_nbytes = planner.checkpoint_nbytes(copied)
     if inputs is not None:
         try_forward(copied, units, inputs)
@@ -235,7 +223,6 @@ def plan(
         numel=numel,
         units=tuple(", ".join(unit.names) for unit in units),
         world_size=world_size,
-        device=kind,
         checkpoint_nbytes=checkpoint_nbytes,
         strategies=tuple(planner.plan(each, world_size) for each in chosen),
         memory=limit,
@@ -270,13 +257,9 @@ def on_meta(model: Any) -> nn.Module:
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise NotImplementedError(
             "plan() does not count tensor parallelism: plan the model as it is before parallelize_module(), with the "
-            "number of data parallel ranks, and divide the parallelized part by the number of tensor parallel ones. Of "
-            "experts plan the plain model, with all of them, and pass experts= and expert_ranks="
+            "number of data parallel ranks. Of experts plan the plain model, and pass experts= and expert_ranks="
         )
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 
@@ -285,7 +268,7 @@ def _leave_part_of_experts(units: Iterable[ModelUnit], experts: Any, ranks: int)
     """Let each unit of a class of ``experts`` have the parameters of one of ``ranks`` ranks.
 
     Raises:
-        ValueError: no unit is of such a class, or a parameter has no dimension.
+        ValueError: no unit is of such a class.
     """
     found = [unit for unit in units if isinstance(unit.module, experts)]
     if not found and (experts or ranks > 1):
@@ -296,12 +279,7 @@ def _leave_part_of_experts(units: Iterable[ModelUnit], experts: Any, ranks: int)
     for unit in found:
         unit.expert_ranks = ranks
         for item in unit.owned:
-            if item.param.dim() == 0:
-                raise ValueError(
-                    f"expected [experts, ...], but {item.name!r} of {type(unit.module).__name__} has no dimension"
-                )
-            count, *sizes = item.param.shape
-            item.param = nn.Parameter(item.param.new_empty(-(-count // ranks), *sizes), item.param.requires_grad)
+            item.param = nn.Parameter(item.param.detach().chunk(ranks)[0], item.param.requires_grad)
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -312,12 +290,10 @@ class _Planner:
     """The units of a model, and the facts that do not depend on strategy and number of ranks."""
 
     units: list[ModelUnit]
-    optimizer: Optimizer | None
+    tried: dict[torch.dtype, _Tried]  # the optimizer, by dtype of trained parameters
     shard_size: int | None
     on_cpu: bool
-    use_orig_params: bool
     host_optimizer: bool
-    tried: dict[torch.dtype, _Tried] = field(default_factory=dict)
 
     def plan(self, strategy: ShardingStrategy, world_size: int) -> StrategyPlan:
         """Return the plan of one strategy at a number of ranks."""
@@ -327,36 +303,28 @@ class _Planner:
             groups = self._groups(unit.strategy or strategy, world_size, unit.expert_ranks)
             stays = unit.index == 0 if resharded is None else not resharded
             memory = UnitMemory(unit, stays=stays, offloaded=self.host_optimizer)
-            for layout, params in bucket_layouts(
-                unit.owned, groups.shard_size, self.on_cpu, unit.precision, use_orig_params=self.use_orig_params
-            ):
+            ranks = groups.shard_size
+            for layout, params in bucket_layouts(unit.owned, ranks, self.on_cpu, unit.precision, use_orig_params=False):
                 optim = None
                 if params[0].param.requires_grad:
                     shard = layout.shard_numel
-                    optim = self._state_nbytes(layout.dtype, shard)
-                    pieces = [min(record.numel, shard) for record in layout.params]
-                    together = stepped[layout.dtype, unit.index if self.host_optimizer else 0]
-                    together += pieces if self.use_orig_params else [shard]
+                    optim = self.tried[layout.dtype].state_nbytes(shard)
+                    stepped[layout.dtype, unit.index if self.host_optimizer else 0].append(shard)
                 memory.add(layout, groups, optim, on_cpu=self.on_cpu)
             units.append(memory)
-        groups = self._groups(strategy, world_size)
         params, grads, optim = (sum(getattr(each, name) for each in units) for name in ("params", "grads", "optim"))
         working, most = peaks(units)
-        tried = [self.tried[dtype].temporary_nbytes(numels) for (dtype, _), numels in stepped.items() if self.optimizer]
-        step = max(tried, default=0)
-        host = params + grads + optim + step if self.host_optimizer else 0
+        step = max((self.tried[dtype].temporary_nbytes(numels) for (dtype, _), numels in stepped.items()), default=0)
         times = gathers(units)
         return StrategyPlan(
             strategy=strategy,
-            shard_size=groups.shard_size,
-            replicas=groups.replica_size,
             param_nbytes=params,
             grad_nbytes=grads,
             optim_nbytes=optim,
             step_nbytes=step,
             working_nbytes=working,
             activation_nbytes=sum(unit.activation_nbytes for unit in self.units),
-            host_nbytes=host,
+            host_nbytes=params + grads + optim + step if self.host_optimizer else 0,
             peak_nbytes=most if self.host_optimizer else params + optim + max(most, grads + step),
             gathered_nbytes=sum(count * each.gathered for count, each in zip(times, units)),
             reduced_nbytes=sum(each.received for each in units),
@@ -368,7 +336,7 @@ class _Planner:
         """Return the bytes in a checkpoint of ``model``: a tied parameter is there under each name."""
         values = (value.nbytes for value in model.state_dict().values() if isinstance(value, torch.Tensor))
         trained = (param for param in model.parameters() if param.requires_grad)
-        return sum(values) + sum(self._state_nbytes(param.dtype, param.numel()) for param in trained)
+        return sum(values) + sum(self.tried[param.dtype].state_nbytes(param.numel()) for param in trained)
 
     def smallest(self, strategy: ShardingStrategy, limit: int) -> int | None:
         """Return the smallest number of ranks that fits ``limit``, by bisection: more ranks hold less each."""
@@ -384,7 +352,7 @@ class _Planner:
         counts = range(high // 2 + 1, high)
         return step * (counts.start + bisect.bisect_left(counts, True, key=fits))
 
-    def _groups(self, strategy: ShardingStrategy, world_size: int, expert_ranks: int = 1) -> Groups:
+    def _groups(self, strategy: ShardingStrategy, world_size: int, expert_ranks: int) -> Groups:
         size = 1 if strategy is ShardingStrategy.NO_SHARD else world_size
         if strategy in HYBRID_SHARDING_STRATEGIES and self.shard_size is not None:
             size = self.shard_size
@@ -394,14 +362,6 @@ class _Planner:
             raise ValueError(f"world_size {world_size} is not a multiple of expert_ranks {expert_ranks}")
         size = max(size // expert_ranks, 1)
         return Groups(None, 0, size, None, 0, world_size // expert_ranks // size)
-
-    def _state_nbytes(self, dtype: torch.dtype, numel: int) -> int:
-        """Return the bytes of optimizer state for a parameter of ``numel`` elements."""
-        if self.optimizer is None:
-            return 0
-        if dtype not in self.tried:
-            self.tried[dtype] = _try(self.optimizer, dtype, on_cpu=self.on_cpu or self.host_optimizer)
-        return math.ceil(self.tried[dtype].state * numel)
 
 
 class _Tried(NamedTuple):
@@ -414,10 +374,14 @@ class _Tried(NamedTuple):
         together: the temporary tensors that exist for all parameters at a time.
     """
 
-    state: float
-    own: float
-    kept: float
-    together: float
+    state: float = 0
+    own: float = 0
+    kept: float = 0
+    together: float = 0
+
+    def state_nbytes(self, numel: int) -> int:
+        """Return the bytes of state for a parameter of ``numel`` elements."""
+        return math.ceil(self.state * numel)
 
     def temporary_nbytes(self, numels: list[int]) -> int:
         """Return the most bytes of temporary tensors in a step of parameters of these sizes, in their order."""
@@ -425,8 +389,10 @@ class _Tried(NamedTuple):
         return math.ceil(in_loop + self.together * sum(numels))
 
 
-def _try(optimizer: Optimizer, dtype: torch.dtype, *, on_cpu: bool) -> _Tried:
+def _try(optimizer: Optimizer | None, dtype: torch.dtype, *, on_cpu: bool) -> _Tried:
     """Take two steps of an optimizer of one parameter, of two, and of three."""
+    if optimizer is None:
+        return _Tried()
     temporary = []
     for count in (1, 2, 3):
         params = [nn.Parameter(torch.zeros(_PROBED, dtype=dtype)) for _ in range(count)]
@@ -455,17 +421,16 @@ class _Temporaries(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0
-        self._live: list[tuple[StorageWeakRef, int]] = []
+        self._made: dict[StorageWeakRef, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(each.alias_info is None for each in func._schema.returns):  # neither a view nor in place
-            self._live = [(storage, nbytes) for storage, nbytes in self._live if not storage.expired()]
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and tensor.numel() >= _PROBED:
                     storage = tensor.untyped_storage()
-                    self._live.append((StorageWeakRef(storage), storage.nbytes()))
-            self.nbytes = max(self.nbytes, sum(nbytes for _, nbytes in self._live))
+                    self._made[StorageWeakRef(storage)] = storage.nbytes()
+            self.nbytes = max(self.nbytes, sum(n for storage, n in self._made.items() if not storage.expired()))
         return result
 
 
@@ -485,7 +450,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-tokens", type=_ids, metavar="8x1024", dest="inputs", help="count activations of such a batch of ids")
     add("--inputs", type=_returned, metavar="MODULE:NAME", help="function that returns the arguments of a forward")
     add("--shard-size", type=int, metavar="N", help="ranks per machine, for hybrid strategies")
-    add("--experts", metavar="CLASS,...", help="classes of units of experts, which --wrap names as well")
+    add("--experts", default=(), metavar="CLASS,...", help="classes of units of experts, which --wrap names as well")
     add("--expert-ranks", type=int, default=1, metavar="N", help="number of ranks with other experts each")
     add("--device", default="cuda", help="cuda (default), or cpu for gloo")
     add("--host-optimizer", action="store_true", help="offloaded parameters, and a HostOptimizer around --optimizer")
@@ -495,21 +460,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan; return 0."""
     model = on_meta(options.model)
-    found = plan(
-        model,
-        world_size=options.world_size,
-        policy=options.wrap and policy_of(model, options.wrap.split(",")),
-        strategy=options.strategy and [ShardingStrategy[name] for name in options.strategy],
-        precision=options.precision and MixedPrecision(param_dtype=_DTYPES[options.precision]),
-        optimizer=options.optimizer,
-        inputs=options.inputs,
-        shard_size=options.shard_size,
-        experts=tuple(classes_of(model, options.experts.split(","))) if options.experts else (),
-        expert_ranks=options.expert_ranks,
-        device=options.device,
-        host_optimizer=options.host_optimizer,
-        memory=options.memory,
-    )
+    given = {name: value for name, value in vars(options).items() if name in inspect.signature(plan).parameters}
+    given |= {
+        "model": model,
+        "policy": options.wrap and ModuleWrapPolicy(classes_of(model, options.wrap)),
+        "strategy": options.strategy and [ShardingStrategy[name] for name in options.strategy],
+        "precision": options.precision and MixedPrecision(param_dtype=_DTYPES[options.precision]),
+        "experts": options.experts and classes_of(model, options.experts),
+    }
+    found = plan(**given)
     print(found.to_json() if options.json else found)
     return 0
 
@@ -533,14 +492,10 @@ def _returned(name: str) -> Any:
     return resolved(name)()
 
 
-def policy_of(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:
-    return ModuleWrapPolicy(classes_of(model, names))
-
-
-def classes_of(model: nn.Module, names: list[str]) -> list[type[nn.Module]]:
-    """Return the classes of modules in ``model`` that have these names. Raises ValueError if there are none of one."""
-    classes = {type(module) for module in model.modules()}
-    there = sorted({each.__name__ for each in classes})
-    if missing := sorted(set(names) - set(there)):
-        raise ValueError(f"the model has no {' and no '.join(missing)}; its modules are {', '.join(there)}")
-    return [each for each in classes if each.__name__ in names]
+def classes_of(model: nn.Module, names: str) -> tuple[type[nn.Module], ...]:
+    """Return the classes of modules in ``model`` with ``names`` (Block,Experts). Raises ValueError if one has none."""
+    classes, asked = {type(module) for module in model.modules()}, set(names.split(","))
+    there = {each.__name__ for each in classes}
+    if missing := sorted(asked - there):
+        raise ValueError(f"the model has no {' and no '.join(missing)}; its modules are {', '.join(sorted(there))}")
+    return tuple(each for each in classes if each.__name__ in asked)

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from fsdp.api import MixedPrecision, ShardingStrategy, as_mixed_precision
 from fsdp.comm.groups import Groups
 from fsdp.flat.layout import FlatLayout
-from fsdp.flat.names import joined, members_of
+from fsdp.flat.names import members_of
 from fsdp.flat.ownership import Ignored, OwnedParam, owned_params
 from fsdp.runtime.hooks import around_forward, on_saved
 from fsdp.wrap import choose_units
@@ -78,39 +78,29 @@ def find_units(model: nn.Module, policy: Any, precision: MixedPrecision) -> list
     chosen = {model: (model, options), **{module: (module, arguments) for module, arguments in targets.items()}}
     chosen |= {member: (group, arguments) for group, arguments in groups for member in members_of(group).values()}
     units: dict[nn.Module, ModelUnit] = {}
-    begun: list[ModelUnit] = []
-    visited: set[nn.Module] = set()
-
-    def visit(module: nn.Module, path: str, around: set[int]) -> None:
-        if module in visited:
-            return
-        visited.add(module)
+    begun: list[tuple[str, ModelUnit]] = []  # with the paths of the modules, in their order
+    for path, module in model.named_modules():
         if module in chosen:
             whole, arguments = chosen[module]
+            around = {unit.index for outer, unit in begun if not outer or path.startswith(f"{outer}.")}
             dtypes, strategy = as_mixed_precision(arguments["mixed_precision"]), arguments["sharding_strategy"]
-            unit = units.setdefault(whole, ModelUnit(whole, len(units), set(around), dtypes, strategy))
+            unit = units.setdefault(whole, ModelUnit(whole, len(units), around, dtypes, strategy))
             unit.names.append(path)
-            begun.append(unit)
-            around = around | {unit.index}
-        for name, child in module.named_children():
-            visit(child, joined(path, name), around)
-
-    visit(model, "", set())
+            begun.append((path, unit))
     place = {param: number for number, param in enumerate(model.parameters())}
     nested: set[nn.Parameter] = set()
     for unit in reversed(units.values()):
-        unit.owned = owned_params(
-            unit.module, Ignored(params=frozenset(nested)), f"the {type(unit.module).__name__} unit"
-        )
+        ignored = Ignored(params=frozenset(nested))
+        unit.owned = owned_params(unit.module, ignored, f"the {type(unit.module).__name__} unit")
         nested.update(item.param for item in unit.owned)
         places = {place[item.param] for item in unit.owned}
         trained = [place[item.param] for item in unit.owned if item.param.requires_grad]
         unit.is_open_early = bool(trained) and not places.issuperset(range(min(trained), max(trained)))
     for unit in units.values():
         if len(unit.names) > 1:  # a group is gathered around the units between its first and its last module
-            last = len(begun) - 1 - begun[::-1].index(unit)
-            for other in {*begun[begun.index(unit) : last]} - {unit}:
-                other.around.add(unit.index)
+            numbers = [number for number, (_, each) in enumerate(begun) if each is unit]
+            for _, other in begun[numbers[0] : numbers[-1]]:
+                other.around |= {unit.index} - {other.index}
     return list(units.values())
 
 
@@ -129,21 +119,15 @@ def try_forward(model: nn.Module, units: Sequence[ModelUnit], inputs: Any) -> No
             kept[storage._cdata] = tensor
             running[-1].activation_nbytes += storage.nbytes()
 
-    def watch(unit: ModelUnit, module: nn.Module) -> None:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            running.append(unit)
-
-        def leave(_: nn.Module, args: Any, output: Any) -> None:
-            running.pop()
-
-        around_forward(module, enter, leave)
+    def leave(*_: Any) -> None:
+        running.pop()
 
     def cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         return tensor.to("meta", dtype if tensor.is_floating_point() else None)
 
     for unit in units:
         for module in members_of(unit.module).values():
-            watch(unit, module)
+            around_forward(module, lambda *_, unit=unit: running.append(unit), leave)
         for item in unit.owned:
             param = nn.Parameter(cast(item.param.detach(), unit.precision.param_dtype), item.param.requires_grad)
             kept[param.untyped_storage()._cdata] = param
