@@ -1,11 +1,11 @@
 """Rank processes for tests: `run_ranks(world_size, fn, *args)` runs a module-level function on every rank.
 
-There is one pool per world size, started at first use and kept. Ranks are forked from a `template` that has imported
-torch and the package. There are two templates (or RANK_TEMPLATES of the environment) for neighboring ranks, with
-different hash seeds, so sets have different orders on neighbors. A pool is killed and replaced after any failure, so
-a failure never leaks into the next test, and when jobs have left many threads or replaced the default group. A failing
-job shows one message: the traceback of the rank that failed first, the exit code of a dead rank, or at a timeout the
-Python stacks of stuck ranks.
+There is one pool per world size, started at first use and kept; only the ranks of the latest one run. Ranks are forked
+from a `template` that has imported torch and the package. There are two templates (or RANK_TEMPLATES of the
+environment) for neighboring ranks, with different hash seeds, so sets have different orders on neighbors. A pool is
+killed and replaced after any failure, so a failure never leaks into the next test, and when jobs have left many threads
+or replaced the default group. A failing job shows one message: the traceback of the rank that failed first, the exit
+code of a dead rank, or at a timeout the Python stacks of stuck ranks.
 
 `on_ranks(world_size)` decorates a test whose body runs on the ranks. `run_fresh` runs one job in new processes, for
 tests that break the process group or kill a rank.
@@ -261,6 +261,11 @@ class Pool:
             text += f"\n\nrank {rank.rank} was still running:\n{stack}"
         raise RankFailure(text, first, failures[first].kind)
 
+    def send_signal(self, number: int) -> None:
+        for rank in self.ranks:
+            if not rank.connection.closed:
+                rank.process.send_signal(number)
+
     @property
     def alive(self) -> bool:
         return bool(self.ranks) and all(r.process.poll() is None and not r.connection.closed for r in self.ranks)
@@ -357,6 +362,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
         if pool is not None:
             pool.close()
         pool = _pools[world_size] = Pool(world_size)
+    for other in _pools.values():  # a stopped process takes no time: gloo's threads wake up a hundred times a second
+        other.send_signal(signal.SIGCONT if other is pool else signal.SIGSTOP)
     results = pool.run(job, timeout)
     if pool.is_worn:  # at once: idle threads would disturb further pools
         pool.close()

@@ -178,8 +178,10 @@ def serve(control: socket.socket) -> tuple[Request, list[int]]:
             _, found, _, _ = socket.recv_fds(control, 1, 8)
         except ConnectionError:
             found = []
-        if not found:
-            os._exit(0)  # all clients have closed their ends
+        if not found:  # all clients have closed their ends
+            for pid in statuses:
+                os.kill(pid, signal.SIGCONT)  # a stopped rank would stay for ever
+            os._exit(0)
         status, output, *descriptors = found
         connection = Connection(os.dup(status))
         request = connection.recv()  # sent before the descriptors
