@@ -191,17 +191,17 @@ def warn_of_hooks(name: str) -> None:
     )
 
 
-def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[str | None]]) -> None:
-    """Warn if ranks wrapped one of the parameters ``names`` with different values.
+def warn_of_initial_values(now: Mapping[str, str | None], by_rank: Mapping[int, Sequence[str | None]]) -> None:
+    """Warn if ranks wrapped parameters with different values.
 
-    ``by_rank`` has a digest of the values of each parameter, or None if values were loaded since.
+    Args:
+        now: by parameter a digest of the values, or None if values were loaded since.
+        by_rank: the digests of each rank at the first pass or call, in the same order.
     """
-    first = next(iter(by_rank.values()))
     found = []
-    if all(len(digests) == len(names) for digests in by_rank.values()):  # else ranks have different units
-        for name, digest, *others in zip(names, first, *(list(digests) for digests in by_rank.values())):
-            if None not in others and any(other != digest for other in others):
-                found.append((name, [rank for rank, other in zip(by_rank, others) if other != digest]))
+    for (name, digest), *then in zip(now.items(), *by_rank.values()):
+        if None not in (digest, *then) and len(set(then)) > 1:
+            found.append((name, [rank for rank, other in zip(by_rank, then) if other != then[0]]))
     if found:
         (name, ranks), *more = found
         further = f", nor were {len(more)} others" if more else ""

@@ -43,7 +43,7 @@ class LaneUnits:
         self.neighbours: Sequence[Lane] = ()
         self._units: list[weakref.ref[Unit]] = []
         self._places: weakref.WeakKeyDictionary[Unit, int] = weakref.WeakKeyDictionary()
-        self._compared = False  # whether the initial values were compared, or a pass has failed
+        self._digests: dict[int, list[str | None]] = {}  # of the first values, by rank if they differ
         self._steps, self._rates = 0, 0  # of optimizers since the last vote: their number, and a hash of their rates
 
     def add(self, unit: Unit) -> None:
@@ -65,14 +65,15 @@ class LaneUnits:
         return [unit for unit in (reference() for reference in self._units) if unit is not None]
 
     def join(self) -> None:
-        """Compare the layouts of the ranks, the first time.
+        """Compare the layouts of the ranks and the first values, the first time.
 
         Raises:
             RuntimeError: on every rank, with the first difference.
         """
         if self.name is None:
             layout = [f"{unit.name}: {unit.signature(self.lane.group)}" for unit in self._present()]
-            self.name = self.lane.join("the first pass or call of a model", layout)
+            doing, digests = "the first pass or call of a model", list(self._first_values().values())
+            self.name, self._digests = self.lane.join(doing, layout, digests)
 
     def enter(self, what: Pass, *, negotiates: bool) -> bool:
         """Begin ``what`` in the lane; return whether it had not begun there."""
@@ -81,9 +82,10 @@ class LaneUnits:
             return False
         remedy = REMEDY if negotiates else ORDER_REMEDY
         self.lane.enter(what, self._number_of(what), neighbours=self.neighbours, remedy=remedy, asks=not negotiates)
-        if not (self._compared or what.call):  # a call may load values
-            self._compared = True
-            self._compare_initial_values()
+        if self._digests and not what.call:  # a call may load values
+            if self.lane.group.rank() == 0:
+                warn_of_initial_values(self._first_values(), self._digests)
+            self._digests = {}
         return True
 
     def end(self, what: Pass, *, wait: bool) -> None:
@@ -119,20 +121,16 @@ class LaneUnits:
             kind = str(self._places.get(what.caller, "of another group"))
         return hash_of(f"{self.name}/{kind}")
 
-    def _compare_initial_values(self) -> None:
-        """Warn on rank 0 where the ranks gave parameters different values when they wrapped them."""
-        digests: dict[str, str | None] = {}
+    def _first_values(self) -> dict[str, str | None]:
+        """Return a digest of the values with which each parameter was wrapped; None if they were loaded or written."""
+        found: dict[str, str | None] = {}
         for unit in self._present():
             for initial in unit.initial:
-                digests.update({f"{name!r} of {unit.name}": digest for name, digest in initial.digests().items()})
-        doing = "comparing the values that the ranks began with"
-        by_rank = self.lane.compare_values(list(digests.values()), doing)
-        if by_rank is not None and self.lane.group.rank() == 0:
-            warn_of_initial_values(list(digests), dict(zip(self.lane.names, by_rank)))
+                found.update({f"{name!r} of {unit.name}": digest for name, digest in initial.digests().items()})
+        return found
 
     def failed(self) -> None:
-        """Note that a pass failed, maybe before the initial values were compared."""
-        self._compared = True
+        """Forget the steps of optimizers: a pass has failed, and the ranks may have made different ones."""
         self._steps, self._rates = 0, 0
 
 

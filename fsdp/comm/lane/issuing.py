@@ -76,18 +76,22 @@ class Event(NamedTuple):
         return unit, KINDS[kind], bool(full_precision)
 
 
+_Read = Callable[[], "tuple[int, int] | None"]  # the result of a vote
+
+
 class Question:
     """A vote in flight: whether all ranks have the same number, and the largest value of another number.
 
     Attributes:
         place: the number of the vote among the collectives of the lane.
+        unanimous: whether all ranks have given the same value, once there is a result.
     """
 
-    def __init__(
-        self, work: Work, read: Callable[[], int | None], place: int, listener: Callable[[int], None] | None
-    ) -> None:
-        """``read`` returns the result once ``work`` is over; ``listener`` is called with it if there is one."""
+    def __init__(self, work: Work, read: _Read, place: int, listener: Callable[[int], None] | None) -> None:
+        """``read`` returns the smallest and the largest value once ``work`` is over; ``listener`` is called with the
+        largest one if there is one."""
         self._work, self._read, self.place, self._listener = work, read, place, listener
+        self.unanimous = False
 
     def poll(self) -> bool:
         """Return whether the result is there."""
@@ -96,8 +100,12 @@ class Question:
     def result(self) -> int | None:
         """Wait on the host; return the ``largest`` value of all ranks, or None if their numbers differ."""
         self._work.wait()
-        largest = self._read()
-        if largest is not None and self._listener is not None:
+        values = self._read()
+        if values is None:
+            return None
+        smallest, largest = values
+        self.unanimous = smallest == largest
+        if self._listener is not None:
             self._listener(largest)
         return largest
 
@@ -243,15 +251,16 @@ class Issuer(Watch):
             found: list[tuple[int, int]] = []  # the number and the value of each rank
             work = self.in_memory(event, [functools.partial(channel.ask, number, largest, label, found)])
 
-            def from_memory() -> int | None:
-                return max(value for _, value in found) if {other for other, _ in found} == {number} else None
+            def from_memory() -> tuple[int, int] | None:
+                values = [value for _, value in found]
+                return (min(values), max(values)) if {other for other, _ in found} == {number} else None
 
             return Question(work, from_memory, self.collectives.number, listener)
-        votes = torch.tensor([number, -number, largest], device="cpu").to(on)
+        votes = torch.tensor([number, -number, -largest, largest], device="cpu").to(on)
 
-        def from_votes() -> int | None:
-            *numbers, value = votes.tolist()
-            return int(value) if numbers == [number, -number] else None
+        def from_votes() -> tuple[int, int] | None:
+            *numbers, smallest, largest = votes.tolist()
+            return (-smallest, largest) if numbers == [number, -number] else None
 
         op = dist.ReduceOp.MAX
         work = self.collective("all_reduce", event, votes, asynchronous=True, control=True, op=op)

@@ -122,12 +122,16 @@ class Lane(Issuer):
 
     # -- the first use of a tree ---------------------------------------------------------------------------------------
 
-    def join(self, doing: str, layout: Sequence[str]) -> str:
-        """Meet all ranks before the first use of a tree, and compare the layouts; return a name of the tree.
+    def join(self, doing: str, layout: Sequence[str], values: Sequence[Any] = ()) -> tuple[str, dict[int, Any]]:
+        """Meet all ranks before the first use of a tree, and compare the layouts and the values.
 
         Args:
             doing: words that follow "is about to begin".
             layout: a line per unit: the name, and after ": " the facts that have to be equal.
+            values: anything that JSON holds, which may differ.
+
+        Returns:
+            A name of the tree, and if the ``values`` differ, those of each rank.
 
         Raises:
             RuntimeError: on every rank, with the first difference; or the ranks cannot meet.
@@ -135,14 +139,16 @@ class Lane(Issuer):
         self.begin(doing)
         try:
             digest = hash_of("\n".join(line.partition(": ")[2] for line in layout))
-            if self.ask("agree on the layout", digest).result() is None:
+            question = self.ask("agree on the layout", digest, largest=hash_of(str(values)))
+            if question.result() is None:
                 raise OutOfStep(first_difference(self._of_all_ranks("\n".join(layout))))
+            by_rank = {} if question.unanimous else self._of_all_ranks(values)
         except BaseException as error:
             if not isinstance(error, OutOfStep):  # which all ranks raise
                 self._end_meeting(doing)
             self.fail(Pass(doing, call=doing))
             raise
-        return str(self.collectives.generation)
+        return str(self.collectives.generation), by_rank
 
     def begin(self, doing: str) -> None:
         """Meet all ranks before a first use of the group; ``doing`` follows "is about to begin" in errors.
@@ -318,13 +324,6 @@ class Lane(Issuer):
         sign = hash_of(f"{self._history.passes}/{self._history.position}/{number}")
         with self._meeting(self._meetings, self._where, sign) as (key, look):
             self._board.meet(key, look, sign=str(sign))
-
-    def compare_values(self, values: Sequence[Any], doing: str) -> list[Any] | None:
-        """Compare ``values``, anything that JSON holds, through the store; None if alike, else those of each rank."""
-        words = f"is {doing}"
-        with self._meeting(self._meetings, words, hash_of(words)) as (key, look):
-            by_place = self._board.compare(key, list(values), look)
-        return None if by_place is None else list(by_place.values())
 
     # -- votes of ranks that run different units -----------------------------------------------------------------------
 
