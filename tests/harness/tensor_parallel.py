@@ -43,25 +43,26 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
-        up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm2, self.inner = nn.LayerNorm(WIDTH), nn.Sequential(OrderedDict(up=up, tanh=nn.Tanh(), down=down))
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.inner(self.norm2(x))
+        return x + self.inner(self.norm(x))
 
 
 class Transformer(nn.Module):
-    """Tensor parallelism leaves out `gate` and `frozen`, which is not trained."""
+    """One layer: a block of attention and one of linear layers. Tensor parallelism leaves out `gate` and `frozen`, which
+    is not trained.
+    """
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, *, recomputes: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        inner = nn.Sequential(OrderedDict(up=up, tanh=nn.Tanh(), down=down))
+        self.blocks = nn.ModuleList([Block(Attention()), Block(inner)])
         self.gate, self.frozen = nn.Linear(WORDS, WORDS), nn.Parameter(torch.rand(WORDS), requires_grad=False)
         self.recomputes = recomputes
         self.to(dtype)
@@ -74,24 +75,18 @@ class Transformer(nn.Module):
 def parallel(net: Transformer, tp: DeviceMesh) -> Transformer:
     cut, everywhere = Shard(1), Replicate()  # along the sequence, as for embedding, norms and residuals
     gathers = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(everywhere,))
-    of_net = {
+    plan = {
         "embed": RowwiseParallel(input_layouts=everywhere, output_layouts=cut),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.inner": gathers,
+        **{f"blocks.0.inner.{name}": ColwiseParallel() for name in "qkv"},
+        "blocks.0.inner.o": RowwiseParallel(output_layouts=cut),
+        "blocks.1.inner.up": ColwiseParallel(),
+        "blocks.1.inner.down": RowwiseParallel(output_layouts=cut),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=cut, output_layouts=everywhere),
     }
-    of_block = {
-        "norm1": SequenceParallel(),
-        "attention": gathers,
-        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
-        "attention.o": RowwiseParallel(output_layouts=cut),
-        "norm2": SequenceParallel(),
-        "inner": gathers,
-        "inner.up": ColwiseParallel(),
-        "inner.down": RowwiseParallel(output_layouts=cut),
-    }
-    parallelize_module(net, tp, of_net)
-    for block in net.blocks:
-        parallelize_module(block, tp, of_block)
+    parallelize_module(net, tp, plan)
     return net
 
 
@@ -120,10 +115,12 @@ class Layout(NamedTuple):
     index: int
     tp: DeviceMesh
     options: dict[str, Any]
+    number: int
 
     @classmethod
-    def of(cls, *shape: int) -> Layout:
-        number = next(numbers)
+    def of(cls, *shape: int, number: int | None = None) -> Layout:
+        """Make a mesh. With the `number` of another one of this job torch reuses results of its operators."""
+        number = next(numbers) if number is None else number
         names = tuple(f"{name}{number}" for name in ("replicate", "shard", "tp")[-len(shape) :])
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if len(shape) == 2:
@@ -132,7 +129,7 @@ class Layout(NamedTuple):
             data = mesh[names[:2]]
             options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
         flat = data if data.ndim == 1 else data._flatten(f"data{number}")
-        return cls(mesh, flat.get_group(), flat.get_local_rank(), mesh[names[-1]], {"device_mesh": data, **options})
+        return cls(mesh, flat.get_group(), flat.get_local_rank(), mesh[names[-1]], {"device_mesh": data, **options}, number)
 
 
 def sharded(net: nn.Module, world: Layout, kinds: set[type[nn.Module]], **options: Any) -> FSDP:
