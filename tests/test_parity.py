@@ -1,6 +1,6 @@
 """Sharded training equals plain training: losses, gradients, parameters and optimizer state at every step.
 
-Every run of 3 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with two
+Every run of 2 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with two
 references:
 
 * **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): gradients of each rank's batch,
@@ -88,7 +88,7 @@ class Run:
     reduce_each: bool = False
     shard_alignment: int = 1
     mesh: str = ""  # of hybrid sharding: the number of replicas, and of the ranks that each is sharded over
-    steps: int = 3
+    steps: int = 2
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
@@ -96,7 +96,7 @@ class Run:
         parts += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
         parts += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
         parts += [self.mesh] * bool(self.mesh)
-        parts += [f"{self.steps}steps"] * (self.steps != 3)
+        parts += [f"{self.steps}steps"] * (self.steps != 2)
         return "-".join(parts)
 
     @property
@@ -144,7 +144,7 @@ RUNS = [
     Run(3, "tied-transformer", "adamw", "FULL_SHARD", False, "native"),
     Run(3, "mlp", "sgd", "SHARD_GRAD_OP", True, "native"),
     Run(4, "unused", "sgd", "FULL_SHARD", False, "native"),
-    Run(4, "encoder-decoder", "adamw", "NO_SHARD", True, "native"),
+    Run(4, "mlp", "adamw", "NO_SHARD", True, "native", steps=10),
     # Any choice of units.
     Run(2, "mlp", "sgd", "FULL_SHARD", True, policy="one unit"),
     Run(3, "lora", "adamw", "FULL_SHARD", False, "direct", policy="linears"),
@@ -155,10 +155,10 @@ RUNS = [
         Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each, steps=steps)
         for each in (False, True)
         for world_size, case, opt, strategy, mode, collectives, steps in [
-            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 3 if each else 10),
-            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 3),
-            (2, "unused", "sgd", "NO_SHARD", not each, "auto", 3),
-            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 10 if each else 3),
+            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 2 if each else 10),
+            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 2),
+            (2, "unused", "sgd", "NO_SHARD", not each, "auto", 2),
+            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 10 if each else 2),
         ]
     ),
     # The alignment of accelerators: shards are multiples of 16 bytes, not of one element.
@@ -172,7 +172,7 @@ RUNS = [
             ("2x2", "unused", "sgd", "_HYBRID_SHARD_ZERO2", False, 3),
             ("2x2", "segment-reentrant", "adamw", "HYBRID_SHARD", False, 3),
             ("1x4", "lora", "sgd", "HYBRID_SHARD", False, 1),
-            ("1x4", "encoder-decoder", "adamw", "_HYBRID_SHARD_ZERO2", True, 1),
+            ("1x4", "mlp", "adamw", "_HYBRID_SHARD_ZERO2", True, 1),
         ]
     ),
     *(
