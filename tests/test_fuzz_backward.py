@@ -13,16 +13,15 @@ from tests.harness.versions import RELEASE
 _OF_CHECKPOINT = "ignore:Exception ignored in. <generator object _checkpoint"
 pytestmark = [] if RELEASE >= (2, 13) else [pytest.mark.filterwarnings(_OF_CHECKPOINT)]
 
-SEEDS = range(7, 25)  # includes all pieces, strategies, passes and kinds of checkpointing
+SEEDS = {True: (8, 74, 85, 92, 113, 114), False: (5, 47, 70, 79, 109)}  # chosen for the pieces, see below
 
 
 @ALL_SMALL
 def test_random_programs_train_like_the_plain_model(all_small: bool) -> None:
-    run_ranks(2, with_gradients, all_small, random_programs.check_range, SEEDS[all_small::2])
-
-
-def test_the_sample_covers_all_pieces_and_passes() -> None:
-    text = "\n".join(str(random_programs.plan_of(seed)) for seed in SEEDS)
+    """The programs of each of the two sizes of gradients have all pieces, strategies, passes and kinds of
+    checkpointing.
+    """
+    texts = run_ranks(2, with_gradients, all_small, random_programs.check_range, SEEDS[all_small])
     drawn = (*random_models.KINDS, *random_models.PIECES, *random_models.PASSES, *random_models.HOW_GIVEN)
-    further = ("twice", "ignored", "taken", "separate roots", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    assert [word for word in (*drawn, *further) if word not in text] == []
+    others = ("twice", "ignored", "taken", "separate roots", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    assert [word for word in (*drawn, *others) if word not in "\n".join(texts[0])] == []

@@ -152,8 +152,9 @@ def reference_of(seed: int, world_size: int = 2) -> tuple[Plan, Reference]:
     raise AssertionError(f"seed {seed}: the plain model refuses 20 programs")
 
 
-def check(seed: int) -> None:
-    """Run program `seed` on the default group; AssertionError if it differs from the plain model."""
+def check(seed: int) -> Plan:
+    """Run program `seed` on the default group, and return its plan; AssertionError if it differs from the plain
+    model."""
     plan, reference = reference_of(seed, dist.get_world_size())
     way = os.environ.get("FSDP_COLLECTIVES", "direct")
     with mock.patch.dict(os.environ, FSDP_DEBUG="1" if plan.debug else "0", FSDP_COLLECTIVES=way):
@@ -164,10 +165,12 @@ def check(seed: int) -> None:
             ulps_after_step=plan.ulps_after_step,
             at_rest=not plan.separate_roots,
         )
+    return plan
 
 
-def check_range(seeds: Iterable[int]) -> None:
-    """Check several seeds; an error names the first seed that fails."""
+def check_range(seeds: Iterable[int]) -> list[str]:
+    """Check several seeds, and return their plans as text; an error names the first seed that fails."""
+    plans = []
     for seed in seeds:
         try:
             with warnings.catch_warnings():
@@ -175,6 +178,7 @@ def check_range(seeds: Iterable[int]) -> None:
                 warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
                 # from a separate root without inner units
                 warnings.filterwarnings("ignore", "auto_wrap_policy .* matched no submodule")
-                check(seed)
+                plans.append(str(check(seed)))
         except Exception as error:
             raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
+    return plans
