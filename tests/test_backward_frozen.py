@@ -73,9 +73,8 @@ def lora(checkpointing: str = "none") -> nn.Module:
     )
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
 @on_ranks(2)
-def test_freezing_and_unfreezing(debug: str) -> None:
+def test_freezing_and_unfreezing() -> None:
     """Whole units and parts of them, later and from the start; frozen parameters have no gradient."""
     cases: list[tuple[Callable[[], nn.Module], type[nn.Module], dict[str, Any], bool]] = [
         # model, class of units, arguments of the program, whether flat parameters support it
@@ -87,11 +86,13 @@ def test_freezing_and_unfreezing(debug: str) -> None:
         (lora, LoraBlock, {"prefix": "blocks.1.base.", "starts": False}, True),
         (lora, LoraBlock, {"prefix": "embed.", "starts": False, "need_input": False}, True),
     ]
-    with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
-        for number, (make, unit, arguments, flat_too) in enumerate(cases):
-            modes = (by_turns(number) if flat_too else [mode for mode in MODES if mode[1]])[: 3 if debug == "0" else 1]
-            program, case = partial(_freeze, **arguments), f"{arguments}, debug={debug}"
-            check_parity(seeded(make), program, unit, modes=modes, case=case)
+    for number, (make, unit, arguments, flat_too) in enumerate(cases):
+        reference = Reference(seeded(make), partial(_freeze, **arguments))
+        modes = by_turns(number)[: 2 + (number == 0)] if flat_too else [mode for mode in MODES if mode[1]]
+        for turn, mode in enumerate(modes):
+            debug = str((number + turn) % 2)
+            with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
+                reference.check(wrapped(seeded(make), mode, unit), f"{arguments}, {describe(mode)}, debug={debug}")
 
 
 def _freeze_between(model: nn.Module, data: Data, *, way: str, every: int = 1) -> Iterator[Any]:
@@ -129,18 +130,15 @@ def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str
 
     Gradients of parameters that were frozen for a forward in between, and are trained again, are kept.
     """
-    ways = ["no_grad", "inference_mode", "backward while frozen"]
+    ways, turn = ["no_grad", "inference_mode", "backward while frozen"], KINDS.index(checkpointing)
     if checkpointing == "none":  # else a recomputation would save other tensors than the forward did
         ways += ["one backward for both", "frozen until the end"]
     build = seeded(lora, checkpointing)
     for number, way in enumerate(ways):
-        modes = MODES if way == "no_grad" else by_turns(number)
+        modes = by_turns(turn + number)[: 3 if number == turn else 2]
         check_parity(build, partial(_freeze_between, way=way), LoraBlock, modes=modes, case=way)
-    blocks = ModuleWrapPolicy({LoraBlock})
-    for orig in (True, False):
-        model = wrap(build(), FULL, orig, wrap_policy=blocks, reduce_unused=True)
-        program = partial(_freeze_between, way="no_grad")
-        Reference(build, program).check(model, f"reduce_unused, use_orig_params={orig}")
+    model = wrap(build(), FULL, turn % 2 == 1, wrap_policy=ModuleWrapPolicy({LoraBlock}), reduce_unused=True)
+    Reference(build, partial(_freeze_between, way="no_grad")).check(model, "reduce_unused")
     # A flat parameter has one flag for the whole unit.
     program = partial(_freeze_between, way="no_grad", every=2)
     check_parity(build, program, LoraBlock, modes=[(FULL, True)], case="every second parameter")
