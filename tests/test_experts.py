@@ -137,7 +137,7 @@ def check(ep: int, root: Any, inner: Any, use_orig_params: bool, norm_type: floa
     plain, model, mine = built(ep, root, inner, use_orig_params)
     of_plain = torch.optim.SGD(plain.parameters(), lr=10.0, momentum=0.9)
     optimizer = torch.optim.SGD(model.parameters(), lr=10.0, momentum=0.9)
-    for number in range(3):
+    for number in range(2):
 
         def clip_plain(*arguments: float) -> Any:
             return nn.utils.clip_grad_norm_(plain.parameters(), *arguments)
@@ -155,7 +155,7 @@ def check(ep: int, root: Any, inner: Any, use_orig_params: bool, norm_type: floa
 
 @on_ranks(2)
 def test_experts_of_two_ranks_train_like_all_experts_in_one_process() -> None:
-    for use_orig_params, norm_type in itertools.product((True, False), (2.0, 1.0, math.inf)):
+    for use_orig_params, norm_type in ((True, 2.0), (False, 1.0), (True, math.inf)):
         check(2, FULL_SHARD, FULL_SHARD, use_orig_params, norm_type)
     check(2, NO_SHARD, NO_SHARD, True, 2.0)
 
@@ -166,8 +166,7 @@ def test_experts_of_four_ranks_train_like_all_experts_in_one_process(ep: int) ->
     """With two replicas of each expert, sharded or not, and with one; under hybrid sharding of the rest as well."""
     check(ep, FULL_SHARD, FULL_SHARD, True, 2.0)
     check(ep, SHARD_GRAD_OP, NO_SHARD, False, 2.0)
-    check(ep, HYBRID_SHARD, FULL_SHARD, True, 1.0)
-    check(ep, HYBRID_SHARD, FULL_SHARD, False, math.inf)
+    check(ep, HYBRID_SHARD, FULL_SHARD, *((True, 1.0) if ep == 2 else (False, math.inf)))
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -276,12 +275,11 @@ DECLARED = {
     2: [Way(2, given="plain parameters"), Way(2, NO_SHARD, NO_SHARD, False, "DTensors")],
     4: [
         Way(2, FULL_SHARD, FULL_SHARD, True, "plain parameters"),
-        Way(2, HYBRID_SHARD, FULL_SHARD, False, "plain parameters"),
-        Way(2, SHARD_GRAD_OP, NO_SHARD, True, "DTensors"),
-        Way(2, FULL_SHARD, FULL_SHARD, False, "DTensors"),
+        Way(2, HYBRID_SHARD, FULL_SHARD, False, "DTensors"),
         Way(4, FULL_SHARD, FULL_SHARD, False, "plain parameters"),
-        Way(4, HYBRID_SHARD, NO_SHARD, True, "plain parameters"),
         Way(4, FULL_SHARD, FULL_SHARD, True, "DTensors"),
+        Way(2, SHARD_GRAD_OP, NO_SHARD, True, "DTensors"),
+        Way(4, HYBRID_SHARD, NO_SHARD, True, "plain parameters"),
     ],
 }
 
@@ -331,7 +329,7 @@ def train_declared(ranks: int, tmp_path: Path) -> None:
     for number, way in enumerate(DECLARED[ranks]):
         plain, model, _ = way.built()
         optimizer, of_plain = adamw(model), adamw(plain)
-        train(model, optimizer, plain, of_plain, 10 if number == 0 else 3)
+        train(model, optimizer, plain, of_plain, 10 if number == 0 else 2)
         expected: dict[str, Tensor] = {**plain.state_dict()}
         for name, param in plain.named_parameters():
             expected |= flatten_state({name: of_plain.state[param]})
@@ -363,13 +361,10 @@ def test_declared_experts_of_four_ranks_train_and_are_saved_like_those_of_one_pr
     train_declared(4, tmp_path)
 
 
-def fresh(way: Way) -> tuple[Any, Any]:
-    """Return a model of other values, with an optimizer that has stepped."""
-    _, model, _ = way.built(1)
-    optimizer = adamw(model)
-    model(batch(7, dist.get_rank())).square().mean().backward()
-    optimizer.step()
-    return model, optimizer
+def fresh(way: Way, seed: int) -> tuple[Any, Any]:
+    """Return a model of other values, with its optimizer."""
+    _, model, _ = way.built(seed)
+    return model, adamw(model)
 
 
 @on_ranks(4)
@@ -378,30 +373,32 @@ def test_declared_experts_are_loaded_at_another_number_of_ranks(tmp_path: Path) 
     on each rank."""
     plain = Way(1)
     for number, way in [*enumerate(DECLARED[4])][::2]:  # and loaded into the others
-        model, optimizer = fresh(way)
+        model, optimizer = fresh(way, 1)
+        model(batch(7, dist.get_rank())).square().mean().backward()
+        optimizer.step()
         values, full = values_of(model, optimizer), state_of(model, optimizer)
         save(tmp_path / str(number), model, optimizer, progress=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is not sharded .NO_SHARD.: its full state dict is")
             sharded = state_of(model, optimizer, SHARDED)
-        cases = [(way, SHARDED, sharded), (plain, FULL, full), (DECLARED[4][number - 1], FULL, full)]
-        for other, kind, (state, states) in cases:
-            model, optimizer = fresh(other)
+        others = [plain, DECLARED[4][number - 1]]
+        for other, kind, (state, states) in ((way, SHARDED, sharded), (others[number // 2 % 2], FULL, full)):
+            model, optimizer = fresh(other, 2)
             with FullyShardedDataParallel.state_dict_type(model, kind):
                 model.load_state_dict(state)
                 given = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states)
                 optimizer.load_state_dict(given)
             assert_bit_equal(values_of(model, optimizer), values, f"{kind} of {way} in {other}")
-        for other in (plain, DECLARED[4][number - 2]):
-            model, optimizer = fresh(other)
-            load(tmp_path / str(number), model, optimizer, progress=False)
-            assert_bit_equal(values_of(model, optimizer), values, f"file of {way} in {other}")
+        other = others[number // 2 % 2 - 1]
+        model, optimizer = fresh(other, 2)
+        load(tmp_path / str(number), model, optimizer, progress=False)
+        assert_bit_equal(values_of(model, optimizer), values, f"file of {way} in {other}")
 
 
 @on_ranks(4)
 def test_plan_and_describe_count_the_part_of_the_experts_on_a_rank() -> None:
     policy = ModuleWrapPolicy({Experts})
-    for way in DECLARED[4]:
+    for way in DECLARED[4][:4]:
         _, model, _ = way.built()
         described = fsdp.describe(model)
         planned = fsdp.plan(
