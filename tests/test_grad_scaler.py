@@ -133,7 +133,7 @@ def test_infinity_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
     """Infinity or NaN in the rank's own part of a gradient, also on all ranks, and with fused optimizers."""
     rank = dist.get_rank()
     for strategy, orig in ((FULL, True), (FULL, False), (NONE, True)):
-        for fused in (False, True):
+        for fused in (False, True) if world_size == 2 else (orig,):
             model = wrap(CASE, strategy, orig)
             optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
             scaler = ShardedGradScaler(device="cpu", init_scale=1024.0, growth_interval=100)
@@ -217,10 +217,10 @@ def test_float16_training_finds_its_scale() -> None:
     for orig in (True, False):
         model = wrap(CASE, FULL, orig, mixed_precision=MixedPrecision(param_dtype=torch.float16))
         optimizer = SGD(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler(device="cpu", init_scale=2.0**30)
+        scaler = ShardedGradScaler(device="cpu", init_scale=2.0**24)
         start = full_parameters(model)
         losses, scales = [], []
-        for _ in range(40):
+        for _ in range(24):
             loss = loss_of(model, 0)
             scaler.scale(loss).backward()
             scales.append(scaler.get_scale())
@@ -230,7 +230,7 @@ def test_float16_training_finds_its_scale() -> None:
             losses.append(loss.item())
             if scaler.get_scale() < scales[-1]:
                 assert_bit_equal(full_parameters(model), start)
-        assert scales[-1] < 2.0**30 and scales[-1] == scales[-2]
+        assert scales[-1] < 2.0**24 and scales[-1] == scales[-2]
         assert losses[-1] < 0.9 * losses[0]
         assert of_all_ranks(scales) == [scales, scales]
 

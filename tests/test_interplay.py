@@ -4,7 +4,6 @@ model."""
 from __future__ import annotations
 
 import gc
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -16,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, full_tensor, register_forward_method
+from fsdp import FullyShardedDataParallel, MixedPrecision, full_tensor, register_forward_method
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_pair
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, full_parameters, wrap
-from tests.harness.strategies import FULL_SHARD, HYBRID_SHARD, STRATEGIES
+from tests.harness.strategies import FULL, GRAD_OP, HYBRID, MODES, NONE, STRATEGIES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # importing the package warns
@@ -64,31 +63,30 @@ def step_by_hooks(model: nn.Module) -> list[int]:
 @on_ranks(1, 2)
 def test_optimizer_steps_inside_the_backward_equal_the_plain_model(world_size: int) -> None:
     """By torch's `_apply_optimizer_in_backward` or by post-accumulate hooks, unit by unit."""
-    for strategy in STRATEGIES:
-        for method in ("torch's function", "hooks"):
-            model = wrap(CASE, strategy, use_orig_params=True)
-            live = []
-            if method == "hooks":
-                live = step_by_hooks(model)
-            else:
-                _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
-            with model.no_sync():
-                CASE.loss(model, CASE.make_batch(0, 2)).backward()  # no optimizer steps
-            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-            model.zero_grad()
-            train(model, lambda: None)
-            assert all(param.grad is None for param in model.parameters())
-            expected = run_plain(CASE, sgd, dist.get_world_size(), SCHEDULE)[-1].params
-            assert_bit_equal(full_parameters(model), expected, f"{method}, {strategy}")
-            if method == "hooks" and strategy is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1:
-                assert max(live) < len(list(model.parameters())) / 2  # most gradients are freed before the last arrive
+    expected = run_plain(CASE, sgd, world_size, SCHEDULE)[-1].params
+    for strategy, by_hooks in ((FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)):
+        model = wrap(CASE, strategy, use_orig_params=True)
+        live = []
+        if by_hooks:
+            live = step_by_hooks(model)
+        else:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), OPTIONS)
+        with model.no_sync():
+            CASE.loss(model, CASE.make_batch(0, 2)).backward()  # no optimizer steps
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+        model.zero_grad()
+        train(model, lambda: None)
+        assert all(param.grad is None for param in model.parameters())
+        assert_bit_equal(full_parameters(model), expected, f"{strategy}, by_hooks={by_hooks}")
+        if by_hooks and world_size > 1:
+            assert max(live) < len(list(model.parameters())) / 2  # most gradients are freed before the last arrive
 
 
 @on_ranks(4)
 def test_optimizers_step_before_the_backward_ends() -> None:
     """Gradients that are averaged over replicas are complete one unit later."""
-    for strategy, buffers in itertools.product((FULL_SHARD, HYBRID_SHARD), (1, 2)):
-        options = {"process_group": new_pair()} if strategy is HYBRID_SHARD else {}
+    for strategy, buffers in ((FULL, 1), (HYBRID, 1), (HYBRID, 2)):
+        options = {"process_group": new_pair()} if strategy is HYBRID else {}
         model = wrap(CASE, strategy, use_orig_params=True, **options)
         model.set_reduce_scatter_max_input_buffers(buffers)
         steps, before = step_by_hooks(model), list[int]()
@@ -216,56 +214,53 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tenso
 @on_ranks(1, 2)
 def test_deepcopies_train_independently(world_size: int) -> None:
     """Copies before and after the first use, with and without the optimizer."""
-    for index, strategy in enumerate(STRATEGIES):
-        for use_orig_params in (False, True):
+    for index, (strategy, use_orig_params) in enumerate(MODES if world_size == 2 else MODES[:2]):
+        torch.manual_seed(0)
+        plain = Tied()
+        policy = ModuleWrapPolicy({nn.Sequential, nn.LSTM} if index else {nn.LSTM})
+        model = wrap(deepcopy(plain), strategy, use_orig_params, wrap_policy=policy)
+        register_forward_method(model, "twice")
+        pristine = deepcopy(model)  # before the first use
+        optimizers = [optimizer_of(module) for module in (plain, model)]
+        for seed in range(2):
+            losses = [step(module, opt, seed) for module, opt in zip((plain, model), optimizers, strict=True)]
+            assert torch.equal(*losses)
+        plain_copy, plain_optimizer = deepcopy((plain, optimizers[0]))
+        copied, optimizer = deepcopy((model, optimizers[1]))
+        assert type(copied) is type(model) and copied.process_group is model.process_group
+        held = {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel()}
+        assert held.isdisjoint(p.untyped_storage().data_ptr() for p in copied.parameters() if p.numel())
+        assert all(param.grad is None for param in copied.parameters())
+        assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
+        assert copied.module.first.weight is copied.module.second.weight
+        if use_orig_params:
+            assert all(torch.equal(*map(full_tensor, each)) for each in zip(copied.parameters(), model.parameters()))
+        for seed in range(2, 4):  # both train further, on different data
+            for module, opt, offset in (
+                (plain, optimizers[0], 0),
+                (model, optimizers[1], 0),
+                (plain_copy, plain_optimizer, 100),
+                (copied, optimizer, 100),
+            ):
+                step(module, opt, seed + offset)
+        for ours, theirs in ((model, plain), (copied, plain_copy)):
+            assert_bit_equal(full_parameters(ours), named_parameters(theirs), f"{strategy}, {use_orig_params}")
+        with torch.no_grad():  # average the shards for evaluation
+            for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
+                mine.lerp_(other, 0.5)
+            for mine, other in zip(plain_copy.parameters(), plain.parameters(), strict=True):
+                mine.lerp_(other, 0.5)
+            x = torch.randn(3, 2, 7)
+            assert torch.equal(copied(x), plain_copy(x))
+            assert torch.equal(copied.twice(x), plain_copy(x) * 2)
             torch.manual_seed(0)
-            plain = Tied()
-            policy = ModuleWrapPolicy({nn.Sequential, nn.LSTM} if index else {nn.LSTM})
-            model = wrap(deepcopy(plain), strategy, use_orig_params, wrap_policy=policy)
-            register_forward_method(model, "twice")
-            pristine = deepcopy(model)  # before the first use
-            optimizers = [optimizer_of(module) for module in (plain, model)]
-            for seed in range(2):
-                losses = [step(module, opt, seed) for module, opt in zip((plain, model), optimizers, strict=True)]
-                assert torch.equal(*losses)
-            plain_copy, plain_optimizer = deepcopy((plain, optimizers[0]))
-            copied, optimizer = deepcopy((model, optimizers[1]))
-            assert type(copied) is type(model) and copied.process_group is model.process_group
-            held = {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel()}
-            assert held.isdisjoint(p.untyped_storage().data_ptr() for p in copied.parameters() if p.numel())
-            assert all(param.grad is None for param in copied.parameters())
-            assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
-            assert copied.module.first.weight is copied.module.second.weight
-            if use_orig_params:
-                assert all(
-                    torch.equal(*map(full_tensor, each)) for each in zip(copied.parameters(), model.parameters())
-                )
-            for seed in range(2, 4):  # both train further, on different data
-                for module, opt, offset in (
-                    (plain, optimizers[0], 0),
-                    (model, optimizers[1], 0),
-                    (plain_copy, plain_optimizer, 100),
-                    (copied, optimizer, 100),
-                ):
-                    step(module, opt, seed + offset)
-            for ours, theirs in ((model, plain), (copied, plain_copy)):
-                assert_bit_equal(full_parameters(ours), named_parameters(theirs), f"{strategy}, {use_orig_params}")
-            with torch.no_grad():  # average the shards for evaluation
-                for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
-                    mine.lerp_(other, 0.5)
-                for mine, other in zip(plain_copy.parameters(), plain.parameters(), strict=True):
-                    mine.lerp_(other, 0.5)
-                x = torch.randn(3, 2, 7)
-                assert torch.equal(copied(x), plain_copy(x))
-                assert torch.equal(copied.twice(x), plain_copy(x) * 2)
-                torch.manual_seed(0)
-                assert torch.equal(pristine(x), Tied()(x))
-            for ours, theirs in ((model, plain), (copied, plain_copy)):
-                assert_bit_equal(ours.state_dict(), theirs.state_dict(), "state dicts")
-            copied.load_state_dict(model.state_dict())
-            assert_bit_equal(full_parameters(copied), full_parameters(model), "loaded into a copy")
-            with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="can be copied"):
-                deepcopy(model)
+            assert torch.equal(pristine(x), Tied()(x))
+        for ours, theirs in ((model, plain), (copied, plain_copy)):
+            assert_bit_equal(ours.state_dict(), theirs.state_dict(), "state dicts")
+        copied.load_state_dict(model.state_dict())
+        assert_bit_equal(full_parameters(copied), full_parameters(model), "loaded into a copy")
+        with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="can be copied"):
+            deepcopy(model)
 
 
 @on_ranks(2)

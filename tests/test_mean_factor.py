@@ -85,12 +85,15 @@ CASES = [
 @on_ranks(1, 2, 3)
 def test_gradients_are_those_of_one_process_over_all_tokens(world_size: int) -> None:
     """With micro-batches and ranks that have none, with and without `no_sync`, and with other divisors."""
-    for number, (strategy, use_orig_params, micro_batches, sync_every_time, divisor) in enumerate(CASES):
+    expected = {micro_batches: gradients_of_all(micro_batches) for micro_batches in (1, 4)}
+    cases = [*enumerate(CASES)]
+    for number, case in cases if world_size == 2 else cases[world_size // 2 :: 2]:
+        strategy, use_orig_params, micro_batches, sync_every_time, divisor = case
         model = build(None, strategy, use_orig_params, reduce_unused=number % 3 == 2)
         model.set_gradient_divide_factor(divisor, recurse=True)
         for _ in range(2):
             accumulate(model, micro_batches, sync_every_time=sync_every_time)
-            assert_equivalent(full_gradients(model), gradients_of_all(micro_batches))
+            assert_equivalent(full_gradients(model), expected[micro_batches])
             model.zero_grad()
 
 

@@ -26,6 +26,7 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, both_modes, describe
@@ -183,21 +184,20 @@ def test_an_embedding_with_max_norm_is_refused_with_the_remedy(use_orig_params: 
 @on_ranks(2)
 def test_replaced_parameters_that_do_not_fit_are_refused_at_every_entry() -> None:
     """Training resumes once the former parameter is back; `test_write_table` replaces parameters by fitting ones."""
-    for mode, (name, entry) in itertools.product(((FULL, False), (FULL, True), (NONE, True)), ENTRIES.items()):
-        for bad, words in ((torch.zeros(2, 3), "its shape became"), (None, "it became torch.float64")):
-            _, model = pair(mode)
-            linear = layer_of(model, 0).linear
-            before = linear.weight
-            if bad is None:
-                bad = torch.zeros(before.shape, dtype=torch.float64)
-            linear.weight = nn.Parameter(bad)
-            with pytest.raises(RuntimeError, match=rf"Cannot writeback 'linear.weight' of .*: {words}"):
-                entry(model)
-            if mode[1]:
-                linear.weight = before
-            else:
-                del linear.weight
-            assert_alike(model, build(), f"{name}, {describe(mode)}")
+    modes, changes = ((FULL, False), (FULL, True), (NONE, True)), ("shape became", "became torch.float64")
+    for mode, name, change in pairwise(modes, [*ENTRIES], changes):
+        _, model = pair(mode)
+        linear = layer_of(model, 0).linear
+        before = linear.weight
+        bad = torch.zeros(2, 3) if "shape" in change else torch.zeros(before.shape, dtype=torch.float64)
+        linear.weight = nn.Parameter(bad)
+        with pytest.raises(RuntimeError, match=rf"Cannot writeback 'linear.weight' of .*: (its|it) {change}"):
+            ENTRIES[name](model)
+        if mode[1]:
+            linear.weight = before
+        else:
+            del linear.weight
+        assert_alike(model, build(), f"{name}, {describe(mode)}")
     for use_orig_params, name in ((False, "_flat_param"), (True, "linear.weight"), (True, "linear.bias")):
         _, model = pair((FULL, use_orig_params))  # data that do not fit; rank 0 has no element of the bias
         param = layer_of(model, 0).get_parameter(name)
