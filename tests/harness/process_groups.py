@@ -235,8 +235,11 @@ def _replace(name: str, value: Any) -> None:
     setattr(dist, name, value)
 
 
+_signature_of = functools.cache(inspect.signature)
+
+
 def _wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(real)
+    signature = _signature_of(real)
 
     @functools.wraps(real)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
