@@ -52,8 +52,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """One layer: a block of attention and one of linear layers. Tensor parallelism leaves out `gate` and `frozen`, which
-    is not trained.
+    """A block of attention and one of linear layers. Tensor parallelism leaves out `gate` and `frozen`, which is not
+    trained.
     """
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32, *, recomputes: bool = False) -> None:
@@ -129,7 +129,9 @@ class Layout(NamedTuple):
             data = mesh[names[:2]]
             options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
         flat = data if data.ndim == 1 else data._flatten(f"data{number}")
-        return cls(mesh, flat.get_group(), flat.get_local_rank(), mesh[names[-1]], {"device_mesh": data, **options}, number)
+        return cls(
+            mesh, flat.get_group(), flat.get_local_rank(), mesh[names[-1]], {"device_mesh": data, **options}, number
+        )
 
 
 def sharded(net: nn.Module, world: Layout, kinds: set[type[nn.Module]], **options: Any) -> FSDP:
