@@ -251,37 +251,40 @@ ACTIONS: dict[str, Callable[[Trainer], None] | None] = {
 
 
 def _takes_turn(number: int, mode: Mode) -> bool:
-    """Choose half of the numbered cases for original parameters, and the remaining half for flat ones."""
+    """Choose half of the numbered cases for original parameters, and the other half for flat ones."""
     return number.bit_count() % 2 == mode[1]
 
 
 @on_ranks(2, 3)
 def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) -> None:
-    """Gradients sum up alone, and with gradients zeroed, cleared, or dropped for some parameters in between."""
+    """Gradients sum up alone, and on 2 ranks with gradients zeroed, cleared, or dropped for some parameters in between.
+
+    Each order of four passes is run with flat or with original parameters.
+    """
     if world_size > 2:
         os.environ["FSDP_COLLECTIVES"] = "direct"
     modes = MODES if world_size == 2 else [(FULL, True), (FULL, False)]
     grads = pass_gradients(4)
     names = list(ACTIONS)
-    for mode in modes:
+    acts = world_size == 2
+    for place, mode in enumerate(modes):
         trainer = Trainer(mode, grads)
-        for turn in (0, 1) if mode == MODES[0] else (1,):
-            for number, kinds in enumerate(itertools.product((SYNC, NO_SYNC), repeat=3 + turn)):
-                if not _takes_turn(number, mode):
-                    continue
-                trainer.restart(f"order {number}, turn {turn}")
-                for index, kind in enumerate(kinds):
-                    name = names[(number // 4 + number + index) % len(names)] if turn and index else "-"
-                    action = ACTIONS[name]
-                    if action is None:
-                        trainer.run(index, kind)
-                    elif (turn + number // 2) % 2:
-                        action(trainer)
-                        trainer.check(name)
-                        trainer.run(index, kind)
-                    else:
-                        trainer.done.append(f"(forward, then {name})")
-                        trainer.run(index, kind, between=lambda: action(trainer))  # noqa: B023
+        orders = [*enumerate(itertools.product((SYNC, NO_SYNC), repeat=4 if acts else 3))]
+        mine = [order for order in orders if _takes_turn(order[0], mode)]
+        for number, kinds in mine[place // 2 :: 2] if acts else mine:
+            trainer.restart(f"order {number}")
+            for index, kind in enumerate(kinds):
+                name = names[(number // 4 + number + index) % len(names)] if acts and index else "-"
+                action = ACTIONS[name]
+                if action is None:
+                    trainer.run(index, kind)
+                elif number // 4 % 2:
+                    action(trainer)
+                    trainer.check(name)
+                    trainer.run(index, kind)
+                else:
+                    trainer.done.append(f"(forward, then {name})")
+                    trainer.run(index, kind, between=lambda: action(trainer))  # noqa: B023
 
 
 # -- what the context manager covers -----------------------------------------------------------------------------
@@ -428,23 +431,23 @@ def test_freezing_between_accumulated_passes() -> None:
 def test_later_passes_do_not_write_gradients_that_were_dropped(world_size: int) -> None:
     """They neither free nor write a dropped gradient; until dropped, they accumulate into it as in plain torch."""
     grads = pass_gradients(4)
-    for mode in MODES:
+    for place, mode in enumerate(MODES):
         trainer = Trainer(mode, grads)
         for number, (before, after) in enumerate(itertools.product((SYNC, NO_SYNC), (SYNC, NO_SYNC))):
             if not _takes_turn(number, mode):
                 continue
             # cleared, all or some: the held tensors are the user's
-            for drop in (Trainer.clear, Trainer.drop_some):
-                trainer.restart(f"{drop.__name__} between {before} and {after}")
-                trainer.run(0, before)
-                held = [(p, p.grad, p.grad.clone()) for p in trainer.params if p.grad is not None]
-                drop(trainer)
-                dropped = [(grad, copied) for param, grad, copied in held if param.grad is None]
-                trainer.run(1, after)
-                trainer.run(2, SYNC)
-                trainer.run(3, NO_SYNC)
-                changed = [tuple(grad.shape) for grad, copied in dropped if not torch.equal(grad, copied)]
-                assert not changed, f"{trainer.label}: gradients of shapes {changed} changed in the user's hands"
+            drop = Trainer.clear if (place + number // 2) % 2 else Trainer.drop_some
+            trainer.restart(f"{drop.__name__} between {before} and {after}")
+            trainer.run(0, before)
+            held = [(p, p.grad, p.grad.clone()) for p in trainer.params if p.grad is not None]
+            drop(trainer)
+            dropped = [(grad, copied) for param, grad, copied in held if param.grad is None]
+            trainer.run(1, after)
+            trainer.run(2, SYNC)
+            trainer.run(3, NO_SYNC)
+            changed = [tuple(grad.shape) for grad, copied in dropped if not torch.equal(grad, copied)]
+            assert not changed, f"{trainer.label}: gradients of shapes {changed} changed in the user's hands"
             # accumulated into: its memory can still be read
             trainer.restart(f"{before}, then {after}")
             trainer.run(0, before)
@@ -590,11 +593,11 @@ def test_step_with_unreduced_gradients_is_refused() -> None:
         optimizer.step()  # without any gradients
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
 @on_ranks(2)
-def test_a_closure_may_reduce_what_was_accumulated(by_keyword: bool) -> None:
+def test_a_closure_may_reduce_what_was_accumulated() -> None:
     """Lightning runs the last micro-batch in the closure of `step()`. A closure that reduces nothing is refused."""
-    for strategy, orig in itertools.product((FULL, GRAD_OP), (True, False)):
+    for number, (strategy, orig) in enumerate(itertools.product((FULL, GRAD_OP), (True, False))):
+        by_keyword = number in (1, 2)
         models = [wrapped((strategy, orig)) for _ in range(2)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
         data = [Data(0, dist.get_rank()).tensor(index, 3, WIDTH) for index in range(2)]
