@@ -105,8 +105,8 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor]:
 @on_ranks(1, 2, 3)
 def test_norms_of_all_orders_and_trees(world_size: int) -> None:
     """Within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
-    for kind in TREES:
-        for orig in (True, False):
+    for number, kind in enumerate(TREES):
+        for orig in (True, False) if world_size == 2 else (number in (0, 3),):
             model = tree(kind, orig)
             backward(model)
             everything = full_gradients(model)
@@ -291,35 +291,34 @@ def test_units_sharded_over_subgroups() -> None:
     hold copies, as the divisor says."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[dist.get_rank() // 2]
-    for orig in (True, False):
-        for p in (2.0, 1.0, math.inf):
-            model = build()
-            model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=pair)
-            model.first.set_gradient_divide_factor(2)
-            wrapped = wrap(model, FULL, orig, wrap_policy=None)
-            backward(wrapped, seed=0)
-            plain = build()
-            backward(plain, seed=0)
-            with record_collectives() as log:
-                norm = wrapped.clip_grad_norm_(1.0, p)
-            assert log.ops() == ["all_reduce"] * 2
-            assert float(norm) == pytest.approx(oracle((param.grad for param in plain.parameters()), p), rel=2e-6)
-            ranks_agree(norm)
-            # Pairs with different data have different gradients of the units they share, and still clip alike.
-            wrapped.zero_grad()
-            backward(wrapped)
-            inner = [param for param in wrapped.first.parameters() if param.grad is not None]
-            outer = [param for param in wrapped.parameters() if param.grad is not None and param not in set(inner)]
-            held = of_all_ranks([[param.grad.clone() for param in params] for params in (inner, outer)])
+    for orig, p in ((True, 2.0), (False, 1.0), (True, math.inf)):
+        model = build()
+        model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=pair)
+        model.first.set_gradient_divide_factor(2)
+        wrapped = wrap(model, FULL, orig, wrap_policy=None)
+        backward(wrapped, seed=0)
+        plain = build()
+        backward(plain, seed=0)
+        with record_collectives() as log:
             norm = wrapped.clip_grad_norm_(1.0, p)
-            ranks_agree(norm)
-            first, second = (oracle([*held[rank][0], *held[rank + 1][0]], p) for rank in (0, 2))
-            rest = oracle([grad for grads in held for grad in grads[1]], p)
-            assert first != second
-            expected = max(first, second, rest)
-            if p != math.inf:
-                expected = ((first**p + second**p) / 2 + rest**p) ** (1 / p)
-            assert float(norm) == pytest.approx(expected, rel=1e-6)
+        assert log.ops() == ["all_reduce"] * 2
+        assert float(norm) == pytest.approx(oracle((param.grad for param in plain.parameters()), p), rel=2e-6)
+        ranks_agree(norm)
+        # Pairs with different data have different gradients of the units they share, and still clip alike.
+        wrapped.zero_grad()
+        backward(wrapped)
+        inner = [param for param in wrapped.first.parameters() if param.grad is not None]
+        outer = [param for param in wrapped.parameters() if param.grad is not None and param not in set(inner)]
+        held = of_all_ranks([[param.grad.clone() for param in params] for params in (inner, outer)])
+        norm = wrapped.clip_grad_norm_(1.0, p)
+        ranks_agree(norm)
+        first, second = (oracle([*held[rank][0], *held[rank + 1][0]], p) for rank in (0, 2))
+        rest = oracle([grad for grads in held for grad in grads[1]], p)
+        assert first != second
+        expected = max(first, second, rest)
+        if p != math.inf:
+            expected = ((first**p + second**p) / 2 + rest**p) ** (1 / p)
+        assert float(norm) == pytest.approx(expected, rel=1e-6)
     for group in pairs:
         if group is pair:
             dist.destroy_process_group(group)
@@ -345,8 +344,12 @@ def test_clipping_does_not_synchronize_the_host() -> None:
 @on_ranks(2)
 def test_norm_and_gradients_equal_torchs_fsdp1() -> None:
     """Float32 sums as short as these are within 1e-6."""
-    for p, strategy, orig in pairwise(
-        (1.0, 2.0, math.inf, 0.5), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (True, False)
+    for p, strategy, orig in (
+        (2.0, "FULL_SHARD", True),
+        (1.0, "FULL_SHARD", False),
+        (0.5, "SHARD_GRAD_OP", True),
+        (2.0, "SHARD_GRAD_OP", False),
+        (math.inf, "NO_SHARD", True),
     ):
         theirs = torchs(_trainable(), strategy, UNITS, use_orig_params=orig)
         ours = wrap(_trainable(), ShardingStrategy[strategy], orig, wrap_policy=ModuleWrapPolicy(UNITS))
