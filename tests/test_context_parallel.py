@@ -80,8 +80,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("loss", CASES)
-@pytest.mark.parametrize("kind", ["flattened", "hybrid"])
+@pytest.mark.parametrize(("kind", "loss"), [*zip(("flattened", "hybrid"), CASES)])
 @on_ranks(4)
 def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> None:
     """On 2 x 2 ranks. Where the context parallel ranks add up to one loss, the divisor is the number of the others."""
@@ -103,8 +102,7 @@ def test_context_parallel_ranks_train_as_one_process(loss: str, kind: str) -> No
     assert_equivalent(full_parameters(model), {name: param.detach() for name, param in plain.named_parameters()})
 
 
-@pytest.mark.parametrize("divisor", [None, 2])
-@pytest.mark.parametrize("kind", ["flattened", "hybrid"])
+@pytest.mark.parametrize(("kind", "divisor"), [("flattened", 2), ("hybrid", None)])
 @on_ranks(4)
 def test_mean_over_the_tokens_of_context_parallel_ranks(divisor: int | None, kind: str) -> None:
     """With sequences of other lengths, whose later part may have no tokens; whatever the divisor is."""
