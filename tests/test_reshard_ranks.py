@@ -119,7 +119,7 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
             assert found.count(ALL) + found.count(here) == len(found), found
             return found.count(ALL), found.count(here)
 
-        for step in range(2):
+        for step in range(1 if options else 2):
             assert count(pair.run(backward(step))) == (UNITS, UNITS)
         loss = pair.loss(near, 0)
         assert pair.parts() == pair.full() // 2, "a half stays from the forward to the backward"
@@ -134,11 +134,11 @@ def test_resharding_over_two_ranks_trains_bit_for_bit_as_over_all() -> None:
             # still ahead.
             everywhere, nearby = count(pair.run(backward(11)))
             assert nearby == UNITS + 1 and everywhere <= UNITS + 1, (everywhere, nearby)
+        if options:
+            continue
         for model in pair.models:
             model.module.reentrant, model.module.twice = None, False
         pair.run(backward(12))  # the prefetch order is that of the previous step
-        if options:
-            continue
 
         def accumulate(model: Any, loss: Callable[[int], Tensor]) -> None:
             with model.no_sync():

@@ -440,7 +440,6 @@ def test_a_unit_outside_tensor_parallelism_is_saved_once(tmp_path: Path) -> None
     world = Layout.of(2, 2)
     ways: list[tuple[str, dict[str, Any], bool]] = [
         ("over the ranks of data parallelism", world.options, False),
-        ("sharded over all ranks", {}, True),
         ("sharded over all ranks", {}, False),
         ("replicated over all ranks", {"sharding_strategy": ShardingStrategy.NO_SHARD}, True),
     ]
