@@ -264,12 +264,12 @@ def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) 
     if world_size > 2:
         os.environ["FSDP_COLLECTIVES"] = "direct"
     modes = MODES if world_size == 2 else [(FULL, True), (FULL, False)]
-    grads = pass_gradients(4)
-    names = list(ACTIONS)
     acts = world_size == 2
+    passes = 4 if acts else 3
+    grads, names = pass_gradients(passes), list(ACTIONS)
     for place, mode in enumerate(modes):
         trainer = Trainer(mode, grads)
-        orders = [*enumerate(itertools.product((SYNC, NO_SYNC), repeat=4 if acts else 3))]
+        orders = [*enumerate(itertools.product((SYNC, NO_SYNC), repeat=passes))]
         mine = [order for order in orders if _takes_turn(order[0], mode)]
         for number, kinds in mine[place // 2 :: 2] if acts else mine:
             trainer.restart(f"order {number}")

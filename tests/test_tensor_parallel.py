@@ -84,9 +84,8 @@ def compare(world: Layout, expected: Expected, uop: bool, *, micro: int = 1, **o
 def test_training_equals_the_tensor_parallel_model() -> None:
     """With shards, replicas and both, and with accumulation and recomputation."""
     world = Layout.of(2, 2)
-    compare(world, by_hand(world, 1, 2), True, micro=2)
+    compare(world, by_hand(world, 1, 2), True, micro=2, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     expected = by_hand(world, 2)
-    compare(world, expected, False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     of_group = {"device_mesh": None, "process_group": world.data}
     compare(world, expected, True, sharding_strategy=ShardingStrategy.NO_SHARD, **of_group)
     for recomputes, uop, *shape in ((True, True, 2, 1, 2), (False, False, 1, 2, 2)):
