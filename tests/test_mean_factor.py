@@ -24,6 +24,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness import agreeing
 from tests.harness.agreeing import impatient, new_group, raises_soon
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
+from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -73,7 +74,7 @@ def accumulate(model: Any, micro_batches: int, *, sync_every_time: bool) -> None
 
 
 CASES = [
-    *itertools.product((FULL_SHARD,), (False, True), (1, 4), (False, True), (None,)),
+    *((FULL_SHARD, *values, None) for values in pairwise((False, True), (1, 4), (False, True))),
     (SHARD_GRAD_OP, True, 4, False, None),
     (NO_SHARD, False, 4, False, None),
     (FULL_SHARD, True, 4, False, 1.0),
