@@ -1,6 +1,6 @@
 """Sharded training equals plain training: losses, gradients, parameters and optimizer state at every step.
 
-Every run of 2 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with the
+Every run of 3 steps (some of 10, in which optimizers and micro-batches accumulate) is compared at each step with the
 first of these references, and some with the second:
 
 * **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): gradients of each rank's batch,
@@ -88,7 +88,7 @@ class Run:
     reduce_each: bool = False
     shard_alignment: int = 1
     mesh: str = ""  # of hybrid sharding: the number of replicas, and of the ranks that each is sharded over
-    steps: int = 2
+    steps: int = 3
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
@@ -96,7 +96,7 @@ class Run:
         parts += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
         parts += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
         parts += [self.mesh] * bool(self.mesh)
-        parts += [f"{self.steps}steps"] * (self.steps != 2)
+        parts += [f"{self.steps}steps"] * (self.steps != 3)
         return "-".join(parts)
 
     @property
@@ -149,10 +149,10 @@ RUNS = [
         Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each, steps=steps)
         for each in (False, True)
         for world_size, case, opt, strategy, mode, collectives, steps in [
-            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 2 if each else 10),
-            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 2),
-            (2, "unused", "sgd", "NO_SHARD", not each, "auto", 2),
-            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 2),
+            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 3 if each else 10),
+            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 3),
+            (2, "unused", "sgd", "NO_SHARD", not each, "auto", 3),
+            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 10 if each else 3),
         ]
     ),
     # The alignment of accelerators: shards are multiples of 16 bytes, not of one element.
