@@ -14,7 +14,7 @@ from tests.harness.pool import Died, run_fresh, run_ranks
 
 @pytest.mark.parametrize(
     "world_size, seeds, shard_size",
-    [(2, [*range(0, 14, 2), 395], 0), (3, [80, *range(100, 107, 2)], 0), (4, [0, 8, 17, 63], 2)],
+    [(2, [0, 2, 6, 12, 395], 0), (3, [80, 100, 102, 106], 0), (4, [8, 17, 63], 2)],
 )
 def test_deviation_of_one_rank_raises_on_every_rank(world_size: int, seeds: list[int], shard_size: int) -> None:
     """Another unit, order or pass, a missing or additional call, an exception.

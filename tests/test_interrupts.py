@@ -17,7 +17,6 @@ from tests.harness.interrupts import Lines
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks
-from tests.harness.sharded import full_gradients, full_parameters
 
 WIDTHS = (3,)
 
@@ -32,6 +31,10 @@ def accumulate(model: Any) -> None:
         pass
 
 
+def gradients_of(model: Any) -> dict[str, Any]:
+    return {name: None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()}
+
+
 def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stride: int, *, keeps_grads: bool) -> int:
     """Interrupt `use` of a model at each line, or each `stride`-th one, at other lines in either mode, and compare with
     a model that was not interrupted; return the number of interrupts."""
@@ -42,8 +45,8 @@ def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stri
     for _ in range(2):
         model.zero_grad()
         train(model)
-    values, gradients = full_parameters(model), full_gradients(model)
     registered, count = list(model.named_parameters()), 0
+    values, gradients = ({name: each.detach().clone() for name, each in registered}, gradients_of(model))
     while True:
         lines = Lines(count * stride + (stride // 2) * use_orig_params)
         try:
@@ -57,12 +60,12 @@ def interrupt_everywhere(use: Callable[[Any], None], use_orig_params: bool, stri
         assert all(now is before for now, (_, before) in zip(model.parameters(), registered)), lines.place
         if keeps_grads:  # and no gather is under way, which only the next pass waits for
             assert_at_rest(model, lines.place)
-            assert_bit_equal(full_gradients(model), gradients, lines.place)
+            assert_bit_equal(gradients_of(model), gradients, lines.place)
         model.zero_grad()
         train(model)
-        assert_bit_equal(full_gradients(model), gradients, lines.place)
+        assert_bit_equal(gradients_of(model), gradients, lines.place)
         assert_at_rest(model, lines.place)
-        assert_bit_equal(full_parameters(model), values, lines.place)
+        assert_bit_equal(dict(model.named_parameters()), values, lines.place)
         count += 1
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import opcode
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import fsdp
@@ -45,7 +46,7 @@ class Lines:
         return self._line if frame.f_code.co_filename.startswith(self._folder) else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not _leaves_with(frame) and self._is_new(frame):
+        if event == "line" and not _leaves_with(frame.f_code, frame.f_lasti) and self._is_new(frame):
             number, self.count = self.count, self.count + 1
             if number == self._at:
                 code = frame.f_code
@@ -62,8 +63,8 @@ class Lines:
         return len(self._seen) > count
 
 
-def _leaves_with(frame: FrameType) -> bool:
+@functools.cache
+def _leaves_with(code: CodeType, at: int) -> bool:
     """Whether the line is that of a ``with`` statement which is being left: Python lets no signal in between there."""
-    code, at = frame.f_code.co_code, frame.f_lasti
-    loads = [code[at + 2 * number : at + 2 * number + 2] for number in range(3)]
-    return code[at] == opcode.opmap["LOAD_CONST"] and loads[0] == loads[1] == loads[2]
+    loads = [code.co_code[at + 2 * number : at + 2 * number + 2] for number in range(3)]
+    return code.co_code[at] == opcode.opmap["LOAD_CONST"] and loads[0] == loads[1] == loads[2]
