@@ -77,7 +77,7 @@ FIRST_USES: dict[str, Callable[[Any], None]] = {"train": train, "evaluate": eval
 @on_ranks(RANKS)
 def test_different_layouts_raise_at_first_use(use: str) -> None:
     """Every rank raises the same error, which names the first difference, at the first use and at the next."""
-    for layout, (make_odd, usual, odd) in [*LAYOUTS.items()][:: 1 if use == "train" else 4]:
+    for layout, (make_odd, usual, odd) in [*LAYOUTS.items()][:: 1 if use == "train" else 8]:
         make = make_odd if dist.get_rank() == ODD else partial(build, Chain(UNEQUAL))
         group = new_group()
         model, errors = make(group), []

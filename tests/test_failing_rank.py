@@ -89,8 +89,8 @@ def assert_trains_right(model: Any, plain: Chain) -> None:
     ("size", "way", "cases"),
     [
         (2, "auto", [FORWARD, BACKWARD, ("allocation", 6), ("gather", 3), ("post", 2), ("post", 9)]),
-        (2, "native", [FORWARD, FORWARD, *2 * [("allocation", 6)], *2 * [("gather", 1)], *2 * [("issue", 12)]]),
-        (2, "direct", [FORWARD, BACKWARD, ("gather", 6), ("issue", 11)]),
+        (2, "native", [FORWARD, FORWARD, ("allocation", 6), ("gather", 1), ("issue", 12)]),
+        (2, "direct", [BACKWARD, ("gather", 6), ("issue", 11)]),
         (3, "auto", [("gather", 2), ("reduction", 4), ("post", 3)]),
         (3, "direct", [("allocation", 3), ("reduction", 1)]),
         (4, "direct", [("average", 1), ("average", 4)]),

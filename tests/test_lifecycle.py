@@ -260,7 +260,7 @@ def test_memory_stays_flat_over_a_hundred_steps(
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 3 > 0)
 
-    for step in range(40):  # fills caches of the allocator and of the backend
+    for step in range(20):  # fills caches of the allocator and of the backend
         one_step(step)
     before = resources()
     with collector_off():
@@ -374,7 +374,8 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
     step(0)
     step(1)
     counter = [("gather", number) for number in range(5)] + [("reduce", number) for number in range(3)]
-    for (kind, number), issued in itertools.product(counter, (False, True)):
+    for turn, (kind, number) in enumerate(counter):
+        issued = turn % 2 == (transport == "native")  # with the other transport the other way round
         with interrupted(kind, number, issued=issued) as held:
             model(torch.ones(2, 4)).sum().backward()
         for full in held:  # the collective may still be in flight

@@ -218,8 +218,8 @@ def check_order(choice: Choice, steps: list[Any]) -> None:
 
 
 DISTANCES = (0, 1, 3)
-CHOICES = [Choice(forward, PRE, UNITS - forward) for forward in DISTANCES]
-CHOICES += [Choice(1, prefetch, backward) for prefetch in (PRE, POST) for backward in DISTANCES]
+CHOICES = [Choice(0, PRE, UNITS), Choice(1, PRE, 0), Choice(3, PRE, 1), Choice(1, PRE, 3)]
+CHOICES += [Choice(0, POST, 1), Choice(1, POST, 3), Choice(3, POST, 0)]
 CHOICES += [Choice(2, None, 0), Choice(2, PRE, 2, limited=False), Choice(0, POST, 2, limited=False)]
 
 
@@ -260,10 +260,10 @@ def test_limit_all_gathers_counts_unsharded_units() -> None:
 def test_recomputed_units_stay_unsharded_up_to_the_limit(reentrant: bool) -> None:
     """Without the limit the full segment stays and is not gathered again."""
     distances = {PRE: DISTANCES[reentrant::2], POST: DISTANCES[not reentrant :: 2]}
-    for choice in [Choice(1, prefetch, d) for prefetch in (PRE, POST) for d in distances[prefetch]] + [
-        Choice(1, None), Choice(1, PRE, 1, limited=False), Choice(1, PRE, 1, strategy=SHARD_GRAD_OP),
-        Choice(3, PRE, 3, strategy=SHARD_GRAD_OP),
-    ]:  # fmt: skip
+    choices = [Choice(1, prefetch, d) for prefetch in (PRE, POST) for d in distances[prefetch]]
+    kept = Choice(3, PRE, 3, strategy=SHARD_GRAD_OP) if reentrant else Choice(1, PRE, 1, strategy=SHARD_GRAD_OP)
+    choices += [kept, Choice(1, PRE, 1, limited=False)] + [Choice(1, None)] * (not reentrant)
+    for choice in choices:
         steps, _ = train(choice, chain("reentrant" if reentrant else "non-reentrant"), False)
         # Without reentrance the last unit's backward is under way, and so gathered, while all are recomputed.
         bound = max(1 + (choice.backward if choice.prefetch else 0), 1 if reentrant else 2)

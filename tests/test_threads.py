@@ -6,10 +6,10 @@ The jobs are small; tests with processes cover the details.
 
 from __future__ import annotations
 
-import itertools
+import ctypes
+import hashlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -33,21 +33,22 @@ from tests.harness.oracle import (
     rank_batch,
     run_plain,
 )
-from tests.harness.pool import RankFailure, on_ranks
+from tests.harness.pairs import by_turns
+from tests.harness.pool import Died, RankFailure, on_ranks, run_fresh
 from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
 from tests.harness.strategies import STRATEGIES
 from tests.harness.threads import run_threads
 
-CASES = ["mlp", "segment-reentrant"]
+MODES = {"mlp": (False, True), "segment-reentrant": (True, False)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", MODES)
 def test_threads_train_as_the_plain_model(case: str) -> None:
-    """Compare gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
+    """Compare gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches."""
     schedule, names = Schedule(2, micro=2), [name for name, _ in ZOO[case].build().named_parameters()]
     unused = [name for name in names if name.startswith(ZOO[case].unused or "//")]
     plain = run_plain(ZOO[case], adamw, 2, schedule, zero_grads=unused)
-    for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
+    for strategy, use_orig_params in by_turns(STRATEGIES, MODES[case]):
         options: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params}
         for rank, steps in enumerate(run_threads(2, run_fsdp, ZOO[case], adamw, schedule, **options)):
             assert_same_steps(steps, plain, f"{case}, {strategy}, use_orig_params={use_orig_params}, rank {rank}")
@@ -164,26 +165,28 @@ def test_threads_that_never_return_are_shown_and_ended() -> None:
     assert threading.active_count() == before
 
 
-ENDS_EARLY = """
-import ctypes, hashlib, threading
-import fsdp
+class Uncaught(BaseException):
+    """Ends a rank, as an exception ends a program."""
 
-def release():
-    ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
-    begun.set()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)  # without the interpreter's lock
-    print("released", flush=True)
 
-begun = threading.Event()
-threading.Thread(target=release, daemon=True).start()
-begun.wait()
-"""
+def end_early(released: Path) -> None:
+    """End the process while a thread, which counts as one of gloo, computes without the interpreter's lock."""
+
+    def release() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_runloop")  # PR_SET_NAME
+        begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 300_000)
+        released.touch()
+
+    begun = threading.Event()
+    threading.Thread(target=release, daemon=True).start()
+    begun.wait()
+    os.dup(int(sys.argv[1]))  # keeps the pipe to the test open until the process has ended
+    raise Uncaught
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads have names and states in /proc")
-def test_a_program_ends_after_the_threads_of_gloo_have_released_their_tensors() -> None:
+def test_a_program_ends_after_the_threads_of_gloo_have_released_their_tensors(tmp_path: Path) -> None:
     """A thread that needs the interpreter while it ends is ended by force, and the process with it."""
-    root = str(Path(__file__).resolve().parents[1])
-    command = [sys.executable, "-W", "error", "-c", ENDS_EARLY]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "released\n", "")
+    assert run_fresh(1, end_early, tmp_path / "released") == [Died(1)]
+    assert (tmp_path / "released").exists()
