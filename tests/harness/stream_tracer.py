@@ -80,6 +80,7 @@ _READ_BY_HOST = {
     "_unique",
     "_unique2",
 }
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}  # with a mask the host waits, too
 # Operations that read only a tensor's shape.
 _LIKE = {
     "empty_like",
@@ -306,6 +307,7 @@ class _Schema(NamedTuple):
 
     operation: str
     is_read_by_host: bool
+    takes_indices: bool
     reads: list[tuple[int, str]]
     writes: list[tuple[int, str]]
 
@@ -444,6 +446,10 @@ class StreamTracer(TorchDispatchMode):
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it costs a tenth of the time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.races and self.drop:  # the dropped wait has shown: skip further checks
@@ -456,7 +462,7 @@ class StreamTracer(TorchDispatchMode):
         operation = schema.operation
         if func.namespace == "c10d":
             operation = self._note_collective(func, args, kwargs)
-        elif schema.is_read_by_host or _indexes_by_mask(func, args):
+        elif schema.is_read_by_host or (schema.takes_indices and _has_mask(args[1])):
             self._note_host(operation)
         for write, arguments in ((False, schema.reads), (True, schema.writes)):
             for position, name in arguments:
@@ -674,7 +680,8 @@ def _group_name(given: dict[str, Any]) -> str:
 
 
 def _schema_of(func: Any) -> _Schema:
-    return _Schema(str(func), _name(func) in _READ_BY_HOST, *_read_and_written(func))
+    name = _name(func)
+    return _Schema(str(func), name in _READ_BY_HOST, name in _INDEXING, *_read_and_written(func))
 
 
 def _read_and_written(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
@@ -692,10 +699,8 @@ def _read_and_written(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int,
     return arguments, [a for a, written in zip(arguments, is_written) if written]
 
 
-def _indexes_by_mask(func: Any, args: Any) -> bool:
-    if _name(func) not in ("index", "index_put", "index_put_", "_index_put_impl_"):
-        return False
-    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+def _has_mask(indices: Any) -> bool:
+    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(indices))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

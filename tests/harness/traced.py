@@ -149,7 +149,7 @@ class Training:
         self.step()
 
     def failures(self) -> None:
-        for block in (self.blocks[0], self.blocks[3]):
+        for block in (self.blocks[0], self.blocks[-1]):
             block.at_end["forward"] = raise_error
             with pytest.raises(ArithmeticError):
                 self.loss()
