@@ -157,10 +157,10 @@ def test_an_all_reduce_hook_runs_on_the_given_stream() -> None:
 @on_ranks(4)
 def test_no_race_when_units_reshard_over_some_ranks() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.float32)
-    parts = (Training.steps, Training.checkpointing, Training.failures)
+    parts = (Training.steps, Training.checkpointing, Training.failures, Training.deletion)
     with trace_streams(check=False) as tracer:
         training = Training(tracer, BlockTower((7, 13, 5)), reshard_after_forward=2, mixed_precision=precision)
-        assert_clean(tracer, training, (*parts, Training.summoning, Training.deletion))
+        assert_clean(tracer, training, parts)
 
 
 def offloaded_gradients() -> Any:
