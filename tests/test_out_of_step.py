@@ -52,17 +52,17 @@ PASSES = [
     Row("fork reversed", BOTH_SIDES, 0, widths=EQUAL, usual="fork", others="fork"),
     Row("skip unit 1, train", ("unit 'blocks.1'", "unless the model is wrapped with reduce_unused=True"), widths=EQUAL),
     Row("skip unit 2, train", ("unit 'blocks.1'", "unit 'blocks.2'"), 2, way="direct"),
-    Row("repeat unit 0, train", ("unit 'blocks.0'",)),
+    Row("repeat unit 0, train", ("unit 'blocks.0'",), ranks=2),
     Row("cut the graph, train", ("in the backward", "unit 'blocks.0'", "end the pass"), 2, widths=EQUAL),
-    Row("freeze unit 1, train", (OTHER_ORDER, "in the backward", "reduce unit 'blocks.1'"), widths=EQUAL),
+    Row("freeze unit 1, train", (OTHER_ORDER, "in the backward", "reduce unit 'blocks.1'"), ranks=2, widths=EQUAL),
     # Peers used a gather that rank 1 had prefetched, and are in their backward while it waits in its forward.
     Row(*ONLY_UNIT_1, 1, 2, usual="only unit 0, train", others="only unit 0, train"),
-    Row("eval, train", (*AHEAD, "If one rank evaluates alone, evaluate on all ranks"), widths=EQUAL),
-    Row("eval, train", AHEAD, 2, way="native"),  # gloo ends the process where messages of different sizes meet
-    Row("forward, train", (*AHEAD, "loop with `for batch in fsdp.join(model, loader)`"), 2),
+    # Natively gloo ends the process where messages of different sizes meet.
+    Row("eval, train", (*AHEAD, "If one rank evaluates alone, evaluate on all ranks"), 2, way="native"),
+    Row("forward, train", (*AHEAD, "loop with `for batch in fsdp.join(model, loader)`"), 2, 2),
     # Units that were prefetched in the usual order are no error; the next step is.
-    Row("swap, eval", UNITS_0_AND_1, 2, others="eval", noticed=1),
-    Row("forward, another model", ("rank 1 is about to begin the first pass or call of a model",), 2, then="stop"),
+    Row("swap, eval", UNITS_0_AND_1, 2, 2, others="eval", noticed=1),
+    Row("forward, another model", ("rank 1 is about to begin the first pass or call of a model",), 2, 2, then="stop"),
 ]
 
 # The failures of some ranks. The first error of the others names one of the ranks that failed, and the pass.
@@ -72,7 +72,6 @@ FAILURES = [
     Row("fail at 0, train", (f"{FAILED}forward",), 0, ranks=2),
     Row("fail in backward, train", (f"{FAILED}backward",), 2, way="native"),
     Row("fail at 2, train", ("rank ",), 2, odd_ranks=(0, 2), way="direct"),
-    Row("fail at 2, train", (), 2, odd_ranks=(0, 1, 2), way="direct"),
     Row("fail at 1, train", (), 2, others="fail at 2, train", then="state_dict", way="native"),
     Row("fail at the head, eval", (f"{FAILED}forward",), 2, usual="eval", others="eval", noticed=1),
     Row("fail at the head, eval, train", (f"{FAILED}forward",), 2, usual="eval, train", others="eval, train"),
@@ -84,7 +83,6 @@ HYBRID = {
     "swap, train": ("unit 'blocks.0'", "unit 'blocks.1'"),
     "fail at 1, train": ("failed in the forward of the root unit",),
     "skip unit 1, train": ("unit 'blocks.1'",),
-    "cut the graph, train": ("in the backward", "unit 'blocks.0'"),
     "fail in backward, train": ("failed in the backward",),
 }
 ODD_RANKS = [(1,), (2, 3), (0, 2)]
@@ -140,7 +138,7 @@ def _saves() -> list[Row]:
     ]:
         words = (f"rank {alone} has called fsdp.checkpoint.{call}()", names[other], "if rank == 0", "fsdp.join")
         usual = "train, save" if before else "train"
-        after = "train, save, load, state_dict"
+        after = "train, save, load, state_dict" if ranks == 2 else "train, save"
         rows.append(Row(call, words, 1, ranks, (alone,), usual=usual, others=other, then=after))
     return rows
 
@@ -184,7 +182,7 @@ def test_different_calls_raise_on_every_rank(row: Row, tmp_path: Path) -> None:
 
 FOLLOWED = [
     Row("skip unit 1, train", at=2, then="new model from rank 0", way="native"),
-    Row("eval, train", at=2, then="new model", way="direct"),
+    Row("eval, train", at=2, ranks=2, then="new model", way="direct"),
     Row("fail in backward, train", at=2, then="new model from rank 0"),
     Row("forward", at=2, then="new model from rank 0", silent=True, options={"use_orig_params": False}),
 ]
@@ -222,7 +220,7 @@ def test_calls_work_after_a_failure_of_all_ranks(error: str, reduce_unused: bool
 # -- ranks that are late, or were interrupted, and do not differ -------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [Row("sleep, train"), Row("sleep, train", at=3)], ids=str)
+@pytest.mark.parametrize("row", [Row("sleep, train"), Row("sleep, train", at=2)], ids=str)
 def test_slow_rank_causes_no_error(row: Row, tmp_path: Path) -> None:
     for outcome in run_ranks(row.ranks, run_row, row, str(tmp_path)):
         assert outcome == Outcome()

@@ -51,7 +51,7 @@ from tests.harness.process_groups import current_label
 from tests.harness.sharded import handles_of, wrap
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
-WIDTH, HIDDEN, UNITS = 511, 513, 4
+WIDTH, HIDDEN, UNITS = 511, 513, 3
 GATHERED = 2  # units at a time, with one prefetched
 # Activations of one sample, the graph, hooks and tensor headers: below the smallest term of a formula, U / 3.
 NOISE = 384 * 1024
