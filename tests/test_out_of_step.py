@@ -102,18 +102,16 @@ def test_deviation_in_a_pass_raises_on_every_rank(row: Row, tmp_path: Path) -> N
     assert_told(row, run_ranks(row.ranks, run_row, row, str(tmp_path)))
 
 
-@pytest.mark.parametrize(
-    ("way", "reduce_unused", "calls"),
-    # Without shared memory, gloo would end the process where messages of different sizes meet.
-    [("native", False, [*CALLS][::2]), ("auto", True, [*CALLS][1::2])],
-)
+# Calls of both kinds: with shared memory and units that may be unused, and without.
+BY_TURNS = [("native", False, [*CALLS][::2]), ("auto", True, [*CALLS][1::2])]
+
+
+@pytest.mark.parametrize(("way", "unused", "calls"), BY_TURNS)
 @on_ranks(2)
 @impatient
-def test_call_of_one_rank_alone_raises_on_every_rank(
-    way: str, reduce_unused: bool, calls: list[str], tmp_path: Path
-) -> None:
+def test_call_of_one_rank_alone_raises(way: str, unused: bool, calls: list[str], tmp_path: Path) -> None:
     """Rank 0 makes a call while its peer evaluates; the error names both. Then the ranks go on with the same model."""
-    run = Run(Row("", ranks=2, way=way, options={"reduce_unused": reduce_unused}), str(tmp_path))
+    run = Run(Row("", ranks=2, way=way, options={"reduce_unused": unused}), str(tmp_path))
     perform(run, "train, eval, train, eval")
     for call in calls:
         with raises_soon() as caught:
@@ -125,24 +123,30 @@ def test_call_of_one_rank_alone_raises_on_every_rank(
     assert run.go_on() == ""
 
 
-def _saves() -> list[Row]:
-    """Return rows in which one rank saves or loads, while its peers train or make another call."""
-    names = {"train": "the forward of the root unit", "a second model": "the first pass or call of a model", **CALLS}
-    rows = []
+OTHERS = {"train": "the forward of the root unit", "a second model": "the first pass or call of a model", **CALLS}
+
+# One rank saves or loads, while its peers train or make another call.
+SAVES = [
+    Row(
+        call,
+        (f"rank {alone} has called fsdp.checkpoint.{call}()", OTHERS[other], "if rank == 0", "fsdp.join"),
+        at=1,
+        ranks=ranks,
+        odd_ranks=(alone,),
+        usual="train, save" if before else "train",
+        others=other,
+        then="train, save, load, state_dict" if ranks == 2 else "train, save",
+    )
     for ranks, call, other, alone, before in [
         (2, "save", "train", 0, False),
         (3, "load", "train", 1, True),
         (2, "load", "clip", 0, True),
         (3, "async_save", "summon", 0, False),
         (3, "save", "a second model", 1, False),
-    ]:
-        words = (f"rank {alone} has called fsdp.checkpoint.{call}()", names[other], "if rank == 0", "fsdp.join")
-        usual = "train, save" if before else "train"
-        after = "train, save, load, state_dict" if ranks == 2 else "train, save"
-        rows.append(Row(call, words, 1, ranks, (alone,), usual=usual, others=other, then=after))
-    return rows
+    ]
+]
 
-
+SUMMONS = "train, summon, eval"
 OTHER_CALLS = [
     Row(
         "train, summon with_grads",  # gradients are gathered in separate collectives
@@ -152,15 +156,7 @@ OTHER_CALLS = [
         others="train, summon",
         then="train, summon with_grads",
     ),
-    Row(
-        "train, eval",  # without the usual call
-        (f"has called {CALLS['summon']}", "runs the forward of the root unit"),
-        2,
-        2,
-        way="native",
-        usual="train, summon, eval",
-        others="train, summon, eval",
-    ),
+    Row("train, eval", (f"has called {CALLS['summon']}", " runs the forward"), 2, 2, usual=SUMMONS, others=SUMMONS),
     Row("save over all ranks", (), 1, 2, (0,), then="train, state_dict"),
     Row(
         "new model from rank 0, train",
@@ -172,7 +168,7 @@ OTHER_CALLS = [
 ]
 
 
-@pytest.mark.parametrize("row", [*_saves(), *OTHER_CALLS], ids=str)
+@pytest.mark.parametrize("row", [*SAVES, *OTHER_CALLS], ids=str)
 def test_different_calls_raise_on_every_rank(row: Row, tmp_path: Path) -> None:
     """The error of every rank names the calls of both sides and the remedy; then the calls work."""
     assert_told(row, run_ranks(row.ranks, run_row, row, str(tmp_path)))
@@ -233,23 +229,19 @@ def test_interrupted_wait_is_repeated(before: str, tmp_path: Path) -> None:
     """Rank 0 is interrupted while it waits for rank 1. That is no difference: neither when rank 0 repeats the pass or
     call, nor when rank 1 is the first one in another call."""
     run, rank = Run(Row("", ranks=2), str(tmp_path)), dist.get_rank()
-    call = "train"
-    if before != "new model":
-        perform(run, "train, train")
-    if "fails later" in before:
-        with pytest.raises(BadBatchError):
-            perform(run, f"fail at {2 if before.startswith(f'rank {rank}') else 1}, train")
-        run.model.module.reset()
-        call = "state_dict"
+    perform(run, "train, train")
+    with pytest.raises(BadBatchError):
+        perform(run, f"fail at {2 if before.startswith(f'rank {rank}') else 1}, train")
+    run.model.module.reset()
     for _ in range(2):
         if rank == 0:
             with interrupted_after(0.4):
-                perform(run, call)
+                perform(run, "state_dict")
     dist.barrier()
     if rank == 0:
         time.sleep(0.4)
     perform(run, "save")  # rank 1 waits here
-    perform(run, call)
+    perform(run, "state_dict")
     run.optimizer.zero_grad()
     assert run.go_on() == ""
 
@@ -267,19 +259,14 @@ def test_rank_that_is_slow_at_the_meeting_after_a_divergence_is_waited_for(odd: 
         perform(run, "new model from rank 0")  # the odd rank has left out a backward, and learns of it here
     if run.model is None:
         perform(run, "new model from rank 0")
-    connect, reduce = dist.ProcessGroupGloo, dist.all_reduce
-    delays = iter([1.0] if (rank == 0) is (odd == "forward") else [])
+    slow = "all_reduce" if odd == "forward" else "ProcessGroupGloo"
+    usual, delays = getattr(dist, slow), iter([1.0] if (rank == 0) is (odd == "forward") else [])
 
-    def connect_late(*args: Any) -> Any:
+    def late(*args: Any, **options: Any) -> Any:
         time.sleep(next(delays, 0.0))
-        return connect(*args)
+        return usual(*args, **options)
 
-    def reduce_late(*args: Any, **options: Any) -> Any:
-        time.sleep(next(delays, 0.0))
-        return reduce(*args, **options)
-
-    connects = mock.patch.object(dist, "ProcessGroupGloo", connect_late)
-    with mock.patch.object(dist, "all_reduce", reduce_late) if odd == "forward" else connects:
+    with mock.patch.object(dist, slow, late):
         perform(run, "train")
     run.optimizer.zero_grad()
     assert run.go_on() == ""
