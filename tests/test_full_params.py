@@ -5,7 +5,6 @@ The reference is a plain model that takes the same steps on the batches of all r
 
 from __future__ import annotations
 
-import gc
 import itertools
 import warnings
 from typing import Any
@@ -513,8 +512,7 @@ def test_full_params_holds_memory_of_one_unit(use_orig_params: bool) -> None:
         model = build(Mode(FULL_SHARD, use_orig_params), module)
         del module
         model.check_is_root()
-        gc.collect()
-        base = meter.at_rest()
+        base = meter.baseline()
         peaks = [meter.beyond(base, unit + 4 * NOISE) for _ in fsdp.full_params(model, writeback=True)]
         peaks.append(meter.beyond(base, 4 * NOISE))
         with summon(model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -352,8 +351,7 @@ def test_peak_memory_from_the_meta_device_is_shards_and_one_unit(init: Any, use_
         build(on_meta(make), **options)  # fills the caches of what is called
     unit = (width + 1) * width * 4
     shards = count * unit // ranks
-    gc.collect()
-    base = meter.at_rest()
+    base = meter.baseline()
     with Peak(meter) as peak:
         model = build(on_meta(make), **options)
     assert shards < peak.nbytes - base <= shards + 2 * unit + 4 * NOISE

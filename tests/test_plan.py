@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import json
 import os
@@ -128,8 +127,7 @@ def measure(
     meter = Meter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gc.collect()
-        before = meter.at_rest()
+        before = meter.baseline()
         model = FullyShardedDataParallel(build(), auto_wrap_policy=policy, **options)
     optimizer = make_optimizer(model.parameters())
     most = stepping = 0

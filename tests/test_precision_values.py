@@ -271,7 +271,7 @@ def test_no_low_precision_copies_are_held_at_rest(use_orig_params: bool) -> None
     options: dict[str, Any] = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), "mixed_precision": MixedPrecision(BF16)}
     found: dict[str, float] = {}
     for _ in range(2):  # the first run fills caches
-        base = meter.at_rest()
+        base = meter.baseline()
         model = wrap(
             nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))), FULL, use_orig_params, **options
         )

@@ -106,8 +106,16 @@ class Meter:
             segment.trim()
         return self.live()
 
+    def baseline(self) -> int:
+        """Collect cycles and return `at_rest`, to measure from.
+
+        A collection between two readings would subtract the garbage of earlier code from the difference.
+        """
+        gc.collect()
+        return self.at_rest()
+
     def at_rest(self, quiet: float = 0.06) -> int:
-        """Return a baseline: the lowest reading that was stable for `quiet` seconds.
+        """Return the lowest reading that was stable for `quiet` seconds.
 
         A thread of the backend releases the last collective a moment after it ended, which would be missing at the
         end of a measurement.
