@@ -79,11 +79,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # The property
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_parameters_survive_flatten_shard_and_gather_bit_for_bit(seed: int) -> None:
-    """Parameters keep shapes, strides and all bits."""
-    generator = torch.Generator().manual_seed(seed)
-    for layout, _, _ in layouts(seed, 400):
+def test_parameters_survive_flatten_shard_and_gather_bit_for_bit() -> None:
+    """Parameters keep shapes, strides and all bits; the pieces of the ranks are each parameter, in order."""
+    generator = torch.Generator().manual_seed(0)
+    for layout, _, _ in layouts(0, 300):
         memory = [random_bits(param.numel, layout.dtype, generator) for param in layout.params]
         originals = [m.as_strided(param.shape, param.stride) for m, param in zip(memory, layout.params, strict=True)]
 
@@ -102,36 +101,18 @@ def test_parameters_survive_flatten_shard_and_gather_bit_for_bit(seed: int) -> N
             assert not gathered[start:end].view(torch.uint8).any()
 
         # Pieces agree with ranges: a rank's part of a parameter is that part of the parameter's memory.
+        ends = [0] * len(layout.params)
         for rank, shard in enumerate(shards):
-            for param_memory, piece in zip(memory, layout.pieces(rank), strict=True):
+            for number, piece in enumerate(layout.pieces(rank)):
                 if piece.numel:
                     part = shard[piece.shard_offset : piece.shard_offset + piece.numel]
-                    assert same_bits(part, param_memory[piece.start : piece.end])
+                    assert same_bits(part, memory[number][piece.start : piece.end]) and piece.start == ends[number]
+                    ends[number] = piece.end
+        assert ends == [param.numel for param in layout.params], layout
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_element_is_owned_exactly_once(seed: int) -> None:
-    """Pieces over the ranks count every parameter element once and no padding, and lie inside their shards."""
-    for layout, _, _ in layouts(100 + seed, 800):
-        owners = torch.zeros(layout.padded_numel, dtype=torch.uint8)
-        for rank in range(layout.world_size):
-            shard_start, shard_end = layout.shard_range(rank)
-            for param, piece in zip(layout.params, layout.pieces(rank), strict=True):
-                assert 0 <= piece.start <= piece.end <= param.numel
-                assert 0 <= piece.shard_offset <= piece.shard_offset + piece.numel <= layout.shard_numel
-                position = shard_start + piece.shard_offset
-                assert position + piece.numel <= shard_end
-                assert piece.numel == 0 or position == param.offset + piece.start
-                owners[position : position + piece.numel] += 1
-        expected = torch.zeros(layout.padded_numel, dtype=torch.uint8)
-        for param in layout.params:
-            expected[param.offset : param.end] = 1
-        assert torch.equal(owners, expected), layout
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_gaps_and_runs_of_shards_equal_those_of_the_vector(seed: int) -> None:
-    for layout, _, _ in layouts(seed, 100):
+def test_gaps_and_runs_of_shards_equal_those_of_the_vector() -> None:
+    for layout, _, _ in layouts(2, 150):
         padding = [False] * layout.padded_numel
         for start, end in layout.gaps:
             padding[start:end] = [True] * (end - start)
@@ -150,10 +131,9 @@ def test_gaps_and_runs_of_shards_equal_those_of_the_vector(seed: int) -> None:
             assert all(end < start for (_, end), (start, _) in joined)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_shards_and_views_are_aligned_with_minimal_padding(seed: int) -> None:
+def test_shards_and_views_are_aligned_with_minimal_padding() -> None:
     """Shards and views are 16-byte aligned in every transported dtype."""
-    for layout, param_alignment, shard_alignment in layouts(300 + seed, 1000):
+    for layout, param_alignment, shard_alignment in layouts(3, 1000):
         smallest = min(dtype.itemsize for dtype in transported_dtypes(layout))
         unaligned_numel = -(-layout.numel // layout.world_size)
         if shard_alignment == 16:
@@ -173,7 +153,7 @@ def test_shards_and_views_are_aligned_with_minimal_padding(seed: int) -> None:
 
 def test_shards_without_alignment_follow_torch_chunk() -> None:
     for numel in [*range(70), 97, 127, 128, 129, 1000]:
-        for world_size in WORLD_SIZES:
+        for world_size in [*range(1, 17), 31, 64]:
             layout = FlatLayout.build([ParamSpec("w", (numel,))], dtype=torch.float32, world_size=world_size)
             chunks = torch.empty(numel, device="meta").chunk(world_size)
             sizes = [chunk.numel() for chunk in chunks] + [0] * (world_size - len(chunks))
@@ -230,11 +210,8 @@ def test_strides() -> None:
         ([ParamSpec("a", (1,), aliases=("a",))], {}, "'a' comes twice"),
         ([ParamSpec("a", (2, -1))], {}, r"'a' has shape \(2, -1\)"),
         ([ParamSpec("a", (2, 3), (4, 1))], {}, "dense"),
-        ([ParamSpec("a", (2, 3), (0, 1))], {}, "dense"),
         ([ParamSpec("a", (2, 3), (1,))], {}, "dense"),
         ([], {"world_size": 0}, "world_size"),
-        ([], {"world_size": -2}, "world_size"),
-        ([], {"param_alignment": 0}, "param_alignment must be a power of two"),
         ([], {"param_alignment": 12}, "param_alignment must be a power of two"),
         ([], {"shard_alignment": -16}, "shard_alignment must be a power of two"),
     ],
@@ -244,7 +221,7 @@ def test_errors(specs: list[ParamSpec], kwargs: dict[str, int], message: str) ->
         FlatLayout.build(specs, **{"dtype": torch.float32, "world_size": 2, **kwargs})
 
 
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside_the_world_is_an_error(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"rank in \[0, 2\)"):
-        example(world_size=2, param_alignment=1).piece(0, rank)
+def test_a_rank_outside_the_world_is_an_error() -> None:
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=r"rank in \[0, 2\)"):
+            example(world_size=2, param_alignment=1).piece(0, rank)
