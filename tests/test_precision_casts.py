@@ -228,14 +228,15 @@ def test_ignored_module_classes_keep_full_precision_as_in_torch() -> None:
     plain = nn.Sequential(NormBlock(), NormBlock(), nn.Linear(WIDTH, 3))
     inputs = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
     by_class = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, NormBlock))
-    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, nn.BatchNorm1d)):
+    everywhere = [
+        (ModuleWrapPolicy({NormBlock}), TorchModuleWrapPolicy({NormBlock})),
+        (by_class, by_class),
+        (always_wrap_policy, always_wrap_policy),
+        (None, None),
+    ]
+    for index, ignored in enumerate((None, (), (nn.LayerNorm,), (nn.LayerNorm, nn.BatchNorm1d))):
         fields: dict[str, Any] = {} if ignored is None else {"_module_classes_to_ignore": ignored}
-        for policies in (
-            (ModuleWrapPolicy({NormBlock}), TorchModuleWrapPolicy({NormBlock})),
-            (by_class, by_class),
-            (always_wrap_policy, always_wrap_policy),
-            (None, None),
-        ):
+        for policies in (2 * everywhere)[index : index + 2]:
             case = f"{ignored}, {policies[0]}"
             results = []
             for cls, precision, policy in (
