@@ -11,21 +11,32 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Hides every other distribution of the environment, then runs a file.
+# Hides every other distribution of the environment, runs a script in two ranks, and imports modules.
 RUN = """
-import runpy, sys
+import importlib, os, runpy, sys
 
 class Undeclared:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in hidden:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-hidden = set(sys.argv[2].split(","))
+script, hidden, modules = sys.argv[1], set(sys.argv[2].split(",")), sys.argv[3].split(",")
 sys.meta_path.insert(0, Undeclared())
-runpy.run_path(sys.argv[1], run_name="__main__")
+import torch._dynamo  # which optimizers import: once for both ranks
+ranks = []
+for rank in range(2):
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        runpy.run_path(script, run_name="__main__")
+        sys.exit()
+assert [os.waitpid(rank, 0)[1] for rank in ranks] == [0, 0]
+for module in modules:
+    importlib.import_module(module)
 """
 
 
@@ -63,18 +74,23 @@ def test_first_script_of_the_readme_and_every_module_need_declared_packages_alon
         if path.stem != "__main__"
     ]
     script = tmp_path / "script.py"
-    readme = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    script.write_text(readme + "".join(f"import {name}\n" for name in modules))
+    script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])
     kept = installed_with(declared()) | {"fsdp"}
     owners = metadata.packages_distributions()
     hidden = {module for module, its in owners.items() if not kept.intersection(map(normalized, its))}
     assert {"pytest", "mypy"} <= hidden and not {"torch", "fsdp"} & hidden
-    python = [sys.executable, "-W", "error"]
-    launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_torchrun = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "OMP_NUM_THREADS": "1",
+    }
+    of_torchrun |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     done = subprocess.run(
-        [*launcher, *python, "-c", RUN, str(script), ",".join(hidden)],
+        [sys.executable, "-W", "error", "-c", RUN, str(script), ",".join(hidden), ",".join(modules)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **of_torchrun, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
