@@ -135,7 +135,7 @@ def test_training_step_may_be_one_compiled_function() -> None:
             torch._dynamo.utils.counters.clear()
             model = build("eager", None, use_orig_params)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            run = torch.compile(step, backend="aot_eager") if compiled else step
+            run = torch.compile(step, backend="aot_eager" if use_orig_params else "eager") if compiled else step
             frames = []
             losses[compiled] = []
             for seed in range(STEPS):
