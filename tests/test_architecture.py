@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
+
+from tests.harness.programs import run_python
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -516,14 +517,14 @@ loaded("torch.distributed.checkpoint")
 """
 
 
-def test_import_loads_only_needed_modules() -> None:
+def test_import_loads_only_needed_modules(tmp_path: Path) -> None:
     """The bare import loads neither torch's FSDP nor the tools.
 
     The tools are loaded at their first use; ragged tensors load no checkpoint package, which imports torch's FSDP.
     """
-    command = [sys.executable, "-W", "error", "-c", IMPORTING]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "\nfsdp.tools.describe\n\n"), done.stdout + done.stderr
+    (tmp_path / "importing.py").write_text(IMPORTING)
+    done = run_python("importing.py", folder=tmp_path, warn="error")
+    assert done == (0, "\nfsdp.tools.describe\n\n")
 
 
 # -- the rules themselves ------------------------------------------------------------------------------------------

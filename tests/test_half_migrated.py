@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,8 +19,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from fsdp import FullyShardedDataParallel, patches
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import on_ranks
+from tests.harness.programs import run_python
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
@@ -136,9 +134,8 @@ print(call())
 """
 
 
-def test_methods_of_torch_raise_if_torchs_module_is_imported_after_the_wrapping() -> None:
+def test_methods_of_torch_raise_if_torchs_module_is_imported_after_the_wrapping(tmp_path: Path) -> None:
     """From the first forward on, until `take_back`."""
-    command = [sys.executable, "-W", "ignore", "-c", LATE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (tmp_path / "late.py").write_text(LATE)
     sentence = "this model belongs to the package fsdp: import from fsdp in this file too, or call fsdp.compat.patch()"
-    assert done.stdout.splitlines() == [sentence, "entered"], done.stderr
+    assert run_python("late.py", folder=tmp_path) == (0, f"{sentence}\nentered\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -31,8 +29,8 @@ from fsdp.flat.flat_param import FlatParameter
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import on_ranks, run_ranks
+from tests.harness.programs import run_python
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
     "torch.distributed.fsdp": torchs,
     "torch.distributed.fsdp.fully_sharded_data_parallel": torchs.fully_sharded_data_parallel,
@@ -276,11 +274,9 @@ if __name__ == "__main__":
 def test_the_command_runs_a_script_and_what_it_spawns(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "helper_beside_it.py").write_text("HELPS = True\n")
-    command = [sys.executable, "-W", "ignore", "-m", "fsdp.compat", str(tmp_path / "train.py"), "--lr", "-m"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    code, printed = run_python("-m", "fsdp.compat", str(tmp_path / "train.py"), "--lr", "-m", folder=tmp_path)
     ours = "fsdp.fully_sharded_data_parallel"
-    assert done.stdout.splitlines() == [f"{ours} ['--lr', '-m'] True", f"{ours} in a child"], done.stderr
+    assert printed.splitlines() == [f"{ours} ['--lr', '-m'] True", f"{ours} in a child"] and code == 0
 
 
 def test_the_command_runs_a_module(

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
+import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.optim.optimizer as optimizers
 from torch import nn
 from torch.nn.utils import clip_grad
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy, patches
-from tests.harness.pool import on_ranks
+from fsdp import FullyShardedDataParallel, ShardingStrategy, compat, patches
+from fsdp.checkpoint import get_state_dict
+from tests.harness.pool import on_ranks, run_fresh
 
-ROOT = Path(__file__).resolve().parents[1]
 
-# Prints the changed names before and after `take_back`: functions and classes of all modules, methods of their classes.
-PROGRAM = """
-import multiprocessing.spawn, sys
-import torch, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.optim
-import torch.distributed.tensor, torch.nn.utils.clip_grad, torch.optim.optimizer as optimizers
-from torch import nn
-
-def everything():
-    owners = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] != "fsdp" and name != "__main__"]
+def everything() -> dict[tuple[str, str, str], Any]:
+    """Return functions and classes of all modules, and the methods of these classes."""
+    owners = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] != "fsdp"]
     classes = {id(c): c for m in owners for c in list(getattr(m, "__dict__", {}).values()) if isinstance(c, type)}
     return {
         (getattr(owner, "__module__", ""), owner.__name__, name): value
@@ -33,51 +28,46 @@ def everything():
         if callable(value) or isinstance(value, (staticmethod, classmethod, property))
     }
 
-def registries():
-    return [list(optimizers._global_optimizer_pre_hooks), list(optimizers._global_optimizer_post_hooks),
-            [type(finder).__name__ for finder in sys.meta_path], sys.excepthook, sys.unraisablehook]
 
-def train():
-    model = fsdp.FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)
+def registries() -> list[Any]:
+    hooks = list(optimizers._global_optimizer_pre_hooks), list(optimizers._global_optimizer_post_hooks)
+    return [*hooks, [type(finder).__name__ for finder in sys.meta_path], sys.excepthook, sys.unraisablehook]
+
+
+def train(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(model.parameters())
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
-        model.clip_grad_norm_(1.0)
+        clip_grad.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        fsdp.checkpoint.get_state_dict(model, optimizer)
+    return optimizer
 
-def changed():
-    now = everything()
-    return sorted(".".join(filter(None, key)) for key, value in before.items() if now.get(key) is not value)
 
-import fsdp.checkpoint, fsdp.compat
-# torch replaces sys.excepthook here, and imports modules in the first step
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-plain = nn.Linear(2, 2)
-plain(torch.ones(1, 2)).sum().backward()
-torch.optim.Adam(plain.parameters()).step()
-before, at_first = everything(), registries()
-train()
-print(*changed())
-fsdp.compat.enable_dcp()
-fsdp.compat.patch()
-print(len(changed()) > 50, registries() != at_first)
-fsdp.patches.take_back()
-print(*changed())
-print(registries() == at_first)
-torch.distributed.destroy_process_group()
-"""
+def wrapped() -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def check_changes() -> None:
+    def changed() -> list[str]:
+        now = everything()
+        return sorted(".".join(filter(None, key)) for key, value in before.items() if now.get(key) is not value)
+
+    warnings.simplefilter("ignore")  # of deprecated names of torch, as they are looked at
+    train(nn.Linear(2, 2))  # torch imports modules in the first step
+    before, at_first = everything(), registries()
+    model = wrapped()
+    get_state_dict(model, train(model))
+    assert changed() == sorted(str(each.what) for each in patches.ALL if isinstance(each, patches.Patch))
+    compat.enable_dcp()
+    compat.patch()
+    assert len(changed()) > 50 and registries() != at_first
+    patches.take_back()
+    assert changed() == [] and registries() == at_first
 
 
 def test_everything_is_listed_and_taken_back() -> None:
     """After training, the listed functions alone differ; after `take_back` none does, and no hook is left."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    names = sorted(str(each.what) for each in patches.ALL if isinstance(each, patches.Patch))
-    assert done.stdout.splitlines() == [" ".join(names), "True True", "", "True"], done.stdout + done.stderr
-
-
-def wrapped() -> nn.Module:
-    return FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
+    run_fresh(1, check_changes)
 
 
 @on_ranks(1)

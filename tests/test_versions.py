@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.harness.programs import REPOSITORY, run_python
 
 
 def _make_torch_older() -> list[str]:
@@ -65,6 +62,7 @@ def _make_torch_older() -> list[str]:
 
 
 def main() -> None:
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
     gone = _make_torch_older()
     import torch
     import torch.distributed as dist
@@ -112,11 +110,9 @@ def main() -> None:
 
 
 def test_the_package_works_with_the_names_of_older_torch_versions() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "FSDP_FORCE_SHARDED": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-W", "error", "-m", "tests.test_versions"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert {"all_gather_single", "reduce_scatter_single", "_swap_data_ptr_"} <= set(done.stdout.split())
+    code, printed = run_python("-m", "tests.test_versions", folder=REPOSITORY, warn="error")
+    assert code == 0, printed
+    assert {"all_gather_single", "reduce_scatter_single", "_swap_data_ptr_"} <= set(printed.split())
 
 
 if __name__ == "__main__":

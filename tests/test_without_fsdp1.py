@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Collection
@@ -18,21 +16,19 @@ import torch.distributed as dist
 
 from fsdp.compat import patch
 from tests.harness.pool import run_fresh
+from tests.harness.programs import run_python
 from tests.harness.versions import needs
-from tests.harness.without_fsdp1 import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 CASES: dict[str, Collection[str]] = {"no module": (), "public modules": ("api", "sharded_grad_scaler", "wrap")}
 pytestmark = needs(2, 13, "has an FSDP2 that imports other names of FSDP1's modules")
 
 
-def output_of(folder: Path, arguments: Collection[str], stays: Collection[str]) -> str:
-    """Return the output of a new process in which torch has FSDP1's modules of the names in ``stays`` alone."""
-    command = [sys.executable, "-W", "ignore", *arguments]
-    variables = {**os.environ, **environment(folder, stays)}
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def output_of(folder: Path, program: Collection[str], stays: Collection[str]) -> str:
+    """Return the output of a program for which torch has FSDP1's modules of the names in ``stays`` alone."""
+    arguments = ["-m", "tests.harness.without_fsdp1", ",".join(stays), *program]
+    code, printed = run_python(*arguments, folder=folder)
+    assert code == 0, printed
+    return printed
 
 
 # The imports of accelerate, transformers, peft, Lightning and Composer, at the places where these have them.
@@ -176,7 +172,7 @@ def test_programs_train_as_with_fsdp1(tmp_path: Path) -> None:
     assert kind == ("accelerate", "continues", "resumes", "peft", "summon", "lightning", "rekeyed")
     assert expected.splitlines()[1].split()[1] == expected.splitlines()[2].split()[1], "the resumed run is the run"
     folder = tmp_path / "without"
-    assert output_of(folder, ["-m", "fsdp", "run", "train.py", str(folder)], ()) == expected
+    assert output_of(folder, ["-m", "fsdp.compat", "train.py", str(folder)], ()) == expected
 
 
 BACK = """

@@ -3,6 +3,7 @@
 Processes
     pool             rank processes kept for the whole run: `run_ranks(world_size, fn, ...)`, `on_ranks`
     worker           the process of one rank; `template` forks it from one that has imported torch and the package
+    programs         programs in forks of a process that has imported torch alone
     threads          ranks as threads of the test's own process: `run_threads(world_size, fn, ...)`
     fake_group       one rank without peers, whose collectives are no-ops
 

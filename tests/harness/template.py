@@ -219,24 +219,30 @@ def _tell_ends(statuses: dict[int, int]) -> None:
         os.close(end)
 
 
+def serve_imported(names: Sequence[str]) -> tuple[Request, list[int]]:
+    """Import modules and serve. Return as `serve` does, with path, directory and environment of the request."""
+    requests = control()
+    gc.disable()  # imports leave no garbage, and collections take a fifth of the time
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork leaves these pages shared
+    gc.enable()
+    request, descriptors = serve(requests)
+    os.chdir(request.folder)
+    sys.path[:] = request.path
+    os.environ.clear()
+    os.environ.update(request.environment)
+    return request, descriptors
+
+
 def main() -> None:
     if hasattr(os, "SCHED_BATCH"):
         # Woken threads do not preempt running ones. With more ranks than processors, a receiving thread of gloo would
         # preempt a sending one that holds a lock, and then spin for that lock.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test's process handles Ctrl-C
-    requests = control()
-    gc.disable()  # imports leave no garbage, and collections take a fifth of the time
-    for name in (*IMPORTED, *sys.argv[1:]):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a rank leaves these pages shared
-    gc.enable()
-    request, (pipe, lifeline) = serve(requests)
-    os.chdir(request.folder)
-    sys.path[:] = request.path
-    os.environ.clear()
-    os.environ.update(request.environment)
+    request, (pipe, lifeline) = serve_imported((*IMPORTED, *sys.argv[1:]))
     sys.argv[1:] = [str(pipe), str(lifeline), *request.arguments]
 
 

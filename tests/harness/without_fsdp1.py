@@ -1,8 +1,10 @@
-"""An import hook that makes the installed torch one without FSDP1, for new processes.
+"""An import hook that makes the installed torch one without FSDP1.
 
 Modules of FSDP1 cannot be imported, and ``torch.distributed.fsdp`` has FSDP2's names alone. Other modules of torch that
 import names of FSDP1 get empty classes in their place, which no model is an instance of. Activation checkpointing
 uses functions of FSDP1's policies, which such a torch would keep: it gets a copy.
+
+`python -m tests.harness.without_fsdp1 STAYS PROGRAM ...` runs a program with it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+from tests.harness.programs import run_as_main
 
 _FSDP = "torch.distributed.fsdp"
 _STAYS = {"_fully_shard", "_common_utils", "_shard_utils"}  # FSDP2; a helper of torch.distributed.checkpoint
@@ -31,15 +35,9 @@ _REWRITTEN = {
 _STAND_IN = "class {}:\n    fsdp_modules = staticmethod(lambda *args, **kwargs: [])"
 
 
-def environment(folder: Path, stays: Collection[str] = ()) -> dict[str, str]:
-    """Return variables for processes without FSDP1, whose hook lies in ``folder``; its modules ``stays`` are kept."""
-    root = Path(__file__).resolve().parents[2]
-    text = f"from tests.harness.without_fsdp1 import install\ninstall({sorted(stays)})\n"
-    (folder / "sitecustomize.py").write_text(text)
-    return {"PYTHONPATH": f"{folder}:{root}"}
-
-
 def install(stays: Collection[str]) -> None:
+    """Remove FSDP1 except for its modules ``stays``, before anything has imported a module that is changed."""
+    assert not _REWRITTEN.intersection(sys.modules)
     sys.meta_path.insert(0, _Finder(stays))
 
 
@@ -108,3 +106,8 @@ class _Without(ast.NodeTransformer):
         if ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
             node.value.elts = [each for each in node.value.elts if ast.literal_eval(each) not in self._removed]
         return node
+
+
+if __name__ == "__main__":
+    install(sys.argv[1].split(","))
+    run_as_main(sys.argv[2:])
