@@ -111,6 +111,14 @@ def carry(kind: str, source: Run, target: Run, folder: str) -> None:
                 FSDP.optim_state_dict_to_load(model, optimizer, states[1], load_directly=True)
 
 
+def local_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copy this rank's parameters, buffers and optimizer state, to compare models that are wrapped alike."""
+    states = {f"{i}.{key}": value for i, own in optimizer.state_dict()["state"].items() for key, value in own.items()}
+    return {name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **states}.items()} | {
+        name: value.clone() for name, value in model.named_buffers()
+    }
+
+
 def save_and_continue(root: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = [*KINDS, "directory"]
@@ -121,23 +129,21 @@ def save_and_continue(root: str) -> None:
             continue
         run = build(1, strategy, mode)
         train(*run, range(2))
-        half, continued = whole(*run), build(2, strategy, mode)
-        for turn in range(len(kinds)):  # the last kind, a different one for each way, is trained further
-            kind = kinds[(number + world_size + turn) % len(kinds)]
-            is_loaded = kind == "directory" and through_a_directory(world_size, number)  # by `load_elsewhere`
-            is_next = world_size == 2 and (turn + number // 2) % 3 == 0
-            if turn < len(kinds) - 1 and not is_loaded and not is_next:
-                continue
-            target = continued if turn == len(kinds) - 1 else build(2, strategy, mode)
-            carry(kind, run, target, f"{root}/{world_size}-{number}")
-            assert_bit_equal(whole(*target), half, f"{kind}, {strategy}, use_orig_params={mode}")
+        half = local_values(*run)
+        kind = kinds[(number + world_size - 1) % len(kinds)]  # a different one for each way is trained further
+        for each in dict.fromkeys((*(["directory"] if through_a_directory(world_size, number) else []), kind)):
+            continued = build(2, strategy, mode)
+            carry(each, run, continued, f"{root}/{world_size}-{number}")
+            assert_bit_equal(local_values(*continued), half, f"{each}, {strategy}, use_orig_params={mode}")
+        if through_a_directory(world_size, number):
+            half = whole(*run)
+            if rank == 0:
+                torch.save(half, f"{root}/{world_size}-{number}.expected")
         later = 5 if through_a_directory(world_size, number) else 1
         for trained in (run, continued):
             train(*trained, range(2, 2 + later))
         case = f"{kind}, {strategy}, use_orig_params={mode}, {later} steps later"
-        assert_bit_equal(whole(*continued), whole(*run), case)
-        if rank == 0:
-            torch.save(half, f"{root}/{world_size}-{number}.expected")
+        assert_bit_equal(local_values(*continued), local_values(*run), case)
 
 
 def through_a_directory(world_size: int, number: int) -> bool:
@@ -148,12 +154,12 @@ def through_a_directory(world_size: int, number: int) -> bool:
 def load_elsewhere(root: str) -> None:
     """Load directories saved by other numbers of ranks, under different strategies and modes.
 
-    One rank loads all of them, two ranks two thirds and four ranks the rest.
+    Two ranks load two thirds of them, one rank and four ranks the rest.
     """
     size = dist.get_world_size()
     for saved_by, number in itertools.product((1, 2, 3), range(len(WAYS))):
         third = number // 2 == saved_by % 3
-        if not through_a_directory(saved_by, number) or (size == 2 and third) or (size == 4 and not third):
+        if not through_a_directory(saved_by, number) or third == (size == 2):
             continue
         run, path = build(3, *WAYS[(number // 2 + saved_by + size) % len(WAYS)]), f"{root}/{saved_by}-{number}"
         expected = torch.load(f"{path}.expected")
@@ -181,14 +187,20 @@ def test_training_continues_bit_for_bit_from_any_kind_of_state(tmp_path: Path) -
 @on_ranks(2)
 def test_state_of_parents_and_nested_units() -> None:
     """Every kind of state is loaded where it was saved: a parent module, a nested unit, or a module between."""
-    for mode, kind in itertools.product((False, True), ("full", "sharded", "local", "ragged")):
+    finds: list[Callable[[Any], Any]] = [
+        lambda m: nn.Sequential(nn.ReLU(), m),
+        lambda m: m.module.blocks[0],
+        lambda m: m.module.blocks,
+        lambda m: m.module.idle,
+    ]
+    for mode in (False, True):
         (model, _), (target, _) = (build(seed, STRATEGIES[0], mode) for seed in (1, 2))
-        for find in (
-            lambda m: nn.Sequential(nn.ReLU(), m),
-            lambda m: m.module.blocks[0],
-            lambda m: m.module.blocks,
-            lambda m: m.module.idle,
+        for (turn, kind), (index, find) in itertools.product(
+            enumerate(("full", "sharded", "local", "ragged")), enumerate(finds)
         ):
+            if (turn + index) % 2 == mode:  # the modes take turns
+                continue
+            target.load_state_dict(plain(2).state_dict())
             into, source = find(target), find(model)
             with FSDP.state_dict_type(source, *KINDS[kind]), FSDP.state_dict_type(into, *KINDS[kind]):
                 assert into.load_state_dict(source.state_dict()) == ([], [])
@@ -200,7 +212,7 @@ def test_state_of_parents_and_nested_units() -> None:
 def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path: Path) -> None:
     """Buffers are computed with in bfloat16, and the units have not been reset after the failure."""
     low = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
-    for strategy, mode in WAYS[::2] + WAYS[1::4]:
+    for turn, (strategy, mode) in enumerate(WAYS[::2] + WAYS[1::4]):
         policy = ModuleWrapPolicy({Unit})
         model, target = (wrap(plain(s), strategy, mode, wrap_policy=policy, mixed_precision=low) for s in (1, 2))
         for each in (model, target):
@@ -209,7 +221,7 @@ def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path
                 each(torch.arange(6))
         expected = plain(1).state_dict()
         expected["shift"] = expected["shift"].bfloat16().float()
-        for kind in KINDS:
+        for kind in [*KINDS, *KINDS][turn : turn + 2]:
             with kind_of(model, "full"), kind_of(target, "full"):
                 target.load_state_dict(plain(2).state_dict())
                 with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(target, *KINDS[kind]):
@@ -218,6 +230,8 @@ def test_state_after_a_failed_forward_has_the_original_dtype_of_buffers(tmp_path
                     target.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
                 assert target.module.shift.dtype == torch.bfloat16
                 assert_bit_equal(target.state_dict(), expected, f"{kind}, {strategy}, use_orig_params={mode}")
+        if turn % 2:
+            continue
         save(tmp_path, model)
         target.load_state_dict(plain(2).state_dict())
         load(tmp_path, target)
@@ -258,7 +272,7 @@ def assert_state_is_refused(model: nn.Module, root: str) -> None:
                     attempt()
 
 
-@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 2, 3)), (3, (1, 4))])
+@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3)), (3, (1,))])
 @on_ranks("world_size", timeout=180)
 def test_state_during_an_accumulation_is_exact_or_refused(
     tmp_path: Path, world_size: int, numbers: Sequence[int]
