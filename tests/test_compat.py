@@ -37,6 +37,7 @@ from tests.harness.optim_states import (
     assert_same,
     assert_same_states,
     block,
+    compiled,
     dcp_enabled,
     ours,
     quiet,
@@ -112,11 +113,6 @@ def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> 
                     found = set_model_state_dict(target, saved[0], options=options)
             assert (found.missing_keys, found.unexpected_keys) == ([], [])
             same_state(target, target_optimizer, model, optimizer, case)
-
-
-def no_compiler(graph: Any, inputs: Any) -> Any:
-    """Return the graph as it is: compilers of torch take seconds to import."""
-    return graph
 
 
 def deep(value: Any) -> Any:
@@ -196,8 +192,8 @@ def test_state_of_parents_several_optimizers_and_patched_models() -> None:
         saved = get_state_dict(parent, optimizer, options=whole)
         assert_same(deep(saved[0]), deep({f"inner.{k}": v for k, v in expected[0].items()}), "a parent")
         assert sorted(saved[1]["state"]) == sorted(f"inner.{name}" for name in expected[1]["state"])
-        compiled = quiet(torch.compile, model, backend=no_compiler)
-        assert_same(deep(get_state_dict(compiled, optimizer, options=whole)[0]), deep(expected[0]), "compiled")
+        of_compiled = get_state_dict(compiled(model), optimizer, options=whole)
+        assert_same(deep(of_compiled[0]), deep(expected[0]), "compiled")
 
         fresh = adamw(ours(True, module=row_major()).parameters())
         with pytest.raises(KeyError, match="not in the model"):
@@ -384,7 +380,7 @@ def test_torchs_functions_raise_unless_enabled() -> None:
             (set_state_dict, (fresh,), given),
             (set_model_state_dict, (saved[0],), {}),
         ]
-        for around in (model, nn.ModuleDict({"inner": model}), quiet(torch.compile, model, backend=no_compiler)):
+        for around in (model, nn.ModuleDict({"inner": model}), compiled(model)):
             for call, args, kwargs in calls:
                 words = rf"^{call.__name__}\(\) of torch.* call fsdp.compat.enable_dcp\(\)"
                 with pytest.raises(RuntimeError, match=words):

@@ -30,6 +30,7 @@ from tests.harness.optim_states import (
     adamw,
     assert_same,
     assert_same_states,
+    compiled,
     ours,
     parts,
     quiet,
@@ -96,7 +97,7 @@ def test_state_of_rank_0_is_broadcast_to_all_kinds_of_models() -> None:
             model.blocks[0] = ours(True, module=model.blocks[0])
             model.conv = ours(False, module=model.conv)
         else:
-            model = DistributedDataParallel(model) if number == 1 else quiet(torch.compile, model)
+            model = DistributedDataParallel(model) if number == 1 else compiled(model)
         found = set_model_state_dict(model, good if dist.get_rank() == 0 else {}, options=options)
         assert (found.missing_keys, found.unexpected_keys) == ([], [])
         assert_same(dict(get_model_state_dict(model, options=FULL)), dict(good), "handed out")

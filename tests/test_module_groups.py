@@ -78,7 +78,7 @@ def assert_equal_training(name: str, schedule: Schedule, **options: Any) -> None
 
 @on_ranks(2)
 def test_groups_train_to_the_same_bits() -> None:
-    schedule = Schedule(steps=3, micro=2)
+    schedule = Schedule(steps=2, micro=2)
     for name in GROUPED:
         for step, plain in zip(run_fsdp(GROUPED[name], sgd, schedule), run_plain(GROUPED[name], sgd, 2, schedule)):
             assert_bit_equal(step.params, plain.params, name)
@@ -123,7 +123,7 @@ def test_state_of_groups_equals_the_plain_models(mode: bool, tmp_path: Path) -> 
         plain = WITHOUT[name].build()
         values = full_parameters(without)
         assert_bit_equal(full_parameters(grouped), values)
-        for kind in KINDS:
+        for kind in [*KINDS][(mode + (name == "tied")) % 2 :: 2]:  # by turns
             with kind_of(grouped, kind):
                 with record_collectives() as log:
                     state = grouped.state_dict()

@@ -193,6 +193,11 @@ def quiet(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+def compiled(module: nn.Module) -> Any:
+    """Compile with a backend that returns its graph: the backends of torch take seconds to import."""
+    return quiet(torch.compile, module, backend=lambda graph, inputs: graph)
+
+
 def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL_STATE_DICT", **config: Any) -> Any:
     """Return the library's `optim_state_dict` of this kind."""
     is_ours = library is FSDP
