@@ -127,9 +127,6 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
     Parameters without elements have optimizer state even before the first step.
     """
 
-    def compiled(module: nn.Module) -> Any:
-        return quiet(torch.compile, module)
-
     def wrapped(module: nn.Module) -> nn.Module:
         return ours(True, blocks=False, module=module)
 

@@ -175,7 +175,7 @@ def test_two_hosts_with_two_ranks_each(tmp_path: Path) -> None:
 
 @on_ranks(HOSTS)
 def test_error_of_one_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    """At each operation of one rank: while the file is written, copied or published."""
+    """At every third operation of one rank: while the file is written, copied or published."""
     model, optimizer = built()
     with host(tmp_path) as local:
         local.save(model, optimizer, extra="before")
@@ -184,7 +184,7 @@ def test_error_of_one_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
             local.save(model, optimizer, extra="before")
         counts = [None] * HOSTS
         dist.all_gather_object(counts, disk.count)
-        for at in range(0, counts[1], 2):
+        for at in range(0, counts[1], 3):
             faulty = FaultyDisk(at if dist.get_rank() == 1 else 10**6, OSError(errno.ENOSPC, "full"))
             with on_disk(faulty), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # where an older checkpoint could not be removed
