@@ -73,9 +73,12 @@ CHOICES: list[dict[str, bool]] = [
 
 
 @needs(2, 7, "cannot do this for torch's FSDP1")
-@on_ranks(1, 2, 3)
+@on_ranks(2, 3)
 def test_torchs_functions_save_and_load_as_for_torchs_fsdp1(world_size: int) -> None:
-    """Every form of state, in both modes on two and three ranks, equals that of `fsdp.checkpoint` and of torch."""
+    """Every form of state equals that of `fsdp.checkpoint` and of torch's FSDP1.
+
+    In one mode on two ranks, and in the other on three.
+    """
     for uop in (False, True):
         model, optimizer = trained(uop)
         theirs = torchs(uop, module=row_major())

@@ -7,7 +7,7 @@ plain model are bit-equal without a forward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.optim import SGD, Adagrad, AdamW, NAdam
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
 from fsdp import (
     FullStateDictConfig,
@@ -412,13 +412,17 @@ def with_scalar() -> Net:
 
 @on_ranks(1, 3)
 def test_scalar_and_eager_states_and_parameters_without_elements(world_size: int) -> None:
-    """Ranks without elements of a parameter have no state of it. Loaded states are plain tensors in every form."""
-    for make in (
+    """Ranks without elements of a parameter have no state of it. Loaded states are plain tensors in every form.
+
+    Each optimizer's state is loaded in each form, by turns of the modes and numbers of ranks.
+    """
+    makers: list[Callable[[Any], Optimizer]] = [
         lambda params: Adagrad(params, lr=0.1),  # makes state for parameters without elements, and never steps it
         lambda params: AdamW(params, lr=0.1, amsgrad=True),
         lambda params: NAdam(params, lr=0.1),  # a second scalar
         lambda params: SGD(params, lr=0.1),  # no state
-    ):
+    ]
+    for number, make in enumerate(makers):
         plain = with_scalar()
         plain_optimizer = train(make(plain.parameters()))
         for uop in (False, True):
@@ -434,13 +438,13 @@ def test_scalar_and_eager_states_and_parameters_without_elements(world_size: int
             kind = RaggedOptimStateDictConfig(offload_to_cpu=True)
             with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, kind):
                 ragged = FSDP.optim_state_dict(model, optimizer)
-            for saved in (full, sharded, ragged):
-                fresh = make(model.parameters())
-                fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
-                states = [value for of in fresh.state.values() for value in of.values()]
-                assert not any(isinstance(value, RaggedTensor) for value in states)
-                reloaded = save(FSDP, model, fresh)
-                for states in (reloaded["state"], full["state"]):
-                    states.pop("nothing", None)
-                assert_same(reloaded, full, f"{type(optimizer).__name__}, use_orig_params={uop}, loaded")
-                train(fresh)
+            saved = (full, sharded, ragged)[(number + 2 * uop + world_size // 2) % 3]
+            fresh = make(model.parameters())
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+            states = [value for of in fresh.state.values() for value in of.values()]
+            assert not any(isinstance(value, RaggedTensor) for value in states)
+            reloaded = save(FSDP, model, fresh)
+            for states in (reloaded["state"], full["state"]):
+                states.pop("nothing", None)
+            assert_same(reloaded, full, f"{type(optimizer).__name__}, use_orig_params={uop}, loaded")
+            train(fresh)

@@ -88,7 +88,7 @@ def test_save_and_load_with_the_optimizer_move_no_tensor_data(tmp_path: Path) ->
 @on_ranks(2)
 def test_loading_an_optimizer_that_never_stepped_adds_no_state(tmp_path: Path) -> None:
     """No step is counted or run, and no state is made."""
-    for mode, kind in itertools.product((False, True), (torch.optim.Adam, torch.optim.Rprop)):
+    for mode, kind in ((False, torch.optim.Adam), (True, torch.optim.Rprop)):
         models = [wrap(LORA, FULL_SHARD, mode, seed=1) for _ in range(2)]
         optimizers = [kind([p for p in model.parameters() if p.requires_grad], lr=0.01) for model in models]
         steps(models[1], optimizers[1], 2)
