@@ -6,49 +6,14 @@ A load reads the manifest, which has a line for each rank that saved.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy
-from fsdp.checkpoint import files, index, load, load_plain, rank_file, save
+from fsdp.checkpoint import index, load, load_plain, rank_file, save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
-from tests.harness.pool import on_ranks
-
-
-def layers(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(7, 7) for _ in range(12)))
-
-
-def wrapped(seed: int, **options: Any) -> FSDP:
-    return FSDP(layers(seed), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
-
-
-@on_ranks(4)
-def test_each_replica_writes_a_part(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    both = groups[0][rank // 2], groups[1][rank % 2]
-    model = wrapped(1, process_group=both, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    save(root, model)
-    nbytes = torch.tensor([Path(root, "checkpoint_00000001", files.rank_name(rank)).stat().st_size])
-    all_nbytes = [torch.zeros_like(nbytes) for _ in range(4)]
-    dist.all_gather(all_nbytes, nbytes)
-    assert max(all_nbytes) < 3 * min(all_nbytes)
-    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    load(root, model)
-    if rank == 0:
-        assert_bit_equal(load_plain(root).model, layers(1).state_dict())
-    assert_bit_equal(model.state_dict(), layers(1).state_dict())
-
 
 # -- without processes -------------------------------------------------------------------------------------------------
 
