@@ -56,17 +56,6 @@ class OldModel(nn.Module):
         return self.last(x)
 
 
-class Compiled(nn.Module):
-    """A module with the names that `torch.compile` gives; its import takes longer than a program."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._orig_mod(x)
-
-
 def old_model(seed: int = 0, memory_format: torch.memory_format = torch.contiguous_format) -> OldModel:
     torch.manual_seed(seed)
     return OldModel(memory_format).to(torch.float64)
@@ -209,7 +198,7 @@ def fsdp2() -> Program:
 
 
 def ddp() -> Program:
-    model = DistributedDataParallel(Compiled(old_model()))
+    model = DistributedDataParallel(old_model())
     optimizer = adamw(model)
 
     def file(folder: Path) -> str:
