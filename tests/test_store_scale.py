@@ -15,8 +15,6 @@ from fsdp.checkpoint import index, load, load_plain, rank_file, save
 from fsdp.checkpoint.ragged import RaggedTensor
 from tests.harness.oracle import assert_bit_equal
 
-# -- without processes -------------------------------------------------------------------------------------------------
-
 
 def tables_of(shapes: list[tuple[int, ...]], ranks: int) -> list[index.Table]:
     """Describe what each rank writes: a part of one flat vector of these tensors."""
