@@ -512,7 +512,7 @@ def test_memory_of_accumulated_gradients(mode: Mode) -> None:
     for synchronize in (True, False, True):  # warm up: some memory is allocated once
         backward(synchronize)
     clear(model)
-    base = meter.at_rest()
+    base = meter.baseline()
     kept = full if mode[0] is GRAD_OP else 0  # the parameters themselves, for the next forward
     backward(False)
     held(full + kept, "after an unsynchronised pass")

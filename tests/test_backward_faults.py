@@ -281,5 +281,5 @@ def test_faults_leave_no_memory_behind() -> None:
             for param in held:
                 param.grad = None
             if cycle == 0:
-                before = meter.at_rest()
+                before = meter.baseline()
         assert (more := meter.beyond(before, allowed)) <= allowed, f"{more:,} bytes more, {describe(mode)}"

@@ -44,7 +44,7 @@ def test_autocast_keeps_no_cast_of_a_resharded_unit() -> None:
                 clear(model)
                 with torch.no_grad():
                     model(x)
-        base = meter.at_rest()
+        base = meter.baseline()
         with autocast():
             with torch.no_grad():
                 model(x)

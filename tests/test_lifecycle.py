@@ -160,7 +160,7 @@ def memory_after_deletion(history: str, strategies: list[ShardingStrategy], use_
     problems = []
     with collector_off():
         for attempt, strategy in enumerate([strategies[0], *strategies]):  # the first one fills caches
-            base = meter.at_rest()
+            base = meter.baseline()
             model = build(strategy, use_orig_params)
             HISTORIES[history](model)
             held = meter.live() - base
@@ -198,7 +198,7 @@ def test_backward_after_the_model_was_deleted(use_orig_params: bool) -> None:
     problems = []
     for attempt in range(2):
         with collector_off():
-            base = meter.at_rest()
+            base = meter.baseline()
             model = build(FULL_SHARD, use_orig_params)
             parameters = list(model.parameters())
             x = torch.ones(1, WIDTH, requires_grad=True)
@@ -264,7 +264,7 @@ def test_memory_stays_flat_over_a_hundred_steps(
         one_step(step)
     before = resources()
     with collector_off():
-        base = meter.at_rest()
+        base = meter.baseline()
         for step in range(100):
             one_step(step)
             if step % 10 == 9:
@@ -285,7 +285,7 @@ def max_over_thirty_steps(step: Callable[[int], int]) -> int:
         for number in range(30):
             counted.append(step(number))
             if number == 9:
-                base = meter.at_rest()
+                base = meter.baseline()
             elif number > 9:
                 growth.append(meter.beyond(base))
     assert max(growth) < NOISE, growth
