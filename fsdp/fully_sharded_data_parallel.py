@@ -181,7 +181,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             and reduction; a rank that does not run the unit contributes zeros. A unit that no rank runs keeps the
             gradients; with ``use_orig_params`` so does a parameter, unless a hook or optimizer waits for it during the
             backward. Passes, ``no_sync()`` and ``requires_grad`` have to be the same on every rank, and the process
-            group the same in the whole tree. The price: no prefetch; the host waits for an all-reduce of 24 bytes per
+            group the same in the whole tree. The price: no prefetch; the host waits for an all-reduce of 32 bytes per
             group before each collective and after each pass, and for one byte per parameter after a backward that
             leaves parts of a unit unused.
         device_mesh: a mesh instead of groups: 1-D to shard over, or for hybrid strategies 2-D (replicate, shard), the

@@ -49,7 +49,7 @@ def test_all_ranks_raise_or_all_succeed() -> None:
     for groups in ([world], own):
         with record_collectives() as log:
             assert unanimous(groups, failing_on(set(), ValueError), "try") == 7
-        assert [record.nbytes for record in log.records] == [24] * (len(groups) + (len(groups) > 1 and rank < 2))
+        assert [record.nbytes for record in log.records] == [32] * (len(groups) + (len(groups) > 1 and rank < 2))
         for ranks, kind in (({2}, ValueError), ({0, 2}, OSError), ({1}, KeyboardInterrupt), ({0}, SystemExit)):
             expected = kind if rank in ranks or issubclass(kind, Exception) else RuntimeError
             with pytest.raises(expected, match=f"not on {rank if rank in ranks else min(ranks)}"):

@@ -58,7 +58,7 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int) -> None:
 
 @on_ranks(2)
 def test_save_and_load_with_the_optimizer_move_no_tensor_data(tmp_path: Path) -> None:
-    """In a load the ranks agree on three numbers. A plain model loads the state; merged groups are refused.
+    """In a load the ranks agree on four numbers. A plain model loads the state; merged groups are refused.
 
     `test_checkpoints` trains on after a load, at any number of ranks.
     """
