@@ -429,7 +429,8 @@ def test_ranks_may_have_unequal_numbers_of_declared_experts_and_none() -> None:
     fsdp.shard_experts(module, ep)
     model = wrap(nn.Sequential(module, nn.Linear(3, 3)), wrap_policy=None, ignored_modules=[module])
     model.module[0] = wrap(module, wrap_policy=None, device_mesh=dp)
-    assert torch.equal(model.state_dict()["0.weight"], weight)
+    for _ in range(2):  # the first one compares values that a hook might have written, and changes none
+        assert torch.equal(model.state_dict()["0.weight"], weight)
     model.load_state_dict({**model.state_dict(), "0.weight": 2 * weight})
     assert torch.equal(model.state_dict()["0.weight"], 2 * weight)
 
