@@ -227,37 +227,33 @@ def control_device(group: Any, device: torch.device) -> torch.device:
     return host if group_store(group) is not None and dist.is_gloo_available() else device
 
 
-def make_group(ranks: Sequence[int], like: Any, name: str) -> Any:
-    """Make a process group of ``ranks`` with the backend and the timeout of ``like``. All of ``ranks`` have to call.
+def make_group(parts: Sequence[Sequence[int]], like: Any, name: str) -> Any:
+    """Make a process group of that one of ``parts`` that contains this rank. All ranks of ``like`` have to call.
 
-    Unlike ``torch.distributed.new_group()`` this involves no ranks outside of the group, and does not count the groups
-    of each rank.
+    Unlike ``torch.distributed.new_group()`` this involves no other ranks, and does not count the groups of each rank.
 
     Args:
-        ranks: global ranks, this one among them.
+        parts: global ranks of ``like``, which has the backend and the timeout of the new group.
         name: unique among the groups of these ranks: it separates their connections.
 
     Raises:
-        NotImplementedError: the default group is bound to a device, and ``ranks`` are not all of its ranks.
+        NotImplementedError: the default group is bound to a device, and ``like`` has not all of its ranks.
     """
     c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
     backend, timeout = dist.get_backend_config(like), group_timeout(like)
-    if default.bound_device_id is not None:  # torch makes groups by splitting the communicator, on all ranks
-        if len(ranks) == default.size():
-            return dist.new_group(list(ranks), timeout, backend)
-        raise NotImplementedError(
-            f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups without "
-            "all; call init_process_group() without device_id, or shard over all ranks"
-        )
+    if default.bound_device_id is not None:  # torch splits the communicator, on all ranks and part by part
+        if like.size() != default.size():
+            raise NotImplementedError(
+                f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups "
+                "without all; call init_process_group() without device_id, or shard over all ranks"
+            )
+        several = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+        return next(each for each, ranks in zip(several, parts, strict=True) if rank in ranks)
+    ranks = next(list(each) for each in parts if rank in each)
     own_name: Any = f"{like.group_name}, {name}, from rank {ranks[0]}"
+    store = c10d._world.pg_map[default][1]
     made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(rank),
-        list(ranks),
-        dist.Backend(backend),
-        c10d._world.pg_map[default][1],
-        own_name,
-        timeout=timeout,
+        len(ranks), ranks.index(rank), ranks, dist.Backend(backend), store, own_name, timeout=timeout
     )
     c10d._world.pg_group_ranks[made] = {each: place for place, each in enumerate(ranks)}
     return made

@@ -19,7 +19,6 @@ from fsdp.comm.groups import (
     HYBRID_SHARDING_STRATEGIES,
     default_group,
     group_ranks,
-    group_timeout,
     groups_of_mesh,
     is_registered,
     make_group,
@@ -52,7 +51,7 @@ def node_groups(world: Any) -> tuple[Any, Any]:
         machines = [range(first, first + here) for first in range(0, size, here)]
         places = [range(place, size, here) for place in range(here)]
         again = _again(made)
-        made.append((_among(machines, world, f"machine{again}"), _among(places, world, f"place{again}")))
+        made.append((make_group(machines, world, f"machine{again}"), make_group(places, world, f"place{again}")))
     return made[-1]
 
 
@@ -79,21 +78,8 @@ def nearby_group(group: Any, count: int) -> Any:
             )
         ranks = group_ranks(group)
         parts = [ranks[first : first + count] for first in range(0, len(ranks), count)]
-        made.append(_among(parts, group, f"reshard over {count}{_again(made)}"))
+        made.append(make_group(parts, group, f"reshard over {count}{_again(made)}"))
     return made[-1]
-
-
-def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
-    """Make a group of that one of ``parts`` of ``group``'s ranks that contains this rank; all ranks have to call.
-
-    ``name`` is a different one each time; see :func:`fsdp.comm.groups.make_group`.
-    """
-    rank, default = dist.get_rank(), default_group()
-    if default.bound_device_id is not None and group.size() == default.size():  # torch splits it, part by part
-        backend, timeout = dist.get_backend_config(group), group_timeout(group)
-        made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-        return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
-    return make_group(next(list(each) for each in parts if rank in each), group, name)
 
 
 def _again(made: Sequence[Any]) -> str:

@@ -185,7 +185,7 @@ class Carrier:
             RuntimeError: the ranks cannot connect.
         """
         group, number = self._users(), self.number + 1
-        self._next = self._next or in_thread(lambda: make_group(group_ranks(group), group, f"after failure {number}"))
+        self._next = self._next or in_thread(lambda: make_group([group_ranks(group)], group, f"after failure {number}"))
         while not futures.wait([self._next], threads.PATIENCE.total_seconds()).done:
             look()
         try:
