@@ -53,7 +53,7 @@ END_WORDS = "end the pass"
 ORDER_REMEDY = (
     "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
 )
-_REPLIES = timedelta(seconds=1)  # how long to wait for the words of other ranks that have found the same difference
+_REPLIES = timedelta(seconds=5)  # how long to wait for the words of other ranks that have found the same difference
 
 
 class Entered(NamedTuple):
