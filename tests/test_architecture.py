@@ -476,17 +476,17 @@ def code_lines(path: Path) -> int:
 BUDGETS = {
     "fsdp/*.py": 1475,
     "fsdp/checkpoint": 5370,
-    "fsdp/comm": 3390,
+    "fsdp/comm": 3380,
     "fsdp/compat": 310,
     "fsdp/export": 710,
     "fsdp/flat": 2450,
     "fsdp/names": 540,
     "fsdp/optim": 730,
     "fsdp/placement": 380,
-    "fsdp/runtime": 4000,
-    "fsdp/tools": 1525,
+    "fsdp/runtime": 3995,
+    "fsdp/tools": 1400,
     "scripts": 3240,
-    "tests": 32640,
+    "tests": 32620,
 }
 
 
