@@ -341,7 +341,7 @@ def _differing(**options: Any) -> Any:
     """Wrap a model with other values on each rank, except in ignored modules or with values from rank 0."""
     torch.manual_seed(10 + dist.get_rank())
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return FullyShardedDataParallel(module, **{"use_orig_params": True, **options})
+    return FullyShardedDataParallel(module, dist.new_group(), **{"use_orig_params": True, **options})
 
 
 def _load(model: Any) -> None:
@@ -368,9 +368,11 @@ def _read(model: Any) -> None:
         pass
 
 
+@pytest.mark.parametrize("collectives", ["auto", "native"])
 @on_ranks(2)
-def test_different_initial_values_warn_once_on_rank_0() -> None:
+def test_different_initial_values_warn_once_on_rank_0(collectives: str) -> None:
     """In the first pass. Values that were replaced since, or broadcast from one rank, do not warn."""
+    os.environ["FSDP_COLLECTIVES"] = collectives
     rank, replicated = dist.get_rank(), {"sharding_strategy": ShardingStrategy.NO_SHARD}
     for options in ({"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}, {"use_orig_params": False}, replicated):
         model = _differing(**options)
