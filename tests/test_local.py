@@ -203,7 +203,7 @@ def test_error_of_one_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         assert load(local, *built(9)) == "the last one"
 
 
-PHASES = ("reductions", "write", "send", "rename")
+PHASES = ("forward", "reductions", "step", "write", "send", "rename")
 KILLED, LAST = 1, 2  # the step in which a rank is killed, and the last one
 
 
@@ -228,7 +228,9 @@ def train(root: str, phase: str = "", victim: int = -1) -> tuple[int, list[Tenso
         return mock.patch.object(owner, attribute, run)
 
     model, optimizer = built()
+    model.module[2].register_forward_pre_hook(lambda *_: reach("forward"))
     model.module[2].register_full_backward_hook(lambda *_: reach("reductions"))
+    optimizer.register_step_pre_hook(lambda *_: reach("step"))
     with host(Path(root)) as local, ExitStack() as stack:
         begun = load([local], model, optimizer)
         for name, owner, attribute in (
@@ -248,10 +250,7 @@ def train(root: str, phase: str = "", victim: int = -1) -> tuple[int, list[Tenso
 
 
 def test_run_goes_on_from_the_last_whole_step_after_a_rank_was_killed(tmp_path: Path) -> None:
-    """In a backward and in each phase of a save, with the files of the host lost or not.
-
-    The weights are those of an undisturbed run.
-    """
+    """In each phase of a step, with the files of the host lost or not; the weights are those of an undisturbed run."""
     expected = run_ranks(HOSTS, train, str(tmp_path / "undisturbed"))
     for number, phase in enumerate(PHASES):
         root, victim = tmp_path / phase, number % HOSTS

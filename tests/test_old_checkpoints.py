@@ -68,22 +68,18 @@ def go_on_all(paths: dict[str, Path]) -> dict[str, list[float]]:
     return {name: go_on(name, path) for name, path in paths.items()}
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, [2]), (3, [1, 4])])
+@pytest.mark.parametrize(("saving", "loading"), [(2, [1, 2]), (3, [4])])
 def test_training_goes_on_from_every_kind_at_any_number_of_ranks(
     saving: int, loading: list[int], written: Written, tmp_path: Path
 ) -> None:
-    """The losses are those of the program that saved, bit for bit at two ranks, where sums have one order.
-
-    Checkpoints are alike when they are converted, so four ranks load every fifth.
-    """
+    """The losses are those of the program that saved, bit for bit at two ranks, where sums have one order."""
     if saving != 2:
         (tmp_path / "old").mkdir()
         written = write_on(saving, tmp_path / "old")
-    assert len(written.losses) == (18 if saving == 2 else 14)
+    assert len(written.losses) == 18
     paths = {name: converted(written.folder / name, tmp_path / name) for name in written.losses}
     for ranks in loading:
-        loaded = dict(list(paths.items())[:: 5 if ranks == 4 else 1])
-        for name, losses in run_ranks(ranks, go_on_all, loaded, timeout=180)[0].items():
+        for name, losses in run_ranks(ranks, go_on_all, paths, timeout=180)[0].items():
             assert losses == pytest.approx(written.losses[name], rel=1e-12, abs=0), (name, ranks)
             if ranks == saving == 2:
                 assert losses == written.losses[name], name

@@ -172,8 +172,6 @@ def fsdp1(use_orig_params: bool = False, memory_format: torch.memory_format = to
         torch.save(os.path.join, path / f"extra_state_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
         return path.name
 
-    if use_orig_params and dist.get_world_size() == 3:
-        return model, optimizer, [local, verl]  # the other states are alike in both modes, which two ranks show
     return model, optimizer, [full, sharded, accelerate, ranks, local, verl]
 
 
