@@ -484,9 +484,9 @@ BUDGETS = {
     "fsdp/optim": 730,
     "fsdp/placement": 380,
     "fsdp/runtime": 3995,
-    "fsdp/tools": 1400,
+    "fsdp/tools": 1405,
     "scripts": 3240,
-    "tests": 32620,
+    "tests": 32625,
 }
 
 

@@ -418,6 +418,9 @@ def test_plan_and_describe_count_the_part_of_the_experts_on_a_rank() -> None:
         fsdp.plan(Mixture, world_size=4, policy=policy, experts=Experts, expert_ranks=3)
     with pytest.raises(ValueError, match="expert_ranks=2 needs units of experts"):
         fsdp.plan(Mixture, world_size=4, experts=Experts, expert_ranks=2)
+    single, kinds = nn.Sequential(nn.ParameterDict({"scale": torch.tensor(1.0)})), ModuleWrapPolicy({nn.ParameterDict})
+    with pytest.raises(ValueError, match=r"expected \[experts, ...\], but 'scale' of ParameterDict has no dimension"):
+        fsdp.plan(single, world_size=4, policy=kinds, experts=nn.ParameterDict, expert_ranks=2)
 
 
 @on_ranks(4)

@@ -228,12 +228,13 @@ def control_device(group: Any, device: torch.device) -> torch.device:
 
 
 def make_group(parts: Sequence[Sequence[int]], like: Any, name: str) -> Any:
-    """Make a process group of that one of ``parts`` that contains this rank. All ranks of ``like`` have to call.
+    """Make a process group of the part that contains this rank. All ranks of ``like`` have to call.
 
     Unlike ``torch.distributed.new_group()`` this involves no other ranks, and does not count the groups of each rank.
 
     Args:
-        parts: global ranks of ``like``, which has the backend and the timeout of the new group.
+        parts: the ranks of ``like``, as global ranks, in disjoint parts.
+        like: a group with the backend and the timeout of the new one.
         name: unique among the groups of these ranks: it separates their connections.
 
     Raises:

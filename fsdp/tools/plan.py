@@ -268,7 +268,7 @@ def _leave_part_of_experts(units: Iterable[ModelUnit], experts: Any, ranks: int)
     """Let each unit of a class of ``experts`` have the parameters of one of ``ranks`` ranks.
 
     Raises:
-        ValueError: no unit is of such a class.
+        ValueError: no unit is of such a class, or a parameter has no dimension.
     """
     found = [unit for unit in units if isinstance(unit.module, experts)]
     if not found and (experts or ranks > 1):
@@ -279,6 +279,10 @@ def _leave_part_of_experts(units: Iterable[ModelUnit], experts: Any, ranks: int)
     for unit in found:
         unit.expert_ranks = ranks
         for item in unit.owned:
+            if item.param.dim() == 0:
+                raise ValueError(
+                    f"expected [experts, ...], but {item.name!r} of {type(unit.module).__name__} has no dimension"
+                )
             item.param = nn.Parameter(item.param.detach().chunk(ranks)[0], item.param.requires_grad)
 
 
