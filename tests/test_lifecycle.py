@@ -396,6 +396,17 @@ def test_training_resumes_after_an_interrupt_in_a_collective(transport: str) -> 
     step(9)
 
 
+@on_ranks(2)
+def test_a_backward_past_the_outputs_is_refused_after_a_cast_as_well() -> None:
+    model = wrap(nn.Sequential(adapted(), nn.Linear(4, 3)), wrap_policy=ModuleWrapPolicy({Unit}))
+    for dtype in (torch.float32, torch.float64):
+        x = torch.ones(2, 4, dtype=dtype, requires_grad=True)
+        model.to(dtype)(x).sum().backward()
+        model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model.module[0].stored.sum().backward()
+
+
 # -- copies --------------------------------------------------------------------------------------------------------
 
 

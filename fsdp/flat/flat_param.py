@@ -370,6 +370,7 @@ class FlatParamHandle:
         """
         self.forget_slice()
         self.compute_in_full_precision(False)
+        self.copy.outdate()
         before = self.copy.all_leaves
         self.layout = dataclasses.replace(
             self.layout,

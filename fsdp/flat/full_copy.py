@@ -88,7 +88,7 @@ class FullCopy:
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
-        self._versions: list[int] = []  # that these have while there is memory
+        self._versions = self._written  # that the leaves have while there is memory
         self._released = (RELEASED_VERSION,) * len(leaves)
         self._cuts: dict[int, Sequence[torch.Tensor]] = {}
 
@@ -140,7 +140,7 @@ class FullCopy:
 
     def begin(self) -> None:
         """Note that a gather fills the buffer, which has memory."""
-        if self.state is BufferState.SHARDED and self._versions:
+        if self.state is BufferState.SHARDED:
             set_versions(self.all_leaves, self._versions)
         self.state = BufferState.GATHERING
 
@@ -161,8 +161,8 @@ class FullCopy:
             # Autograd refuses to read a saved leaf at another version. So a backward that reaches a released leaf,
             # past every hook that would have gathered it, ends in an error.
             versions = list(map(version_of, self.all_leaves))
-            before = self._versions or versions  # of the leaves that this has set before an interrupt
-            self._versions = [was if now == RELEASED_VERSION else now for was, now in zip(before, versions)]
+            if RELEASED_VERSION not in versions:  # else an interrupt has ended this before
+                self._versions = versions
             set_versions(self.all_leaves, self._released)
             self.state = BufferState.SHARDED
 
@@ -173,7 +173,8 @@ class FullCopy:
 
     def outdate(self) -> None:
         """Let autograd refuse to read the leaves that it has saved so far."""
-        set_versions(self.all_leaves, [leaf._version + 1 for leaf in self.all_leaves])
+        versions = self._versions if self.state is BufferState.SHARDED else map(version_of, self.all_leaves)
+        set_versions(self.all_leaves, [version + 1 for version in versions])
 
 
 RELEASED_VERSION = 1 << 30  # the version of a leaf without memory
