@@ -473,7 +473,7 @@ def _piece_of(record: ParamRecord, piece: Piece, whole: torch.Tensor) -> torch.T
 
 
 def _lengths_and_parts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
-    """Divide a shard into parts: an empty one, then in turn the gap before a piece of a parameter, and the piece.
+    """Divide a shard into parts: an empty one, then the pieces of parameters and the gaps between them.
 
     Returns the lengths of the parts, and the number of the part of each parameter; 0 for one without elements here.
     """
@@ -482,7 +482,9 @@ def _lengths_and_parts(layout: FlatLayout, rank: int) -> tuple[list[int], list[i
         if piece.numel == 0:
             parts.append(0)
             continue
-        parts.append(len(lengths) + 1)
-        lengths += [piece.shard_offset - end, piece.numel]
+        if piece.shard_offset > end:
+            lengths.append(piece.shard_offset - end)
+        parts.append(len(lengths))
+        lengths.append(piece.numel)
         end = piece.shard_offset + piece.numel
     return [*lengths, layout.shard_numel - end], parts

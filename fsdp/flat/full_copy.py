@@ -84,6 +84,8 @@ class FullCopy:
         ]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
+        self._filled = [memory for memory in self.memories if memory.numel()]
+        self._distances = [memory.data_ptr() - tensor.data_ptr() for memory in self._filled]  # from the buffer's start
         # Versions and flags without changes of users. The engine writes to ``tensor``, not to the leaves' counters.
         self._written, self._flags = list(map(version_of, leaves)), list(map(flag_of, leaves))
         self.pooled = None if resident else PooledTensor(tensor)
@@ -111,7 +113,8 @@ class FullCopy:
         return (
             list(map(version_of, self.all_leaves)) == self._written
             and list(map(flag_of, self.all_leaves)) == self._flags
-            and list(map(torch.Tensor.data_ptr, self.memories)) == list(map(torch.Tensor.data_ptr, self._views))
+            and list(map(torch.Tensor.data_ptr, self._filled))
+            == list(map(self.tensor.data_ptr().__add__, self._distances))
         )
 
     def undo_writes(self) -> list[tuple[int, str, torch.Tensor | None]]:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.flat.snapshot import Values
 from fsdp.flat.views import BucketViews
 
 
@@ -25,10 +24,7 @@ class InitialValues:
     def __init__(self, views: BucketViews, samples: list[torch.Tensor]) -> None:
         """``samples`` of each parameter were taken before the parameters became shards."""
         self._views, self._samples = views, samples
-        self._before, self._elements = Values.of(self._tensors()), self._elements_now().clone()
-
-    def _tensors(self) -> list[torch.Tensor]:
-        return [self._views.handle.shard, *self._views.params]
+        self._before, self._elements = views.versions(), self._elements_now().clone()
 
     def _elements_now(self) -> torch.Tensor:
         """Return a few elements of the shard, by which writes through ``.data`` show."""
@@ -42,7 +38,7 @@ class InitialValues:
         """
         names = [record.name for record in self._views.handle.layout.params]
         then, now = (values.contiguous().view(torch.uint8) for values in (self._elements, self._elements_now()))
-        if not (self._before == Values.of(self._tensors()) and torch.equal(then, now)):
+        if not (self._before == self._views.versions() and torch.equal(then, now)):
             return dict.fromkeys(names)
         values = [bytes(each.cpu().view(torch.uint8).tolist()) for each in self._samples]
         return {name: hashlib.blake2b(each).hexdigest()[:16] for name, each in zip(names, values)}

@@ -26,7 +26,7 @@ from fsdp import environment
 from fsdp.flat.flat_param import LOST_WRITE, MisplacedShardError
 from fsdp.flat.full_copy import BufferState, FullCopy, point_at
 from fsdp.flat.registration import Layer
-from fsdp.flat.snapshot import Snapshot, Values
+from fsdp.flat.snapshot import changed, version_of
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.views import BucketViews
 
@@ -37,10 +37,10 @@ _RENORMALIZED = (
 
 
 class Mark(NamedTuple):
-    """The values of a bucket at one moment: its full buffer, and the visible parameters."""
+    """The values of a bucket at one moment: its full buffer, and the versions of the visible parameters."""
 
     buffer: FullCopy
-    params: Values
+    versions: list[int]
 
 
 class ParamGuard:
@@ -138,7 +138,12 @@ class ParamGuard:
 
     def mark(self) -> Mark:
         """Record the values that a forward computes with."""
-        return Mark(self._handle.copy, Values.of(self._views.params if self._checks else ()))
+        return Mark(self._handle.copy, self._versions())
+
+    def _versions(self) -> list[int]:
+        """Return the versions of the visible parameters; writes and replacements count, those through ``.data`` do
+        not."""
+        return list(map(version_of, self._views.params)) if self._checks else []
 
     def check_unchanged(self, before: Mark, bucket: int, expected: AbstractSet[tuple[int, int]]) -> None:
         """Raise RuntimeError if a leaf of ``expected``, by ``bucket`` and index, was written since ``before``."""
@@ -148,8 +153,8 @@ class ParamGuard:
                 "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
                 "forward again"
             )
-        now = Values.of(self._views.params if self._checks else ())
-        for position in before.params.changed(now) if before.params != now else ():
+        now = self._versions()
+        for position in changed(before.versions, now) if before.versions != now else ():
             visible = self._views.visible[position]
             if any((bucket, index) in expected for index in visible.members):
                 raise RuntimeError(
@@ -157,10 +162,6 @@ class ParamGuard:
                     "forward and its backward, which would compute with other values than the forward did. Change "
                     "parameters, and step optimizers, after the backward; or run the forward again"
                 )
-
-    def values(self) -> Values:
-        """Record the shard and the visible parameters, for a buffer that stays gathered from pass to pass."""
-        return Values.of([self._handle.shard, *self._views.params])
 
     # -- requires_grad -------------------------------------------------------------------------------------------------
 
@@ -205,7 +206,7 @@ class ParamGuard:
                 self._check_fits(index, new, layer.tensors[index] if memory is None else memory)
                 self._views.adopt(index, new, self._write(index, new))
             self._registration.hide_base()
-            for index in layer.before.moved(Snapshot(layer.tensors)):
+            for index in layer.moved(layer.tensors):
                 memory, tensor = self._memory_of(index), layer.tensors[index]
                 self._check_fits(index, tensor, memory, cast=may_be_cast)
                 point_at([local_of(tensor)], [memory.copy_(local_of(tensor))])

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.metadata import Infos, ParamInfo, SharedParamInfo
-from fsdp.flat.snapshot import Snapshot, flag_of
+from fsdp.flat.snapshot import Snapshot, changed, flag_of, pointers_of, version_of
 
 Guard = tuple[Any, Any, Any]  # an entry that refuses forwards of a module: dictionary, key, value
 
@@ -130,15 +131,20 @@ class Site:
 class _Entries:
     """Tensors and the dictionary entries that they are written to."""
 
-    __slots__ = ("_by_owner", "_ids", "_keys", "_owners", "_puts")
+    __slots__ = ("_by_owner", "_keys", "_owners", "_puts", "_tensors")
 
     def __init__(
-        self, each: Sequence[tuple[dict[str, Any], str, Any]], puts: Sequence[Callable[[], None]] = ()
+        self,
+        each: Sequence[tuple[dict[str, Any], str, Any]],
+        puts: Sequence[Callable[[], None]] = (),
+        free: Sequence[tuple[dict[str, Any], str]] = (),
     ) -> None:
-        """``each`` entry is an owner, a key and a tensor. ``puts`` write tensors that need more than that."""
+        """``each`` entry is an owner, a key and a tensor. ``puts`` write tensors that need more than that. The keys of
+        ``free`` owners are to have no tensor."""
         self._puts = puts
-        self._owners, self._keys = [owner for owner, _, _ in each], [key for _, key, _ in each]
-        self._ids = [id(tensor) for _, _, tensor in each]  # ``_by_owner`` keeps the tensors alive
+        present = [*each, *((owner, key, None) for owner, key in free)]
+        self._owners, self._keys = [owner for owner, _, _ in present], [key for _, key, _ in present]
+        self._tensors = [tensor for _, _, tensor in present]
         by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for owner, key, tensor in each:
             by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
@@ -153,7 +159,7 @@ class _Entries:
     @property
     def are_there(self) -> bool:
         """Whether each entry holds the tensor now."""
-        return list(map(id, map(dict.get, self._owners, self._keys))) == self._ids
+        return all(map(operator.is_, map(dict.get, self._owners, self._keys), self._tensors))
 
 
 _NO_ENTRIES = _Entries(())
@@ -192,8 +198,14 @@ class Layer:
     def written(self, found: Sequence[torch.Tensor | None]) -> set[int]:
         """Return the indices of the tensors that were replaced or written, where ``found`` are registered now, or None
         for a deleted one."""
-        now = Snapshot([before if tensor is None else tensor for before, tensor in zip(self.tensors, found)])
-        return {*self.before.values.changed(now.values), *self.before.moved(now)}
+        tensors = [before if tensor is None else tensor for before, tensor in zip(self.tensors, found)]
+        replaced = changed(list(map(id, self.tensors)), list(map(id, tensors)))
+        return {*replaced, *changed(self.before.versions, list(map(version_of, tensors))), *self.moved(tensors)}
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the indices of those ``tensors`` that show other memory than in the snapshot, as after ``tensor.data =
+        other``."""
+        return changed(self.before.pointers, pointers_of(tensors))
 
     @property
     def has_flags_of_before(self) -> bool:
@@ -320,7 +332,7 @@ class Registration:
         if self._written is layer:
             return
         self._written = None  # an interrupt leaves a part of either
-        shows_originals = self._home is not None and not layer.hidden and layer.flat_place is None
+        shown = () if self._home is None or layer.hidden or layer.flat_place is not None else self._each
         if layer.hidden:
             for entries, name in self._free:
                 entries.pop(name, None)
@@ -328,10 +340,10 @@ class Registration:
                     entries[name] = None  # functions of torch find the name, and then a placeholder
         elif self._home is not None:
             self._home._parameters.pop(self.name, None)
-        for _, site in self._each if shows_originals else ():
+        for _, site in shown:
             site.module.__dict__.pop(site.attribute, None)
         layer.entries.write()
-        for _, site in self._each if shows_originals else ():
+        for _, site in shown:
             site.restore_order()
         if layer is self.base:
             for dictionary, key, guard in self._guards:
@@ -356,7 +368,7 @@ class Registration:
             for index, site in self._each
         ]
         puts = [functools.partial(s.put, tensors[index], hidden=hidden) for index, s in self._each if not s.is_plain]
-        layer.entries = _Entries(each, puts)
+        layer.entries = _Entries(each, puts, self._free if hidden else ())
 
     # -- assignments of users ------------------------------------------------------------------------------------------
 
@@ -365,7 +377,7 @@ class Registration:
         """Whether the base is the uppermost layer, and exactly those tensors are registered."""
         if self.shows_leaves or self.summoned is not None or self.placeholders is not None:
             return False
-        return self.base.entries.are_there and not any(entries.get(name) is not None for entries, name in self._free)
+        return self.base.entries.are_there
 
     def registered(self) -> list[torch.Tensor | None]:
         """Return the tensor that is registered in the first place of each parameter of the layout."""
@@ -472,18 +484,19 @@ def register_instead(module: nn.Module, attribute: str, placeholder: torch.Tenso
 def drop_gradients(model: nn.Module) -> bool:
     """Set the gradients of all parameters of ``model`` to None, as ``nn.Module.zero_grad`` does, without names.
 
-    Returns False at once if the class of a module overrides ``named_modules`` or ``parameters``.
+    Returns False, and does nothing, if the class of a module overrides ``named_modules`` or ``parameters``.
     """
-    if type(model).parameters is not nn.Module.parameters:
-        return False
     modules, seen = [model], {model}
     for module in modules:
-        if type(module).named_modules is not nn.Module.named_modules:
-            return False
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
+    classes = {type(module) for module in modules}
+    if type(model).parameters is not nn.Module.parameters or any(
+        kind.named_modules is not nn.Module.named_modules for kind in classes
+    ):
+        return False
     for module in modules:
         for param in module._parameters.values():
             if param is not None and param.grad is not None:

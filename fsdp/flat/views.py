@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.comm.versions import set_versions
 from fsdp.flat.flat_param import FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Guard, Layer, Registration, ShardedPlaceholder, Site
-from fsdp.flat.snapshot import hooks_of
+from fsdp.flat.snapshot import hooks_of, version_of
 from fsdp.flat.tensor_parallel import local_of
 
 RefuseForward = Callable[[nn.Module, Callable[[], str]], Guard]  # the guard of a module, and its words
@@ -65,6 +66,11 @@ class CommonViews(ABC):
         self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params: list[Any] = [each.param for each in visible]
         self.summon: Summon | None = None
+
+    def versions(self) -> list[int]:
+        """Return the versions of the shard and the visible parameters. Writes and replacements count, those through
+        ``.data`` do not."""
+        return list(map(version_of, [self.handle.shard, *self.params]))
 
     def take_changes(self, layer: Layer, found: Sequence[torch.Tensor | None], written: Iterable[int]) -> None:
         """Take over gradients and ``requires_grad`` from ``found``, the tensors that were in the place of those of
@@ -246,6 +252,7 @@ class OriginalViews(CommonViews):
         new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
         old._fsdp_flattened, old._fsdp_replaced = False, True
         point_at([old, new], [old.data.clone(), memory])
+        set_versions((new,), (max(old._version, new._version) + 1,))  # the replacement counts as a write
         self.visible[index], self.params[index] = self.visible[index]._replace(param=new), new
         self.registration.replace_base(index, new)
 

@@ -25,7 +25,6 @@ from fsdp.flat.full_copy import BufferState
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.flat.params import ParamGuard
-from fsdp.flat.snapshot import Values
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
@@ -300,9 +299,9 @@ class Unit:
         """Whether the parameters that an optimizer holds are parts."""
         return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
 
-    def values(self) -> list[Values]:
-        """Record the shards and the visible parameters of each bucket."""
-        return [guard.values() for guard in self.guards]
+    def versions(self) -> list[list[int]]:
+        """Return the versions of the shards and the visible parameters of each bucket."""
+        return [views.versions() for views in self.views]
 
     def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
         """Raise ``kind``, with ``words``, if the unit is running or summoned."""

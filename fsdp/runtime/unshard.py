@@ -19,7 +19,6 @@ from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import MemoryPool
-from fsdp.flat.snapshot import Values
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import log
@@ -51,12 +50,12 @@ class Gathered:
     Attributes:
         why: the reason.
         generation: the forward of the tree for which they were filled.
-        values: of the shards when a backward left the buffers to the next forward; None if that has to gather again.
+        versions: of the shards when a backward left the buffers to the next forward; None if that has to gather again.
     """
 
     why: Residence
     generation: int = -1
-    values: list[Values] | None = None
+    versions: list[list[int]] | None = None
 
 
 class Unsharder:
@@ -167,7 +166,7 @@ class Unsharder:
                 self.make_room(unit)
                 self.gather(unit)
             elif assigned or (refill and found.generation != self.generation):
-                if assigned or unit.values() != found.values:
+                if assigned or unit.versions() != found.versions:
                     torch.clear_autocast_cache()  # the casts are of old values
                     self.gather(unit)
                 else:
@@ -299,7 +298,7 @@ class Unsharder:
         if not unit.synchronize:
             kept = kept or unit.policy.reshard_after_forward is False
         if kept:
-            found.values = unit.values()
+            found.versions = unit.versions()
             self.keep(unit)
         else:
             self.reshard(unit)
@@ -308,7 +307,7 @@ class Unsharder:
         """Let the next forward gather ``unit`` again, even if no version of a shard has changed."""
         found = self._gathered.get(unit)
         if found is not None:
-            found.values = None
+            found.versions = None
 
     def trim(self) -> None:
         """Give the pool's spare memory back."""
@@ -383,7 +382,7 @@ class Unsharder:
         in_backward, policy = self.passes.in_backward, unit.policy
         distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
         listed = None if policy.prefetch_lists is None else policy.prefetch_lists(in_backward)
-        if policy.tree.reduce_unused or (self._ahead >= distance if listed is None else not begins):
+        if (self._ahead >= distance if listed is None else not begins) or policy.tree.reduce_unused:
             return
         if in_backward and policy.prefetch_after_gradients:
             for other, found in [*self._gathered.items()]:

@@ -264,7 +264,7 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 def _kept(unit: Any) -> bool:
     found = None if unit.context is None else unit.context.unsharder._gathered.get(unit)
-    return found is not None and found.values is not None and not unit.policy.reshard_after_forward
+    return found is not None and found.versions is not None and not unit.policy.reshard_after_forward
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:
