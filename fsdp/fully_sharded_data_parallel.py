@@ -349,7 +349,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         calls: list[ForwardCall] = []
         try:
             args, kwargs = self._enter_forward(calls, args, kwargs)
-            with calls[0]:
+            with calls[0].shown:
                 output = function(*args, **kwargs)
             return calls[0].leave(output, self._fsdp_place)
         except BaseException:

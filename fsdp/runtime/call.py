@@ -72,11 +72,11 @@ class Place(NamedTuple):
 
 
 class ForwardCall:
-    """One call of a unit's module, as a context around the module's forward::
+    """One call of a unit's module, around the module's forward::
 
         try:
             inputs = call.enter(inputs)
-            with call:
+            with call.shown:
                 output = module(*inputs)
             output = call.leave(output)
         except BaseException:
@@ -96,11 +96,11 @@ class ForwardCall:
         marks: by bucket, the values of the parameters in the forward; see ``ParamGuard.mark``.
         outer: the call of the unit around, inside which this one was made; None if that one is not tracked.
         is_outermost: the call begins and ends a forward of the tree, unless a backward runs, which it is a part of.
+        shown: a context that profilers show, for the module's forward.
     """
 
     __slots__ = (
         "__weakref__",
-        "_range",
         "_runs",
         "context",
         "full_precision",
@@ -108,6 +108,7 @@ class ForwardCall:
         "is_outermost",
         "marks",
         "outer",
+        "shown",
         "start",
         "tracked",
         "unit",
@@ -130,7 +131,7 @@ class ForwardCall:
         forward = context.passes.forward  # of this unit: an interrupt has ended the cleanup of an earlier call
         self.is_outermost = forward is None or forward.caller is unit
         self._runs = False
-        self._range: AbstractContextManager[Any] = NOTHING
+        self.shown: AbstractContextManager[Any] = NOTHING
 
     # -- the forward ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +160,9 @@ class ForwardCall:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, torch.Tensor):
                     self._hook_input(value)
-        self._range = profiled("forward", unit.name)
+        self.shown = profiled("forward", unit.name)
+        self._runs = self.tracked
+        _here.innermost = self if self.tracked else None
         return inputs
 
     def _gather(self) -> None:
@@ -175,24 +178,11 @@ class ForwardCall:
         if self.tracked:
             self.marks = [guard.mark() for guard in unit.guards]
 
-    @hooks.breaks_graph
-    def __enter__(self) -> None:
-        self._range.__enter__()
-        if self.tracked:
-            _here.innermost, self._runs = self, True
-        else:
-            _here.innermost = None
-
-    @hooks.breaks_graph
-    def __exit__(self, *raised: Any) -> None:
-        _here.innermost, self._runs = self.outer, False
-        shown, self._range = self._range, NOTHING
-        shown.__exit__(*raised)
-
     @ranged("_post_forward", "unit.name")
     def leave(self, output: Any, module: str) -> Any:
         """Reshard the unit, of which ``module`` has run, unless more modules of the unit follow, or the backward needs
         it. Hook the outputs, and return them, cast."""
+        _here.innermost, self._runs = self.outer, False
         unit, unsharder = self.unit, self.context.unsharder
         output_dtype = unit.precision.asked.output_dtype
         if output_dtype is not None and not (self.in_summon or unit.precision.wants_full):
@@ -225,6 +215,7 @@ class ForwardCall:
     def abort(self) -> None:
         """End a forward that raised, maybe as it began. Checkpointing ends a recomputation early in this way, which is
         no fault."""
+        _here.innermost, self._runs = self.outer, False
         unit, context = self.unit, self.context
         if hooks.current_backward() != hooks.NO_BACKWARD:
             unit.calls.discard(self)

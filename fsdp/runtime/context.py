@@ -311,9 +311,9 @@ class RootContext:
         """Reduce the gradients that this backward has written. At the end of the backward, reduce those as well that
         earlier backwards have accumulated, or show those that are not to be reduced."""
         buckets, synchronize = unit.gradients, unit.synchronize
-        if not any(each.slots is not None or (at_end and synchronize and each.accumulates) for each in buckets):
+        if not [each for each in buckets if each.slots is not None or (at_end and synchronize and each.accumulates)]:
             return
-        if synchronize and any(bucket.reduces for bucket in buckets):
+        if synchronize and [each for each in buckets if each.reduces]:
             event = self.passes.about_to(REDUCE, unit)
             if self.unsharder.logged:
                 log("reduce", unit.name, self.unsharder.generation)

@@ -37,7 +37,7 @@ from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
-from fsdp.flat.snapshot import accumulation_hooks_of, flag_of
+from fsdp.flat.snapshot import accumulation_hooks_of, flag_of, layout_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.accumulator import Accumulator
@@ -70,7 +70,7 @@ class Slots:
         """Put gradients of leaves, by index, into their slots; of the whole vector's leaf, into all slots."""
         slots, values = self.buffer.slots, list(grads.values())
         several = len(values) > 1 and len(slots) not in grads and self.written.isdisjoint(grads)
-        plain = set(map(type, values)) == {torch.Tensor} and {grad.layout for grad in values} == {torch.strided}
+        plain = set(map(type, values)) == {torch.Tensor} and set(map(layout_of, values)) == {torch.strided}
         if several and plain:
             torch._foreach_copy_(list(map(slots.__getitem__, grads)), values)  # one kernel
             self.written.update(grads)
@@ -403,7 +403,7 @@ class BucketGradients:
             RuntimeError: the gradients arrived in a way that is not supported.
         """
         readable = not self.policy.unshard_in_backward or self.handle.copy.state in _READABLE
-        if not readable or any(map(flag_of, grads.values())):
+        if not readable or (torch.is_grad_enabled() and any(map(flag_of, grads.values()))):
             raise self._refusal(grads)
         slots = self.slots or self.open(queue, synchronize=synchronize)
         if weight == 0:
@@ -436,10 +436,11 @@ class BucketGradients:
         """Return new slots for this backward, with a buffer. An accumulator, as far as the user left it, is
         continued."""
         layout, handle = self.handle.layout, self.handle
+        written, continued = set[int](), None
         accumulator, accumulated = self.accumulator.reuse() if self.accumulator.exposed else (None, set[int]())
-        written = {index for position in accumulated for index in self.views.visible[position].members}
         if accumulator is not None:
-            buffer = SlotBuffer(layout, accumulator)
+            buffer, continued = SlotBuffer(layout, accumulator), accumulated
+            written.update(index for position in accumulated for index in self.views.visible[position].members)
         elif handle.groups.sharded and synchronize:
             if self._scratch is None or self._scratch.flat.dtype != handle.reduce_dtype:
                 flat = torch.empty(layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
@@ -449,7 +450,6 @@ class BucketGradients:
         else:  # the user will hold this memory as .grad: it cannot be taken back
             new = queue.pool.empty if handle.groups.sharded else torch.empty
             buffer = SlotBuffer(layout, new(layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device))
-        continued = None if accumulator is None else accumulated
         self.slots = Slots(buffer, written, continued, self.views.has_hooks, self._is_awaited)
         return self.slots
 

@@ -256,7 +256,7 @@ class Issuer(Watch):
                 return (min(values), max(values)) if {other for other, _ in found} == {number} else None
 
             return Question(work, from_memory, self.collectives.number, listener)
-        votes = torch.tensor([number, -number, -largest, largest], device="cpu").to(on)
+        votes = torch.tensor([number, -number, -largest, largest], device=on)
 
         def from_votes() -> tuple[int, int] | None:
             *numbers, smallest, largest = votes.tolist()
