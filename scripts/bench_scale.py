@@ -4,9 +4,13 @@
 
 For each number of ranks a fresh process acts as rank 0. It wraps a chain of ``--units`` units of 12 small parameters
 (and a root without parameters) with this package, with torch's FSDP1 and with torch's FSDP2. These and the plain model
-take turns, ``--rounds`` times. Two parts are not the engine's and are subtracted: the plain model's time in the same
-round, and the fake group's work. That group answers at once, but it writes the whole output, which takes longer with
-more ranks; this work is timed at each collective.
+take turns, ``--rounds`` times, with two steps each. In the first one collectives are counted, and the second one is
+timed. So a timed step follows one of the same model, as in training; the step after another model's would pay for what
+that has driven out of the processor's caches.
+
+Two parts are not the engine's and are subtracted: the plain model's time in the same round, and the fake group's work.
+That group answers at once, but it writes the whole output, which takes longer with more ranks; this work is timed at
+each collective.
 
 The table has, for each contender:
 
@@ -111,12 +115,12 @@ def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[
     gc.disable()
     for _ in range(rounds):
         for contender, step in steps.items():
-            started = time.process_time()
-            step()
-            ended = time.process_time()
             counted = GroupTime()
             with counted:
                 step()
+            started = time.process_time()
+            step()
+            ended = time.process_time()
             found[contender]["host"].append((ended - started - counted.seconds) / units)
             found[contender]["group"].append(counted.seconds / units)
             found[contender] |= {"collectives": counted.calls, "functions": counted.functions / units}
