@@ -32,7 +32,7 @@ from fsdp.comm.streams import Streams, streams_for
 from fsdp.comm.transport.channel import PARTS, Channel
 from fsdp.comm.transport.native import Gather as Gather
 from fsdp.comm.transport.native import Transfer as Transfer
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.versions import ALL_GATHER, AVERAGING, REDUCE_SCATTER
 from fsdp.comm.waiting.work import OutOfStep as OutOfStep
 from fsdp.comm.waiting.work import Work as Work
 from fsdp.environment import COLLECTIVES
@@ -127,21 +127,23 @@ class Communicator:
         if not self.groups.sharded:
             return self.average(full, event)
         lane = self._shard_lane or self.choose(full.device)
-        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=self.sums_only)
+        channel = lane.memory() if self._shares_memory else None
+        direct = channel is None and full.nbytes >= self._direct_min
+        sums_only = self.sums_only or channel is not None or direct
+        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=sums_only)
         if before != 1:
             full.div_(before)
-        channel = lane.memory() if self._shares_memory else None
         if channel is not None:
             add_up = functools.partial(sum_in_rank_order, divisor=after)
             arguments = out, full, event.label, event.number, add_up
             return lane.in_memory(event, [functools.partial(channel.reduce, *arguments, until_read=to_write)])
-        if self._direct_min < _NEVER and full.nbytes >= self._direct_min:
+        if direct:
             return self._direct_reduce(lane, out, full, event, after)
         if not self._on_host and lane.carrier.backend(full.device) == "gloo":
             return self._reduce_whole(lane, out, full, event, after)
         sent, received = (full, out) if full.dtype in _NATIVE_DTYPES else (_wire(full), _wire(out))
         work = lane.collective(REDUCE_SCATTER, event, received, sent, asynchronous=self._on_host, op=op)
-        return work if after == 1 and self._on_host else self._divided(work, out, after)
+        return self._divided(work, out, after)
 
     def average(self, values: torch.Tensor, event: Event) -> Work:
         """Start replacing ``values`` by the mean over the replicas.
@@ -155,15 +157,13 @@ class Communicator:
             if divisor is not None and divisor != 1:
                 values.div_(divisor)
             return Work.done(self.streams)
-        lane = self._replica_lane
-        if lane is None:
-            lane = self._replica_lane = Lane.of(group, values.device)
+        lane = self._replica_lane = self._replica_lane or Lane.of(group, values.device)
         op, before, after = _averaging(lane, self.groups.replica_size, values, divisor, sums_only=self.sums_only)
         if before != 1:
             values.div_(before)
         sent = values if values.dtype in _NATIVE_DTYPES else _wire(values)
         work = lane.collective("all_reduce", event, sent, asynchronous=self._on_host, op=op)
-        return work if after == 1 and self._on_host else self._divided(work, values, after)
+        return self._divided(work, values, after)
 
     def _reduce_whole(self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, divisor: float) -> Work:
         """Reduce by an all-reduce of the whole vector, as gloo's reduce-scatter does on accelerators.
@@ -235,7 +235,7 @@ def _averaging(
         return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
     averages = size > 1 and by == size and dtype.is_floating_point and is_exact and not sums_only
-    if averages and not values.is_cpu and lane.carrier.backend(values.device) == "nccl":
+    if averages and (values.device.type == "cpu", lane.carrier.backend(values.device)) in AVERAGING:
         return dist.ReduceOp.AVG, 1.0, 1.0
     return dist.ReduceOp.SUM, 1.0, by
 
