@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,11 +35,7 @@ _RENORMALIZED = (
 )
 
 
-class Mark(NamedTuple):
-    """The values of a bucket at one moment: its full buffer, and the versions of the visible parameters."""
-
-    buffer: FullCopy
-    versions: list[int]
+Mark = tuple[FullCopy, list[int]]  # values of a bucket: the full buffer, and the versions of the visible parameters
 
 
 class ParamGuard:
@@ -138,7 +133,7 @@ class ParamGuard:
 
     def mark(self) -> Mark:
         """Record the values that a forward computes with."""
-        return Mark(self._handle.copy, self._versions())
+        return self._handle.copy, self._versions()
 
     def _versions(self) -> list[int]:
         """Return the versions of the visible parameters; writes and replacements count, those through ``.data`` do
@@ -147,14 +142,15 @@ class ParamGuard:
 
     def check_unchanged(self, before: Mark, bucket: int, expected: AbstractSet[tuple[int, int]]) -> None:
         """Raise RuntimeError if a leaf of ``expected``, by ``bucket`` and index, was written since ``before``."""
-        if self._handle.copy is not before.buffer:
+        buffer, versions = before
+        if self._handle.copy is not buffer:
             raise RuntimeError(
                 f"{self._handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
                 "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
                 "forward again"
             )
         now = self._versions()
-        for position in changed(before.versions, now) if before.versions != now else ():
+        for position in changed(versions, now) if versions != now else ():
             visible = self._views.visible[position]
             if any((bucket, index) in expected for index in visible.members):
                 raise RuntimeError(

@@ -45,13 +45,13 @@ def ranged(action: str, name: str) -> Callable[[Method], Method]:
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(owner: Any, *args: Any) -> Any:
             before = set_frame_callback(None)
             try:
                 if not profiler_runs():
-                    return method(owner, *args, **kwargs)
+                    return method(owner, *args)
                 with profiled(action, name_of(owner)):
-                    return method(owner, *args, **kwargs)
+                    return method(owner, *args)
             finally:
                 if before is not None:
                     set_frame_callback(before)

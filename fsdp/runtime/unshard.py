@@ -129,9 +129,8 @@ class Unsharder:
         if unit.step_under_way is not None:
             unit.settle_step()
         nearby = unit.position.nearby is not None and unit.has_slices
-        event = Event("")  # where nothing travels
-        if unit.groups.sharded:
-            event = self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
+        kind = GATHER_NEARBY if nearby else GATHER
+        event = self.passes.about_to(kind, unit) if unit.groups.sharded else Event("")  # nothing travels
         communicator = unit.position.nearby if nearby else unit.communicator
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
