@@ -30,7 +30,7 @@ from tests.harness.pairs import pairwise
 from tests.harness.pool import on_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.harness.strategies import FULL, GRAD_OP, MODES, NONE, both_modes, describe
-from tests.harness.writes import batch, build, layer_of, loss_of, pair, summon
+from tests.harness.writes import batch, build, layer_of, local_part, loss_of, pair, summon
 
 
 def step(model: nn.Module, seed: int = 0) -> Tensor:
@@ -333,6 +333,30 @@ def test_writes_to_summoned_flat_parameters_take_effect() -> None:
             layer_of(model, 1).linear.weight.mul_(2.0)
         with pytest.raises(RuntimeError, match=r"unit 'layers\.1' was changed in place, or replaced, between"):
             loss.backward()
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_again_between_forward_and_backward_is_refused() -> None:
+    """The first and the second new parameter were written equally often."""
+    _, model = pair((FULL, True))
+    linear = layer_of(model, 0).linear
+    linear.weight = nn.Parameter(linear.weight.detach().clone())
+    loss = loss_of(model)
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
+    with pytest.raises(RuntimeError, match=r"'linear.weight' of .* was changed in place, or replaced, between"):
+        loss.backward()
+
+
+@both_modes
+@on_ranks(2)
+def test_a_parameter_that_a_program_registers_is_taken_over(use_orig_params: bool) -> None:
+    """``register_parameter`` does not remove a plain attribute, as an assignment does."""
+    plain, model = pair((FULL, use_orig_params))
+    new = plain.layers[0].linear.weight.detach() * 0.5
+    plain.layers[0].linear.weight = nn.Parameter(new)
+    linear, name = layer_of(model, 0).linear, "layers.0.linear.weight"
+    linear.register_parameter("weight", nn.Parameter(local_part(model, linear.weight, name, new).clone()))
+    assert_alike(model, plain, "registered")
 
 
 @on_ranks(2)
