@@ -32,7 +32,7 @@ from fsdp.comm.streams import Streams, streams_for
 from fsdp.comm.transport.channel import PARTS, Channel
 from fsdp.comm.transport.native import Gather as Gather
 from fsdp.comm.transport.native import Transfer as Transfer
-from fsdp.comm.versions import ALL_GATHER, AVERAGING, REDUCE_SCATTER
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting.work import OutOfStep as OutOfStep
 from fsdp.comm.waiting.work import Work as Work
 from fsdp.environment import COLLECTIVES
@@ -127,17 +127,15 @@ class Communicator:
         if not self.groups.sharded:
             return self.average(full, event)
         lane = self._shard_lane or self.choose(full.device)
-        channel = lane.memory() if self._shares_memory else None
-        direct = channel is None and full.nbytes >= self._direct_min
-        sums_only = self.sums_only or channel is not None or direct
-        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=sums_only)
+        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=self.sums_only)
         if before != 1:
             full.div_(before)
+        channel = lane.memory() if self._shares_memory else None
         if channel is not None:
             add_up = functools.partial(sum_in_rank_order, divisor=after)
             arguments = out, full, event.label, event.number, add_up
             return lane.in_memory(event, [functools.partial(channel.reduce, *arguments, until_read=to_write)])
-        if direct:
+        if full.nbytes >= self._direct_min:
             return self._direct_reduce(lane, out, full, event, after)
         if not self._on_host and lane.carrier.backend(full.device) == "gloo":
             return self._reduce_whole(lane, out, full, event, after)
@@ -235,7 +233,7 @@ def _averaging(
         return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
     averages = size > 1 and by == size and dtype.is_floating_point and is_exact and not sums_only
-    if averages and (values.device.type == "cpu", lane.carrier.backend(values.device)) in AVERAGING:
+    if averages and not values.is_cpu and lane.carrier.backend(values.device) == "nccl":
         return dist.ReduceOp.AVG, 1.0, 1.0
     return dist.ReduceOp.SUM, 1.0, by
 

@@ -16,9 +16,6 @@ from torch.distributed import device_mesh
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
-# Where backends average, by whether it is on the host. The reduce-scatter of gloo gave the sum instead in torch 2.8.
-AVERAGING = {(False, "nccl"), (True, "fake")} | ({(True, "gloo")} if torch.__version__ >= "2.10" else set())
-
 # A swap of the memory of two storages is free; resizing a storage calls the allocator each time.
 STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
