@@ -136,8 +136,8 @@ class ParamGuard:
         return self._handle.copy, self._versions()
 
     def _versions(self) -> list[int]:
-        """Return the versions of the visible parameters; writes and replacements count, those through ``.data`` do
-        not."""
+        """Return the versions of the visible parameters, as ``CommonViews.versions`` does; none if writes are not
+        checked."""
         return list(map(version_of, self._views.params)) if self._checks else []
 
     def check_unchanged(self, before: Mark, bucket: int, expected: AbstractSet[tuple[int, int]]) -> None:

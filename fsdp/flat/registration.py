@@ -139,8 +139,8 @@ class _Entries:
         puts: Sequence[Callable[[], None]] = (),
         free: Sequence[tuple[dict[str, Any], str]] = (),
     ) -> None:
-        """``each`` entry is an owner, a key and a tensor. ``puts`` write tensors that need more than that. The keys of
-        ``free`` owners are to have no tensor."""
+        """``each`` entry is an owner, a key and a tensor. ``puts`` write tensors that need more than that. ``free`` are
+        owners and keys that hold no tensor while the entries are written."""
         self._puts = puts
         present = [*each, *((owner, key, None) for owner, key in free)]
         self._owners, self._keys = [owner for owner, _, _ in present], [key for _, key, _ in present]
@@ -158,7 +158,7 @@ class _Entries:
 
     @property
     def are_there(self) -> bool:
-        """Whether each entry holds the tensor now."""
+        """Whether each entry holds the tensor now, and each free key none."""
         return all(map(operator.is_, map(dict.get, self._owners, self._keys), self._tensors))
 
 
@@ -203,8 +203,7 @@ class Layer:
         return {*replaced, *changed(self.before.versions, list(map(version_of, tensors))), *self.moved(tensors)}
 
     def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Return the indices of those ``tensors`` that show other memory than in the snapshot, as after ``tensor.data =
-        other``."""
+        """Return the indices of the tensors with other memory than in the snapshot, as after ``tensor.data = new``."""
         return changed(self.before.pointers, pointers_of(tensors))
 
     @property

@@ -68,8 +68,8 @@ class CommonViews(ABC):
         self.summon: Summon | None = None
 
     def versions(self) -> list[int]:
-        """Return the versions of the shard and the visible parameters. Writes and replacements count, those through
-        ``.data`` do not."""
+        """Return the versions of the shard and the visible parameters. Each in-place write and each replacement changes
+        a version; a write through ``.data`` does not."""
         return list(map(version_of, [self.handle.shard, *self.params]))
 
     def take_changes(self, layer: Layer, found: Sequence[torch.Tensor | None], written: Iterable[int]) -> None:

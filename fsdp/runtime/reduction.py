@@ -403,7 +403,7 @@ class BucketGradients:
             RuntimeError: the gradients arrived in a way that is not supported.
         """
         readable = not self.policy.unshard_in_backward or self.handle.copy.state in _READABLE
-        if not readable or (torch.is_grad_enabled() and any(map(flag_of, grads.values()))):
+        if not readable or any(map(flag_of, grads.values())):
             raise self._refusal(grads)
         slots = self.slots or self.open(queue, synchronize=synchronize)
         if weight == 0:
