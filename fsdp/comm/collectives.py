@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
@@ -138,7 +139,10 @@ class Communicator:
         if full.nbytes >= self._direct_min:
             return self._direct_reduce(lane, out, full, event, after)
         if not self._on_host and lane.carrier.backend(full.device) == "gloo":
-            return self._reduce_whole(lane, out, full, event, after)
+            # gloo makes an all-reduce of this reduce-scatter, with a handle that cannot be waited for in steps
+            work = lane.collective("all_reduce", event, full, asynchronous=False)
+            out.copy_(full.view(self.groups.shard_size, -1)[self.groups.shard_rank])
+            return self._divided(work, out, after)
         sent, received = (full, out) if full.dtype in _NATIVE_DTYPES else (_wire(full), _wire(out))
         work = lane.collective(REDUCE_SCATTER, event, received, sent, asynchronous=self._on_host, op=op)
         return self._divided(work, out, after)
@@ -162,15 +166,6 @@ class Communicator:
         sent = values if values.dtype in _NATIVE_DTYPES else _wire(values)
         work = lane.collective("all_reduce", event, sent, asynchronous=self._on_host, op=op)
         return self._divided(work, values, after)
-
-    def _reduce_whole(self, lane: Lane, out: torch.Tensor, full: torch.Tensor, event: Event, divisor: float) -> Work:
-        """Reduce by an all-reduce of the whole vector, as gloo's reduce-scatter does on accelerators.
-
-        The handle of that reduce-scatter cannot be waited for in steps.
-        """
-        work = lane.collective("all_reduce", event, full, asynchronous=False)
-        out.copy_(full.view(self.groups.shard_size, -1)[self.groups.shard_rank])
-        return self._divided(work, out, divisor)
 
     def _divided(self, work: Work, out: torch.Tensor, divisor: float) -> Work:
         """Divide ``out``, the result of ``work``, by ``divisor``."""
@@ -309,7 +304,7 @@ def reduce_compressed(
 # -- collectives of control values -------------------------------------------------------------------------------------
 
 
-def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
+def combine(values: torch.Tensor, group: ProcessGroup, streams: Streams, label: str, *, largest: bool = False) -> None:
     """Replace ``values`` by their sum over the ranks of ``group``, or by the ``largest``, element by element.
 
     On CPU the host waits, else the current stream does.
@@ -319,7 +314,7 @@ def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, l
     lane.collective("all_reduce", Event(label), values, asynchronous=asynchronous, control=True, op=op).wait()
 
 
-def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
+def broadcast(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
     """Overwrite ``tensors`` with those of rank 0 of ``group``, in messages of up to 250 MB. The host waits."""
     if group.size() == 1:
         return
@@ -346,7 +341,7 @@ def exchange(
     sent: torch.Tensor,
     received_nbytes: list[int],
     sent_nbytes: list[int],
-    group: Any,
+    group: ProcessGroup,
     streams: Streams,
     label: str,
 ) -> Work:
@@ -359,12 +354,14 @@ def exchange(
     return lane.collective("all_to_all_single", Event(label), *tensors, asynchronous=asynchronous).on(streams)
 
 
-def send_and_receive(transfers: list[Transfer], group: Any, streams: Streams, label: str, device: torch.device) -> Work:
+def send_and_receive(
+    transfers: list[Transfer], group: ProcessGroup, streams: Streams, label: str, device: torch.device
+) -> Work:
     """Start all ``transfers``, from and to memory on ``device``. No tensor may be touched before ``wait()``."""
     return Lane.of(group, device).transfer(transfers, Event(label), device).on(streams)
 
 
-def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) -> None:
+def agree(values: torch.Tensor, group: ProcessGroup, device: torch.device, label: str) -> None:
     """Replace ``values`` (integers, on CPU) by the largest of the ranks of ``group``, element by element.
 
     The host waits. ``device`` is where the models of the ranks compute.
@@ -375,7 +372,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) ->
     values.copy_(on_device)
 
 
-def gather_values(values: torch.Tensor, group: Any, device: torch.device, label: str) -> torch.Tensor:
+def gather_values(values: torch.Tensor, group: ProcessGroup, device: torch.device, label: str) -> torch.Tensor:
     """Return the ``values`` (1-D, on CPU, equally many) of every rank, a row per rank. The host waits.
 
     A fake group, without communication, returns zeros. ``device`` is where the models of the ranks compute.
@@ -396,7 +393,7 @@ def debug_detail() -> bool:
     return bool(level == dist.DebugLevel.DETAIL)
 
 
-def may_share(group: Any, device: torch.device) -> bool:
+def may_share(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether ranks of ``group`` that can share memory have to communicate through it."""
     return COLLECTIVES.value in ("auto", "shared") and backend_of(group, device) == "gloo"
 
@@ -422,7 +419,7 @@ def shared_channel(lane: Lane, device: torch.device) -> Channel | None:
     return channel
 
 
-def direct_threshold(group: Any, device: torch.device) -> float:
+def direct_threshold(group: ProcessGroup, device: torch.device) -> float:
     """Return the number of bytes from which on ``group`` uses the direct exchange."""
     choice = COLLECTIVES.value
     if choice == "native" or backend_of(group, device) != "gloo" or debug_detail():

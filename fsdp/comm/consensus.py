@@ -45,6 +45,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from fsdp.comm import threads
 from fsdp.comm.collectives import agree, gather_values
@@ -226,7 +227,7 @@ class TrainingRanks(Agreement):
     _reported = BaseException  # interrupts as well: the other ranks would wait
 
     def __init__(
-        self, groups: Several[Any], device: torch.device, units: Collection[Any] = (), *, loads: bool = False
+        self, groups: Several[ProcessGroup], device: torch.device, units: Collection[Any] = (), *, loads: bool = False
     ) -> None:
         """
         Args:
@@ -275,7 +276,7 @@ class TrainingRanks(Agreement):
             answer, failures = pickle.loads(packed)
         return answer, failures, error
 
-    def _failures_in(self, group: Any, what: _Round) -> dict[int, Failure]:
+    def _failures_in(self, group: ProcessGroup, what: _Round) -> dict[int, Failure]:
         """Return the failures of all ranks of ``group``; if there are none, ranks with other texts have failed."""
         texts = [*what.texts.get(group, ())]
         digest = hash_of("\n".join([what.label, *texts]))
@@ -293,7 +294,7 @@ class TrainingRanks(Agreement):
         return found
 
 
-def all_gather_object(value: Any, group: Any, label: str, device: torch.device) -> list[Any]:
+def all_gather_object(value: object, group: ProcessGroup, label: str, device: torch.device) -> list[Any]:
     """Return the ``value`` of every rank (anything that pickles), in rank order.
 
     ``device`` is where the models compute.
@@ -305,7 +306,7 @@ def all_gather_object(value: Any, group: Any, label: str, device: torch.device) 
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
-def _packed(value: Any, label: str) -> bytes:
+def _packed(value: object, label: str) -> bytes:
     """Pickle ``value``; raise TypeError if it does not pickle."""
     try:
         return pickle.dumps(value)
@@ -314,7 +315,7 @@ def _packed(value: Any, label: str) -> bytes:
         raise TypeError(f"{label}: {words}: {type(error).__name__}: {error}") from error
 
 
-def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.Tensor:
+def _padded(data: bytes, group: ProcessGroup, label: str, device: torch.device) -> torch.Tensor:
     """Pad ``data``, a pickle, to the number of bytes of the longest of all ranks."""
     lane = Lane.of(group, device)
     nbytes = lane.ask(label, hash_of(label), largest=len(data)).result()
@@ -327,7 +328,7 @@ class NotLoaded(RuntimeError):
     """No rank has loaded, because the state does not fit on some rank."""
 
 
-def ranks_of(units: Collection[Any], groups: Several[Any] | None = None) -> TrainingRanks:
+def ranks_of(units: Collection[Any], groups: Several[ProcessGroup] | None = None) -> TrainingRanks:
     """Return the ranks of ``groups``. None: of all groups of the units, for a load; failures are ``NotLoaded``."""
 
     device = next((unit.device for unit in units), CPU)
@@ -370,7 +371,7 @@ class Ranks(Agreement):
         underway: the latest call in the background. The next call waits for it.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None) -> None:
         """Take ``group``; None for this process alone.
 
         Raises:
@@ -484,7 +485,7 @@ class Ranks(Agreement):
 class SideGroup:
     """The connections of :class:`Ranks`; see [Note: A group of its own] and [Note: Spoiled groups]."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.rank, self._size, self._timeout = group.rank(), group.size(), group_timeout(group)
         store = group_store(group)
         if store is None:
@@ -593,7 +594,7 @@ class SideGroup:
         self._calls.end(words)
         self._groups, self._pairs, self._connected = {}, {}, -1
 
-    def send(self, rank: int, value: Any) -> None:
+    def send(self, rank: int, value: object) -> None:
         """Send ``value`` to ``rank``; raise _Gone if the connection has ended."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], device="cpu")
@@ -618,4 +619,4 @@ class SideGroup:
 
 
 _alone = Ranks()
-_known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

@@ -32,16 +32,16 @@ class Groups:
     shard group hold the shards of one replica, and the ranks of a replica group hold the same shard of each.
     """
 
-    shard: Any | None
+    shard: Any
     shard_rank: int
     shard_size: int
-    replica: Any | None
+    replica: Any
     replica_rank: int
     replica_size: int
     forced: bool = False  # separate buffers and collectives even in a shard group of one rank
     hybrid: bool = False  # a hybrid strategy: a communication hook reduces within the shard group only
-    tp: Any | None = None  # the ranks of tensor parallelism, or of experts
-    experts: Any | None = None  # ``tp`` if its ranks have different experts, and see different data
+    tp: Any = None  # the ranks of tensor parallelism, or of experts
+    experts: Any = None  # ``tp`` if its ranks have different experts, and see different data
     mesh: DeviceMesh | None = field(default=None, compare=False)  # that the groups come from
 
     @cached_property
@@ -84,7 +84,7 @@ class Groups:
         return Groups(process_group, rank, size, None, 0, 1, environment.FORCE_SHARDED.value)
 
     @staticmethod
-    def of_pair(shard: Any, replica: Any) -> Groups:
+    def of_pair(shard: dist.ProcessGroup, replica: dist.ProcessGroup) -> Groups:
         """Return the groups of a hybrid strategy.
 
         Uses ``rank()`` and ``size()`` of the groups only. A shard group of one rank means replication over all ranks,
@@ -167,7 +167,7 @@ def default_group() -> Any:
     return dist.group.WORLD
 
 
-def rank_names(group: Any) -> list[int]:
+def rank_names(group: dist.ProcessGroup) -> list[int]:
     """Return the global ranks of ``group``, or 0 to size - 1 where the group is unknown to torch.distributed."""
     try:
         return group_ranks(group)
@@ -175,12 +175,12 @@ def rank_names(group: Any) -> list[int]:
         return list(range(group.size()))
 
 
-def group_ranks(group: Any) -> list[int]:
+def group_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the global ranks of the ranks of ``group``."""
     return list(dist.get_process_group_ranks(group))
 
 
-def is_registered(group: Any) -> bool:
+def is_registered(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` is registered in ``torch.distributed``, and not destroyed."""
     try:
         return group is not None and bool(group_ranks(group))
@@ -188,7 +188,7 @@ def is_registered(group: Any) -> bool:
         return False
 
 
-def backend_of(group: Any, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend of ``group`` on ``device`` ("gloo", "nccl", ...); "unknown" if torch.distributed has none."""
     try:
         return str(group._get_backend(device).name()).lower()
@@ -196,18 +196,18 @@ def backend_of(group: Any, device: torch.device) -> str:
         return "fake" if _backend_and_store(group)[0] == "fake" else "unknown"  # in torch 2.6 that backend has no name
 
 
-def _backend_and_store(group: Any) -> tuple[str | None, Any]:
+def _backend_and_store(group: dist.ProcessGroup) -> tuple[str | None, Any]:
     """Return the name of the backend and the store with which ``group`` was made; None for an unknown group."""
     found: tuple[str | None, Any] = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return found
 
 
-def group_store(group: Any) -> Any | None:
+def group_store(group: dist.ProcessGroup) -> Any | None:
     """Return the store of ``group``, with keys of its own; None for a fake or unknown group."""
     return None if backend_of(group, torch.device("cpu")) == "fake" else _backend_and_store(group)[1]
 
 
-def group_timeout(group: Any) -> timedelta:
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the collectives of ``group``."""
     try:
         device = next(iter(group._device_types))
@@ -216,7 +216,7 @@ def group_timeout(group: Any) -> timedelta:
         return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
 
 
-def control_device(group: Any, device: torch.device) -> torch.device:
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the device of control messages: the CPU if the group, or a side group, serves it; else ``device``.
 
     On ``device``, where the models compute, a control message would queue behind the compute.
@@ -227,7 +227,7 @@ def control_device(group: Any, device: torch.device) -> torch.device:
     return host if group_store(group) is not None and dist.is_gloo_available() else device
 
 
-def make_group(parts: Sequence[Sequence[int]], like: Any, name: str) -> Any:
+def make_group(parts: Sequence[Sequence[int]], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     """Make a process group of the part that contains this rank. All ranks of ``like`` have to call.
 
     Unlike ``torch.distributed.new_group()`` this involves no other ranks, and does not count the groups of each rank.
@@ -260,7 +260,7 @@ def make_group(parts: Sequence[Sequence[int]], like: Any, name: str) -> Any:
     return made
 
 
-def make_control_group(group: Any, device: torch.device, number: int) -> Any:
+def make_control_group(group: dist.ProcessGroup, device: torch.device, number: int) -> dist.ProcessGroup:
     """Make a gloo group next to ``group``, which serves accelerators only. All ranks of ``group`` have to call.
 
     Args:

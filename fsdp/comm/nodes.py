@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import ShardingStrategy
@@ -27,7 +27,7 @@ from fsdp.comm.lane.lane import Lane
 from fsdp.comm.streams import default_device, device_count
 
 
-def node_groups(world: Any) -> tuple[Any, Any]:
+def node_groups(world: ProcessGroup) -> _Pair:
     """Return two groups: the ranks of this machine, and the ranks at this rank's place on all machines.
 
     The first call makes them, on all ranks of the default group ``world``; later calls return the same groups. A
@@ -39,7 +39,8 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     """
     made = _node_groups.setdefault(world, [])
     if not made or not all(map(is_registered, made[-1])):
-        size, here = world.size(), _ranks_here(world)
+        size, count = world.size(), os.environ.get("LOCAL_WORLD_SIZE")
+        here = int(count) if count is not None else device_count() or size
         lane = Lane.of(world, default_device())
         lane.prepare("a model with hybrid sharding")
         if lane.ask("agree on the ranks of a machine", here).result() is None or size % here:
@@ -50,17 +51,13 @@ def node_groups(world: Any) -> tuple[Any, Any]:
             )
         machines = [range(first, first + here) for first in range(0, size, here)]
         places = [range(place, size, here) for place in range(here)]
-        again = _again(made)
-        made.append((make_group(machines, world, f"machine{again}"), make_group(places, world, f"place{again}")))
+        number = f"group {len(made)}"  # a store keeps the keys of destroyed groups
+        pair = make_group(machines, world, f"machine, {number}"), make_group(places, world, f"place, {number}")
+        made.append(pair)
     return made[-1]
 
 
-def _ranks_here(world: Any) -> int:
-    count = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(count) if count is not None else device_count() or int(world.size())
-
-
-def nearby_group(group: Any, count: int) -> Any:
+def nearby_group(group: ProcessGroup, count: int) -> ProcessGroup:
     """Return the group of ``count`` consecutive ranks of ``group`` that contains this rank.
 
     The first call makes it, on all ranks of ``group``; later calls return the same group. ``count`` divides the size.
@@ -78,17 +75,13 @@ def nearby_group(group: Any, count: int) -> Any:
             )
         ranks = group_ranks(group)
         parts = [ranks[first : first + count] for first in range(0, len(ranks), count)]
-        made.append(make_group(parts, group, f"reshard over {count}{_again(made)}"))
+        made.append(make_group(parts, group, f"reshard over {count}, group {len(made)}"))
     return made[-1]
 
 
-def _again(made: Sequence[Any]) -> str:
-    """Return a suffix for the name of the next group: a store keeps the keys of destroyed groups."""
-    return f", number {len(made)}" if made else ""
-
-
-_node_groups: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-_nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
+_Pair = tuple[ProcessGroup, ProcessGroup]  # the ranks of a node, and the counterparts of this rank on all nodes
+_node_groups: weakref.WeakKeyDictionary[ProcessGroup, list[_Pair]] = weakref.WeakKeyDictionary()
+_nearby_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup]]] = weakref.WeakKeyDictionary()
 
 
 def choose_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None) -> Any:

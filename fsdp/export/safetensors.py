@@ -318,8 +318,8 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> dict[str, _Found]:
             names = sorted({str(name) for name in where.values()})
         except FORGED as error:
             raise ValueError(f"{index} is no index of safetensors files: {error!r}") from error
-        if strange := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{index} names {strange[0]!r}, which is no file next to it")
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index} names {outside[0]!r}, which is no file next to it")
         found: dict[str, _Found] = {}
         for name in names:
             found.update(_open(path / name, stack))

@@ -397,14 +397,14 @@ class Registration:
                     "register_parametrization() before wrapping"
                 )
         ours = self.holder.tensors
-        strange = {
+        assigned = {
             index: (site.name, current)
             for index, site in self._each
             if (current := site.current()) is not ours[index]
             and current is not None  # a user has deleted it
             and not self.handle.is_leaf(current, index)
         }
-        for index, (name, new) in strange.items():
+        for index, (name, new) in assigned.items():
             if any(site.current() is not new for site in self._sites[index]):
                 raise NotImplementedError(
                     f"Cannot writeback {name!r}: it is one registration of a shared parameter "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fsdp.comm.collectives import agree
 from fsdp.comm.lane.issuing import REDUCE
@@ -38,7 +39,7 @@ def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit,
         if unit.handles
     }
     for over in ((lambda groups: groups.shard if groups.shard_size > 1 else None), (lambda groups: groups.replica)):
-        by_group: dict[int, tuple[object, list[Unit]]] = {}
+        by_group: dict[int, tuple[ProcessGroup, list[Unit]]] = {}
         for unit in flags:
             group = over(unit.groups)
             if group is not None:

@@ -160,7 +160,7 @@ def clip_grad_norm_(
             "around it, wrapped over all ranks"
         )
 
-    def combined(value: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
         context.passes.announce(group)
         combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -240,7 +239,7 @@ class Passes:
         if begins and self._negotiation is not None and member.lane is self._lanes[0]:
             self._negotiation.begin(what)
 
-    def announce(self, group: Any) -> None:
+    def announce(self, group: ProcessGroup) -> None:
         """Agree with the ranks of ``group`` that the call under way is about to communicate there by other means."""
         member = self._by_group.get(id(group))
         if member is not None and self.current is not None:

@@ -33,6 +33,7 @@ from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 
 if TYPE_CHECKING:
+    from fsdp.runtime.call import ForwardCall, Place
     from fsdp.runtime.context import RootContext
 
 
@@ -149,8 +150,8 @@ class Unit:
         self.gradients = [BucketGradients(each, policy, keep_low_precision=keep_low_precision) for each in views]
         self.synchronize, self.weight = True, 1.0
         self.members = Members(module)
-        self.calls: set[Any] = set()
-        self.open_calls: dict[Any, Any] = {}
+        self.calls: set[ForwardCall] = set()
+        self.open_calls: dict[ForwardCall, Place] = {}
         self.position = Position()
         self.initial = initial
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
@@ -227,7 +228,7 @@ class Unit:
         """Whether messages have lower dtypes than the parameters, unless the unit computes in full precision."""
         return any(handle.is_mixed for handle in self.handles)
 
-    def groups_for(self, kind: str) -> list[Any]:
+    def groups_for(self, kind: str) -> list[ProcessGroup]:
         """Return the groups that a collective of this kind runs over, in order."""
         shard, replica = self.groups.shard, self.groups.replica
         if kind == GATHER_NEARBY:
@@ -480,7 +481,7 @@ class Unit:
         """
         if (context := self.context) is not None:
             context.passes.check_available()
-            context.unsharder.distrust(self)  # the optimizer may write past the version counters
+            context.unsharder.outdate(self)  # the optimizer may write past the version counters
         if self.phase is Phase.IDLE:
             self.follow_parameters()
 

@@ -302,7 +302,7 @@ class Unsharder:
         else:
             self.reshard(unit)
 
-    def distrust(self, unit: Unit) -> None:
+    def outdate(self, unit: Unit) -> None:
         """Let the next forward gather ``unit`` again, even if no version of a shard has changed."""
         found = self._gathered.get(unit)
         if found is not None:

@@ -124,7 +124,7 @@ class Issuer(Watch):
         visible: whether collectives go through ``torch.distributed`` although the ranks share memory; None: to choose.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = weakref.ref(group)
         self.device = device
         self.timeout = group_timeout(group).total_seconds()

@@ -36,6 +36,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fsdp import environment
 from fsdp.comm.groups import rank_names
@@ -90,7 +91,7 @@ class Lane(Issuer):
         names: the global ranks of the group.
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self.under_way: Pass | None = None
         self.failure: str | None = None
@@ -111,7 +112,7 @@ class Lane(Issuer):
         return self.names[self.group.rank()]
 
     @staticmethod
-    def of(group: Any, device: torch.device | None = None) -> Lane:
+    def of(group: ProcessGroup, device: torch.device | None = None) -> Lane:
         """Return the lane of ``group``. The first call needs the ``device`` on which the models compute."""
         lane = _lanes.get(group)
         if lane is None:
@@ -545,4 +546,4 @@ def first_difference(texts: Mapping[int, str]) -> str:
     return "the ranks have wrapped different models, and some did not say which"
 
 
-_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[ProcessGroup, Lane] = weakref.WeakKeyDictionary()

@@ -29,9 +29,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup
 
 from fsdp.comm import threads
 from fsdp.comm.groups import group_ranks, group_timeout
@@ -236,7 +237,7 @@ class Channel:
         collectives, questions: the posts.
     """
 
-    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroup, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
         """``headers``: the offset of the header in each rank's segment, in bytes."""
         self.timeout = group_timeout(group).total_seconds()
         self.names = group_ranks(group)

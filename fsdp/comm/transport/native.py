@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from fsdp.comm import threads
 from fsdp.comm.groups import backend_of, control_device, group_ranks, is_registered, make_control_group, make_group
@@ -39,15 +39,15 @@ def are_replaced() -> bool:
 
 # The method of a group behind each function, and the class of its options. Older versions of torch differ.
 _METHODS: dict[str, tuple[str, Any]] = {}
-if hasattr(dist.ProcessGroup, ALL_GATHER):
+if hasattr(ProcessGroup, ALL_GATHER):
     _METHODS[ALL_GATHER] = ALL_GATHER, distributed_c10d.AllgatherOptions
     _METHODS[REDUCE_SCATTER] = REDUCE_SCATTER, distributed_c10d.ReduceScatterOptions
     _METHODS["all_reduce"] = "allreduce", distributed_c10d.AllreduceOptions
 
 
-def method_of(name: str, group: Any, *, asynchronous: bool, op: Any = None) -> tuple[str, Any]:
+def method_of(name: str, group: ProcessGroup, *, asynchronous: bool, op: Any = None) -> tuple[str, Any]:
     """Return the method of ``group`` behind the function ``name``, and the options of a call; ("", None) if unknown."""
-    if name not in _METHODS or not isinstance(group, dist.ProcessGroup):
+    if name not in _METHODS or not isinstance(group, ProcessGroup):
         return "", None
     method, kind = _METHODS[name]
     options = kind()
@@ -64,7 +64,7 @@ class Route(NamedTuple):
         blocks: whether the host waits although the tensors are on an accelerator, as with gloo.
     """
 
-    beside: Any
+    beside: ProcessGroup | None
     ends_alone: bool
     blocks: bool
     method: str
@@ -85,14 +85,14 @@ class Carrier:
         routes: see :meth:`new_route`; by name, whether on the host, control, asynchronous, and operation.
     """
 
-    def __init__(self, group: Any, number: int = 0, replacement: Any = None) -> None:
+    def __init__(self, group: ProcessGroup, number: int = 0, replacement: ProcessGroup | None = None) -> None:
         """Take the user's ``group``."""
         self.number, self.replacement = number, replacement
         self.closed = ""
         self.routes: dict[tuple[str, bool, bool, bool, Any], Route] = {}
-        self._users = weakref.ref(group)
-        self._next: futures.Future[Any] | None = None
-        self._control: Any = None
+        self._users: Callable[[], Any] = weakref.ref(group)
+        self._next: futures.Future[ProcessGroup] | None = None
+        self._control: ProcessGroup | None = None
         self._backends: dict[str, str] = {}  # by type of device
         self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)
         self._held: list[HostWork] = []  # exchanges in flight when a pass failed
@@ -119,7 +119,7 @@ class Carrier:
         route = self.routes[key] = Route(beside, ends_alone, blocks, *method)
         return route
 
-    def _serving(self, device: torch.device, *, control: bool) -> Any:
+    def _serving(self, device: torch.device, *, control: bool) -> ProcessGroup:
         """Return the group for tensors on ``device``.
 
         A ``control`` message on CPU goes over a side group where the user's group serves accelerators only. The first
@@ -227,7 +227,7 @@ class Transfer(NamedTuple):
     number: int
 
 
-def start_transfers(transfers: Sequence[Transfer], group: Any) -> list[Any]:
+def start_transfers(transfers: Sequence[Transfer], group: ProcessGroup) -> list[Any]:
     """Start all ``transfers`` at once; return the handles to wait for."""
     operations = [
         dist.P2POp(
@@ -242,15 +242,15 @@ def start_transfers(transfers: Sequence[Transfer], group: Any) -> list[Any]:
     return list(dist.batch_isend_irecv(operations)) if operations else []
 
 
-def coalesces(group: Any, device: torch.device) -> bool:
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether the backend makes one collective of several on the current stream."""
-    if type(group) is not dist.ProcessGroup:
+    if type(group) is not ProcessGroup:
         return False
     backend = group._get_backend(device)
     return bool(getattr(backend, "supports_coalescing", backend.name() == "nccl"))  # torch 2.6 does not say
 
 
-def start_coalesced_gathers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: Any) -> None:
+def start_coalesced_gathers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: ProcessGroup) -> None:
     """Start one collective that gathers the second tensor of each pair into the first, as bytes."""
     with distributed_c10d._coalescing_manager(group):
         for full, shard in pairs:

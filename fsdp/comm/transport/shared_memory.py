@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from fsdp.comm.groups import group_ranks
 from fsdp.comm.threads import in_thread
 from fsdp.comm.transport.channel import Channel
@@ -32,7 +34,7 @@ class Sharing:
         why_not: why the ranks share none, once they have decided so.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.why_not = ""
         self._group, self._board = weakref.ref(group), Board(group, "memory")
         self._channel: Channel | None = None
@@ -40,7 +42,7 @@ class Sharing:
         self._on_one_host: bool | None = None  # once the ranks have compared their machines
 
     @staticmethod
-    def of(group: Any) -> Sharing:
+    def of(group: ProcessGroup) -> Sharing:
         """Return the shared memory of ``group``."""
         if group not in _sharings:
             _sharings[group] = Sharing(group)
@@ -117,7 +119,7 @@ class Sharing:
             self._channel.renew()
 
 
-_sharings: weakref.WeakKeyDictionary[Any, Sharing] = weakref.WeakKeyDictionary()
+_sharings: weakref.WeakKeyDictionary[ProcessGroup, Sharing] = weakref.WeakKeyDictionary()
 
 
 def _forget_in_child() -> None:
@@ -140,7 +142,7 @@ def _own_row() -> list[Any]:
         return [str(error)]
 
 
-def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
+def _apart(rows: Sequence[Sequence[Any]], group: ProcessGroup) -> str:
     """Return why ranks with these descriptions cannot share memory; "" if they can."""
     if len(rows) < group.size():
         return "the group has no store in which they could agree"
@@ -201,7 +203,7 @@ def lent_at(address: int) -> Block | None:
     return _segments[0].lent_at(address) if _segments else None
 
 
-def known_channel(group: Any) -> Channel | None:
+def known_channel(group: ProcessGroup | None) -> Channel | None:
     """Return the channel of ``group``, if its ranks have connected, and this process takes part."""
     sharing = None if group is None else _sharings.get(group)
     return None if sharing is None else sharing.channel

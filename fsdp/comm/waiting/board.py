@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from fsdp.comm import threads
 from fsdp.comm.groups import group_store
 
@@ -29,7 +31,7 @@ class Board:
     The store ends with the rank that serves it. Writes are lost then, reads are empty, and a meeting raises.
     """
 
-    def __init__(self, group: Any, name: str | None) -> None:
+    def __init__(self, group: ProcessGroup, name: str | None) -> None:
         """``name`` is the same on all ranks, and unique among the boards of the group; None for a board of no store."""
         self._group, self._name = weakref.ref(group), name  # boards are cached by group, and must not keep it alive
         self._rank, self._size = group.rank(), group.size()
@@ -46,7 +48,7 @@ class Board:
     def _path(self, key: str) -> str:
         return f"fsdp/{self._name}/{key}"
 
-    def write(self, key: str, value: Any) -> None:
+    def write(self, key: str, value: object) -> None:
         """Write ``value``, anything that JSON holds."""
         store = self._store
         if store is not None:
@@ -61,7 +63,7 @@ class Board:
                 return json.loads(store.get(path))
         return None
 
-    def post(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: object) -> None:
         """Write this rank's message under ``key``."""
         self.write(f"{key}/{self._rank}", value)
 
@@ -77,7 +79,7 @@ class Board:
             time.sleep(self._longest)
         return messages
 
-    def exchange(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any]:
+    def exchange(self, key: str, value: object, look: Callable[[], None]) -> dict[int, Any]:
         """Return the ``value`` of every rank under ``key``, in rank order; nothing without a store.
 
         ``look``: as for :meth:`meet`.
@@ -86,7 +88,7 @@ class Board:
         self.meet(key, look)
         return self.posted(key)
 
-    def compare(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any] | None:
+    def compare(self, key: str, value: object, look: Callable[[], None]) -> dict[int, Any] | None:
         """Wait as in :meth:`meet`; return None if all ranks have the same ``value``, else the value of each rank.
 
         ``value`` is anything that JSON holds. A rank that leaves the meeting and returns counts with its first value.
@@ -135,7 +137,7 @@ class Board:
             return store is None or bool(store.add(self._path(key), 1) == 1)
         return True
 
-    def replace(self, key: str, value: Any, is_better: Callable[[Any], bool]) -> None:
+    def replace(self, key: str, value: object, is_better: Callable[[Any], bool]) -> None:
         """Write ``value`` if there is none, or ``is_better`` than the present one; other ranks may do so now."""
         store, path, text, found = self._store, self._path(key), json.dumps(value), ""
         try:

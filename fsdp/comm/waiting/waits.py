@@ -86,7 +86,7 @@ class Sequence:
         rank: this rank; None if ``torch.distributed`` does not know the group.
     """
 
-    def __init__(self, group: Any, name: str, *, step: int = 1, renews: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, *, step: int = 1, renews: bool = True) -> None:
         """
         Args:
             name: equal on all ranks, and unique among the sequences of the group.
@@ -334,7 +334,7 @@ class _Rank:
         ends: by sequence, the end that this rank has raised or caused: the first count that is out of reach, and why.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.number: int = group.rank()
         self.board = Board(group, "waits")
         self.latest = self.before = ""
@@ -465,7 +465,7 @@ class _Rank:
 
 
 # By default group: ranks may be threads of one process.
-_ranks: weakref.WeakKeyDictionary[Any, _Rank] = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary[dist.ProcessGroup, _Rank] = weakref.WeakKeyDictionary()
 
 
 def this_rank() -> _Rank | None:
