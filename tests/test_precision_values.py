@@ -242,6 +242,10 @@ def test_keep_low_precision_grads(world_size: int) -> None:
                             sums[name] = sums[name] + grad if name in sums else grad
                 for name, mean in pair.mean(local).items():  # added in float32, then rounded
                     expected[name] = (expected[name].float() + mean if name in expected else mean).to(BF16)
+                if use_orig_params:
+                    with FullyShardedDataParallel.summon_full_params(pair.model, with_grads=True):
+                        shown = {name: param.grad.to(BF16) for name, param in named_parameters(pair.model).items()}
+                    assert_bit_equal(shown, expected, case)
                 assert {param.grad.dtype for param in pair.model.parameters() if param.grad is not None} == {BF16}
                 assert_bit_equal(full_gradients(pair.model), expected, case)
             for param in pair.model.parameters():

@@ -319,8 +319,7 @@ class OriginalViews(CommonViews):
         parallelism has placed them."""
         point_at(self.params, values)
         for original, grad in zip(self.params, grads or ()):
-            original.grad = None  # of another shape
-            original.grad = grad
+            assign_grad(original, grad)
         shown = list(self.params)
         for index, (tp, original) in enumerate(zip(self.handle.tp, self.params)):
             if tp is not None:
