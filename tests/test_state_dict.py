@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from fsdp import (
     ShardingStrategy,
     StateDictSettings,
 )
+from fsdp.checkpoint import get_model_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
@@ -415,6 +417,42 @@ def test_state_hooks_of_modules_run_and_see_full_parameters(mode: bool) -> None:
         if use == inner.state_dict:  # noticed when the module is next used
             model(torch.ones(2, 5)).sum().backward()
         assert parameters() == before
+
+
+class Versioned(nn.Linear):
+    """A module of version 2, which converts older values: version 1 had the transposed weight."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"].t()
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+@on_ranks(2)
+def test_modules_see_the_version_of_the_state_that_they_load() -> None:
+    """In dicts of the wrapped model, of a parent, of the plain model, and of an older one."""
+    plain = nn.Sequential(Versioned(4, 4), nn.Sequential(Versioned(4, 4)))
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    old = plain.state_dict()
+    for layer in ("0", "1.0"):
+        old[f"{layer}.weight"] = old[f"{layer}.weight"].t()
+        old._metadata[layer] = {"version": 1}
+    model = wrap(copy.deepcopy(plain), FULL_SHARD, True, wrap_policy=ModuleWrapPolicy({Versioned}))
+    parent = nn.ModuleDict({"model": model})
+    with kind_of(model, "sharded"):
+        model.load_state_dict(model.state_dict())
+    assert_bit_equal(full_state(model), expected, "sharded")
+    for what, of, state in (
+        ("wrapped", model, full_state(model)),
+        ("parent", parent, parent.state_dict()),
+        ("plain", model, plain.state_dict()),
+        ("old", model, old),
+        ("other names", model, get_model_state_dict(model)),
+    ):
+        of.load_state_dict(state)
+        assert_bit_equal(full_state(model), expected, what)
 
 
 class Scaled(nn.Module):

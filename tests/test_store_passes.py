@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +195,33 @@ class Doubling(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Inverse(nn.Linear):
+    """A module of version 2, which converts older values: version 1 had the inverse of the scale."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.tensor(4.0))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}scale"] = 1 / state_dict[f"{prefix}scale"]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+@on_ranks(2)
+def test_modules_see_the_version_of_the_state_that_was_saved(tmp_path: Path) -> None:
+    model = wrap(nn.Sequential(Inverse()), wrap_policy=None)
+    save(tmp_path / "new", model)
+    with mock.patch.object(Inverse, "_version", 1):
+        save(tmp_path / "old", model)
+    for name, scale in ("new", 4.0), ("old", 0.25):
+        load(tmp_path / name, model)
+        assert model.module[0].scale == scale, name
+        model.module[0].scale.fill_(4.0)
 
 
 @needs_cpu_events

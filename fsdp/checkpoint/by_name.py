@@ -19,7 +19,8 @@ from fsdp.checkpoint.forms import Form, Full, Ragged
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.optim_state import optim_state_dict
-from fsdp.flat.names import PlainNames, inside, unit_of
+from fsdp.checkpoint.state_dict import versioned
+from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
 from fsdp.runtime.unit import units_of
 
@@ -39,11 +40,10 @@ def ragged() -> StateDictSettings:
 
 
 def model_state(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
-    """Return the model's state. All ranks have to call."""
+    """Return the model's state, with the versions of modules. All ranks have to call."""
     model = entered(model, settings)
-    plain = PlainNames(model).plain
     with _in_force(model, settings):
-        return {plain(key): value for key, value in own_method(model, "state_dict")().items()}
+        return _renamed(own_method(model, "state_dict")(), PlainNames(model).plain)
 
 
 def load_model_state(
@@ -56,10 +56,29 @@ def load_model_state(
     if unit_of(model) is None:
         into_module = own_method(model, "load_state_dict")
     if isinstance(state, Mapping):
-        now = PlainNames(model).now
-        state = {now(key): value for key, value in state.items()}
+        state = _renamed(state, PlainNames(model).now)
     with _in_force(model, settings):
         return load(model, into_module, state, strict)
+
+
+def _renamed(state: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[str, Any]:
+    renamed, versions = {rename(key): value for key, value in state.items()}, getattr(state, "_metadata", None)
+    return renamed if versions is None else versioned(renamed, {rename(name): of for name, of in versions.items()})
+
+
+def versions_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the versions of the model's modules in ``state``, except those that are 1; None if it has none."""
+    versions = getattr(state, "_metadata", None)
+    if versions is None:
+        return None
+    return {name: of.get("version") for name, of in versions.items() if clean(name) == name and of.get("version") != 1}
+
+
+def with_versions(state: dict[str, Any], versions: dict[str, Any] | None, model: nn.Module) -> dict[str, Any]:
+    """Return ``state``, to be loaded into ``model``, with versions of :func:`versions_of`."""
+    if versions is None:
+        return state
+    return versioned(state, {name: {"version": versions.get(name, 1)} for name, _ in plain_modules(inside(model))})
 
 
 def optimizer_state(model: nn.Module, optimizers: Iterable[Optimizer], settings: StateDictSettings) -> dict[str, Any]:

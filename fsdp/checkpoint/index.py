@@ -12,9 +12,10 @@ says only in which files to look.
 Keys of a checkpoint: the model's state under names of parameters, the optimizer's under those and names of states.
 
 ``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, ``optim.classes`` (for each group the
-names of torch's classes that the optimizer had), ``optim.others`` for entries that belong to no parameter, and
-``extra``. Names of states may be strings and integers. Integers are written ``%i<number>``, and dots and percent signs
-in strings ``%2E`` and ``%25``, so the part after the last dot is always the whole name of the state.
+names of torch's classes that the optimizer had), ``optim.others`` for entries that belong to no parameter,
+``versions`` (of the model's modules, where they are not 1), and ``extra``. Names of states may be strings and integers.
+Integers are written ``%i<number>``, and dots and percent signs in strings ``%2E`` and ``%25``, so the part after the
+last dot is always the whole name of the state.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fsdp.checkpoint.values import torch_dtype
 from fsdp.placement.boxes import Box
 
 MODEL, STATE, GROUPS, OTHERS = "model.", "optim.state.", "optim.param_groups", "optim.others"
-CLASSES, EXTRA = "optim.classes", "extra"
+CLASSES, EXTRA, VERSIONS = "optim.classes", "extra", "versions"
 _NUMBER = re.compile(r"%i(-?\d+)")
 
 

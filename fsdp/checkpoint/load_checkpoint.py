@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from fsdp.checkpoint import by_name, files, index
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.forms import is_distributed, parts_of
-from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, param_and_state
+from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, STATE, VERSIONS, param_and_state
 from fsdp.checkpoint.load_state_dict import Backup, Loading, prepare
 from fsdp.checkpoint.local import Found, Gathering, Local, look
 from fsdp.checkpoint.optim_dtypes import with_classes
@@ -161,7 +161,7 @@ class _Load:
     """One load on this rank.
 
     Attributes:
-        likes: the model's state to load into, by key.
+        likes, versions: the model's state to load into, by key, and the versions of its modules.
         trained: the names of each optimizer's parameters.
         contents: the files.
         live, new: the tensors to read by key: those that exist, which are read twice with ``in_place``, and others.
@@ -172,6 +172,7 @@ class _Load:
         self.model, self.reading = model, reading
         self.several = None if optimizer is None else by_name.as_list(optimizer)
         self.likes: dict[str, Any] = {}
+        self.versions: dict[str, Any] | None = None
         self.trained: list[list[str]] = []
         self.contents: Contents
         self.live, self.new = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
@@ -184,6 +185,7 @@ class _Load:
             raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(self.model).__name__}")
         state = by_name.model_state(self.model, by_name.ragged())
         self.likes = {MODEL + name: like for name, like in state.items()}
+        self.versions = by_name.versions_of(state)
         self.trained = by_name.trained_names(self.model, self.several or ())
 
     def open(self, manifest: Manifest, stack: ExitStack) -> None:
@@ -201,7 +203,10 @@ class _Load:
             else:
                 self.new[key] = contents.shadow(key, like)
         found = {**self.live, **self.new, **contents.values(key for key in contents.others if key in self.likes)}
-        self.model_state = {key.removeprefix(MODEL): value for key, value in found.items()}
+        versions = contents.values([VERSIONS]).get(VERSIONS, self.versions)
+        self.model_state = by_name.with_versions(
+            {key.removeprefix(MODEL): value for key, value in found.items()}, versions, self.model
+        )
         if self.several is not None:
             state = contents.optimizer_state({*chain(*self.trained)}, self._place_state)
             self._check_classes(state["param_groups"], contents.values([CLASSES]).get(CLASSES, []))

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Form, Full, Mismatch, is_part
-from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors
+from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, flat_name, held_tensors, versioned
 from fsdp.checkpoint.targets import Target, UnitLoading, mark_parts
 from fsdp.checkpoint.transfers import fill_from_first
 from fsdp.comm.collectives import broadcast
@@ -142,7 +142,7 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
     loading = Loading(model, prepared=True)
     try:
         try:
-            loading.incompatible = into_module(state_dict, strict=strict)
+            loading.incompatible = into_module(_with_versions(state_dict, model), strict=strict)
         except RuntimeError as error:
             if type(error) is not RuntimeError or loading.error_messages is not None:
                 raise
@@ -154,6 +154,17 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
         loading.abandon()
         raise
     return loading
+
+
+def _with_versions(state_dict: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
+    """Return ``state_dict`` with the versions of modules, if it has them, by the names that the modules have in
+    ``model``. By its version a module's ``_load_from_state_dict`` converts older values."""
+    saved = getattr(state_dict, "_metadata", None)
+    if saved is None:
+        return state_dict
+    versions = {clean(name): of for name, of in saved.items()}  # the wrapped module's after the wrapper's
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return versioned(state_dict, {name: versions[clean(name)] for name in names if clean(name) in versions})
 
 
 # -- one load ----------------------------------------------------------------------------------------------------------

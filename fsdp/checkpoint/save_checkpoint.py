@@ -30,7 +30,7 @@ from fsdp.checkpoint import by_name, files, index, rank_file
 from fsdp.checkpoint.checksums import sha256
 from fsdp.checkpoint.files import Advance, FileRecord, no_progress
 from fsdp.checkpoint.forms import is_distributed, parts_of, replicas_of
-from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, state_key
+from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, VERSIONS, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Piece
@@ -287,7 +287,7 @@ class Save:
         before, self.ranks.underway = self.ranks.underway, None
         state: dict[str, Any] = {}
 
-        def of_model() -> None:
+        def take_model() -> None:
             if isinstance(before, Outcome) and (error := before.unseen()) is not None:
                 raise RuntimeError(
                     "the save in the background before this one has failed, and nobody had asked for its result; this "
@@ -302,17 +302,19 @@ class Save:
             if extra is not None:
                 self.share.pack(EXTRA, extra)
             _note_replicas(model)
-            state.update((MODEL + name, value) for name, value in by_name.model_state(model, by_name.ragged()).items())
+            of_model = by_name.model_state(model, by_name.ragged())
+            state.update((MODEL + name, value) for name, value in of_model.items())
+            state[VERSIONS] = by_name.versions_of(of_model)
 
-        def of_optimizer() -> None:
+        def take_optimizer() -> None:
             if optimizer is not None:
                 state.update(_optimizer_state(model, optimizer))
             self.divide(state)
             if stage:
                 self._stage()
 
-        self.ranks.together("check what is to be saved", of_model)
-        self.ranks.together("take what is to be saved", of_optimizer)
+        self.ranks.together("check what is to be saved", take_model)
+        self.ranks.together("take what is to be saved", take_optimizer)
 
     def divide(self, state: dict[str, Any]) -> None:
         """Choose the tensors and values of ``state`` that this rank writes."""

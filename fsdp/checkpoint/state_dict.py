@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -460,11 +461,22 @@ _walks: weakref.WeakKeyDictionary[RootContext, _Walk] = weakref.WeakKeyDictionar
 
 
 def strip_wrapper(destination: dict[str, Any], prefix: str) -> None:
-    """Remove the wrapper's own part from the names below ``prefix``, in place and in order."""
+    """Remove the wrapper's own part from the names below ``prefix``, in place and in order.
+
+    Below a parent the versions of modules keep the other names as well, which the parent's ``load_state_dict()`` reads.
+    """
     added = f"{prefix}{WRAPPED_MODULE}."
     for key in [key for key in destination if key.startswith(added)]:
         destination[prefix + key.removeprefix(added)] = destination.pop(key)
     versions = getattr(destination, "_metadata", None)
     if versions is not None:
         for key in [key for key in versions if f"{key}.".startswith(added)]:
-            versions[(prefix + f"{key}.".removeprefix(added)).removesuffix(".")] = versions.pop(key)
+            plain = prefix + f"{key}.".removeprefix(added).replace(f"{WRAPPED_MODULE}.", "")
+            versions[plain.removesuffix(".")] = versions[key] if prefix else versions.pop(key)
+
+
+def versioned(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> Any:
+    """Return ``state`` with the ``versions`` of modules by name, as ``nn.Module`` reads and writes them."""
+    found: Any = OrderedDict(state)
+    found._metadata = versions
+    return found

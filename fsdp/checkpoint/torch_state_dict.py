@@ -24,7 +24,7 @@ from fsdp.checkpoint.forms import Full, Ragged, Rows
 from fsdp.checkpoint.load_state_dict import Backup, load_alike, load_from_first
 from fsdp.checkpoint.optim_dtypes import first_step, with_classes
 from fsdp.checkpoint.optim_names import ModelParams
-from fsdp.checkpoint.state_dict import calling, check_no_experts
+from fsdp.checkpoint.state_dict import calling, check_no_experts, versioned
 from fsdp.comm.consensus import ranks_of
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules
@@ -108,6 +108,7 @@ def get_model_state_dict(
     """
     options = StateDictOptions.of(options)
     state = by_name.model_state(model, options.settings)
+    versions = getattr(state, "_metadata", {})
     if submodules:
         modules = plain_modules(inside(model))
         prefixes = [f"{path}." if path else "" for path, module in modules if module in submodules]
@@ -120,7 +121,8 @@ def get_model_state_dict(
     if not options.has_result:
         return {}
     to_cpu = options.cpu_offload
-    return {k: v.cpu() if to_cpu and isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    state = {k: v.cpu() if to_cpu and isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return versioned(state, versions) if versions and not submodules else state
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
