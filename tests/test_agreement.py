@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from tests.harness.agreeing import (
     EQUAL,
     ODD,
@@ -58,6 +58,19 @@ def frozen(chain: Chain) -> Chain:
     return chain
 
 
+def rotated(model: nn.Module) -> nn.Module:
+    """Register the last parameter of each module as its first."""
+    for module in model.modules():
+        for name in [*module._parameters][:-1]:
+            module._parameters[name] = module._parameters.pop(name)
+    return model
+
+
+def divided(model: FullyShardedDataParallel) -> FullyShardedDataParallel:
+    model.set_gradient_divide_factor(2.0, recurse=True)
+    return model
+
+
 # The odd rank's model, and the error's words for the usual chain and for it.
 LAYOUTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "size": (lambda group: build(Chain((5, 7, 12)), group), "unit 'blocks.2'", "162 elements (54 per rank)"),
@@ -68,6 +81,8 @@ LAYOUTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "more units": (lambda group: build(Chain((*UNEQUAL, 5)), group), "no such unit", "unit 'blocks.3'"),
     "order of units": (lambda group: build(Chain((7, 5, 11)), group), "71 elements", "97 elements"),
     "units": (lambda group: wrap(Chain(UNEQUAL), wrap_policy=None, process_group=group), "21 elements", "338 elements"),
+    "order of parameters": (lambda group: build(rotated(Chain(UNEQUAL)), group), "weight of shape", "bias of shape"),
+    "divisor": (lambda group: divided(build(Chain(UNEQUAL), group)), "reduced in torch.float32", "divided by 2.0"),
     "frozen": (lambda group: build(frozen(Chain(UNEQUAL)), group), "97 elements", "; 49 elements"),
 }
 FIRST_USES: dict[str, Callable[[Any], None]] = {"train": train, "evaluate": evaluate, "summon": summon}

@@ -139,6 +139,14 @@ class FlatLayout:
         """Length of the flat vector with all padding: ``world_size * shard_numel``."""
         return self.world_size * self.shard_numel
 
+    @property
+    def facts(self) -> str:
+        """Numbers of elements and dtypes, for comparisons and errors."""
+        return (
+            f"{self.numel} elements ({self.shard_numel} per rank) of {self.dtype}, computed in {self.compute_dtype}, "
+            f"reduced in {self.reduce_dtype}"
+        )
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The (start, end) ranges of the padded vector that belong to no parameter, ascending, without empty ones."""

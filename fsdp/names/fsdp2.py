@@ -220,8 +220,8 @@ class FSDP2Names(nn.Module):
         the others hold copies, which this package does not keep equal.
 
         Args:
-            factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks of the
-                root's data parallelism, which gives the mean.
+            factor: any positive number, such as a count of tokens, equal on all ranks; 1 for the sum; None for the
+                number of ranks of the root's data parallelism, which gives the mean.
             recurse: set all units of this module. The default sets this unit alone, as in FSDP2.
 
         Raises:

@@ -18,6 +18,7 @@ from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.lane.issuing import GATHER, GATHER_NEARBY, REDUCE, Event
+from fsdp.comm.lane.lane import PARAMETERS
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
@@ -238,26 +239,24 @@ class Unit:
         return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
 
     def signature(self, group: ProcessGroup) -> str:
-        """Describe the facts that the unit's collectives over ``group`` depend on."""
+        """Describe what has to be equal on the ranks of ``group``: facts of the collectives, and the parameters."""
         if not self.groups.sharded:
             kind = "NO_SHARD"
         else:
             ranks = f", resharded over {self.policy.reshard_ranks} ranks" if self.policy.reshard_ranks else ""
             kind = "SHARD_GRAD_OP" if self.policy.reshard_after_forward is False else f"FULL_SHARD{ranks}"
         layouts = [handle.layout for handle in self.handles]
-        buckets = [
-            f"{layout.numel} elements ({layout.shard_numel} per rank) of {layout.dtype}, computed in "
-            f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
-            for layout in layouts
-        ]
         if self.policy.tree.reduce_unused:
             kind += ", reduced where unused"
         if self.groups.sharded and self.groups.replica is not None:
             kind += f", replicated {self.groups.replica_size} times"
             if group is self.groups.replica:
                 kind += f", part {self.groups.shard_rank} of {self.groups.shard_size}"
-        by = ", by a communication hook" if self.policy.comm_hook is not None else ""
-        return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
+        factor = self.policy.gradient_divide_factor
+        by = ", by a communication hook" if self.policy.comm_hook else f", divided by {factor}" if factor else ""
+        facts = f"{kind}, {self.policy.order_in_words()}, {'; '.join(each.facts for each in layouts) or 'no parameters'}{by}"
+        params = [f"{param.name} of shape {param.shape}" for layout in layouts for param in layout.params]
+        return f"{facts}{PARAMETERS}{'; '.join(params)}"
 
     def reduction(self) -> str:
         """Describe the collectives that a backward which begins now would reduce the unit by."""

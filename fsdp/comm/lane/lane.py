@@ -29,6 +29,7 @@ A lane is independent of units: it gets passes, events, labels and callables.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ from fsdp.comm.waiting.work import OutOfStep, TimedOut
 _T = TypeVar("_T")
 
 END_WORDS = "end the pass"
+PARAMETERS = ", with the parameters "  # in the text of a unit, before them; they are separated by "; "
 ORDER_REMEDY = (
     "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
 )
@@ -526,11 +528,21 @@ def _difference(said: Mapping[int, Sequence[Any]]) -> OutOfStep | None:
     return None
 
 
+def _differing(one: str, other: str) -> tuple[str, str]:
+    """Return what differs between the lines of two units: the facts, or the first parameter."""
+    (here, _, own), (there, _, theirs) = one.partition(PARAMETERS), other.partition(PARAMETERS)
+    if here.partition(": ")[2] != there.partition(": ")[2]:
+        return here, there
+    pairs = itertools.zip_longest(own.split("; "), theirs.split("; "), fillvalue="no more parameters")
+    mine, other_one = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{here.partition(': ')[0]} with {mine}", f"{there.partition(': ')[0]} with {other_one}"
+
+
 def first_difference(texts: Mapping[int, str]) -> str:
     """Describe the first difference between the models that the ranks have wrapped.
 
     Args:
-        texts: by rank a line per unit: the name, and after ": " the facts that have to be equal.
+        texts: by rank a line per unit: the name, after ": " facts that have to be equal, and then the parameters.
     """
     units = {rank: text.split("\n") if text else [] for rank, text in texts.items()}
     for position in range(max(map(len, units.values()))):
@@ -538,10 +550,11 @@ def first_difference(texts: Mapping[int, str]) -> str:
         first = next(iter(there))
         for rank, line in there.items():
             if line.partition(": ")[2] != there[first].partition(": ")[2]:
+                here, theirs = _differing(there[first], line)
                 return (
                     f"the ranks have wrapped different models. The first difference is at unit {position} of the "
-                    f"group: rank {first} has {there[first]}; rank {rank} has {line}. Build and wrap the same model on "
-                    "every rank"
+                    f"group: rank {first} has {here}; rank {rank} has {theirs}. Build and wrap the same model on every "
+                    "rank"
                 )
     return "the ranks have wrapped different models, and some did not say which"
 
