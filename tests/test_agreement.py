@@ -47,6 +47,7 @@ from tests.harness.models import Net
 from tests.harness.pool import Died, of_all_ranks, on_ranks, run_fresh
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
+from tests.harness.small import error_of
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 # -- different models ----------------------------------------------------------------------------------------------
@@ -109,6 +110,17 @@ def test_different_layouts_raise_at_first_use(use: str) -> None:
         first, second = error.split("rank 0 has ")[1].split("; rank 1 has ")
         assert usual in first and odd in second, error
         assert error.endswith("Build and wrap the same model on every rank"), error
+
+
+@on_ranks(2)
+def test_different_models_raise_before_the_values_of_rank_0_are_sent() -> None:
+    """Messages of other sizes would abort the process."""
+    make = partial(FullyShardedDataParallel, sync_module_states=True, process_group=new_group())
+    error = error_of(make, nn.Linear(4, 4, bias=dist.get_rank() == 0))
+    assert "rank 0 has the Linear unit with bias of shape (4,)" in error, error
+    assert "rank 1 has the Linear unit with no more parameters" in error, error
+    model = make(nn.Linear(4, 4))  # equal models work afterwards
+    assert len(set(of_all_ranks(model.state_dict()["weight"].sum().item()))) == 1
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp.comm.groups import Groups
-from fsdp.comm.lane.lane import Lane
+from fsdp.comm.lane.lane import PARAMETERS, Lane
 from fsdp.comm.transport.shared_memory import known_channel
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle, shard_of
@@ -81,7 +81,9 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     group = options.groups.shard or options.groups.replica
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
     if options.sync_module_states:
-        _take_values_of_rank0([item.param.detach() for item in owned] + own_buffers(module), options.groups, device)
+        named = [(item.name, item.param.detach()) for item in owned]
+        named += [("a buffer", buffer) for buffer in own_buffers(module)]
+        _take_values_of_rank0(name, named, options.groups, device)
     home = None if use_orig_params else outermost_of(module)[0]
     buckets: list[BucketViews] = []
     compares = not options.sync_module_states and options.groups.data_parallel_size > 1
@@ -128,11 +130,17 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     return Unit(module, name, buckets, groups, device, options.policy, precision, initial=initial)
 
 
-def _take_values_of_rank0(tensors: list[torch.Tensor], groups: Groups, device: torch.device) -> None:
+def _take_values_of_rank0(
+    unit_name: str, named: Sequence[tuple[str, torch.Tensor]], groups: Groups, device: torch.device
+) -> None:
+    """Take the values of rank 0 for the tensors of a unit, once all ranks have the same: messages have their sizes."""
+    several = [f"{name} of shape {tuple(tensor.shape)} and {tensor.dtype}" for name, tensor in named]
+    layout = [f"{unit_name}: takes the values of rank 0{PARAMETERS}{'; '.join(several)}"]
     lanes = [Lane.of(group, device) for group in (groups.replica, groups.shard) if group is not None]
     for lane in lanes:
         lane.prepare("a model with the values of rank 0")
-    synchronize(tensors, groups)
+        lane.compare(layout)
+    synchronize([tensor for _, tensor in named], groups)
     for lane in lanes:
         lane.settle()
 

@@ -254,7 +254,8 @@ class Unit:
                 kind += f", part {self.groups.shard_rank} of {self.groups.shard_size}"
         factor = self.policy.gradient_divide_factor
         by = ", by a communication hook" if self.policy.comm_hook else f", divided by {factor}" if factor else ""
-        facts = f"{kind}, {self.policy.order_in_words()}, {'; '.join(each.facts for each in layouts) or 'no parameters'}{by}"
+        buckets = "; ".join(layout.facts for layout in layouts) or "no parameters"
+        facts = f"{kind}, {self.policy.order_in_words()}, {buckets}{by}"
         params = [f"{param.name} of shape {param.shape}" for layout in layouts for param in layout.params]
         return f"{facts}{PARAMETERS}{'; '.join(params)}"
 

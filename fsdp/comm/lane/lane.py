@@ -141,10 +141,7 @@ class Lane(Issuer):
         """
         self.begin(doing)
         try:
-            digest = hash_of("\n".join(line.partition(": ")[2] for line in layout))
-            question = self.ask("agree on the layout", digest, largest=hash_of(str(values)))
-            if question.result() is None:
-                raise OutOfStep(first_difference(self._of_all_ranks("\n".join(layout))))
+            question = self.compare(layout, values)
             by_rank = {} if question.unanimous else self._of_all_ranks(values)
         except BaseException as error:
             if not isinstance(error, OutOfStep):  # which all ranks raise
@@ -152,6 +149,18 @@ class Lane(Issuer):
             self.fail(Pass(doing, call=doing))
             raise
         return str(self.collectives.generation), by_rank
+
+    def compare(self, layout: Sequence[str], values: Sequence[Any] = ()) -> Question:
+        """Compare the layouts, as in :meth:`join`; return the vote, which is unanimous if the values are equal.
+
+        Raises:
+            OutOfStep: on every rank, with the first difference between the layouts.
+        """
+        digest = hash_of("\n".join(line.partition(": ")[2] for line in layout))
+        question = self.ask("agree on the layout", digest, largest=hash_of(str(values)))
+        if question.result() is None:
+            raise OutOfStep(first_difference(self._of_all_ranks("\n".join(layout))))
+        return question
 
     def begin(self, doing: str) -> None:
         """Meet all ranks before a first use of the group; ``doing`` follows "is about to begin" in errors.
