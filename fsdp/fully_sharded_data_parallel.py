@@ -548,6 +548,9 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         torch's ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook`` work on
         any device. The compressing ones get gradients in the parameters' own dtype.
 
+        Collectives of the hook are the program's own: if the hook raises on one rank, the other ranks wait in theirs
+        until the timeout of the group, whose connections are then broken. Wrap the model on a new group after that.
+
         Raises:
             AssertionError: not called on the root, or a hook is registered already.
             RuntimeError: ``set_gradient_divide_factor`` or ``set_requires_all_reduce(False)`` is in force.
