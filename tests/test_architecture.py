@@ -484,9 +484,9 @@ BUDGETS = {
     "fsdp/optim": 730,
     "fsdp/placement": 380,
     "fsdp/runtime": 3985,
-    "fsdp/tools": 1405,
+    "fsdp/tools": 1416,
     "scripts": 3240,
-    "tests": 32655,
+    "tests": 32706,
 }
 
 
