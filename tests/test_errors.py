@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fsdp.flat.ownership as ownership
 from fsdp import FullyShardedDataParallel
+from fsdp.comm import streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Net, Unit
@@ -75,6 +76,14 @@ def test_device_without_index_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "resolve_device", lambda device: torch.device("cuda", 3))
     with pytest.warns(UserWarning, match=r"device_id='cuda' has no index; the current device, cuda:3, is used"):
         FullyShardedDataParallel(nn.ReLU(), StandIn(), device_id="cuda")
+
+
+def test_device_is_found_with_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "default_device", lambda: torch.device("cuda", 3))
+    asked = ("cuda", torch.device("cuda"), "cuda:1", "cpu")
+    assert [*map(str, map(streams.resolve_device, asked))] == ["cuda:3", "cuda:3", "cuda:1", "cpu"]
+    with pytest.raises(ValueError, match=r"device_id='xpu' is not available: .* default device is 'cuda:3'"):
+        streams.resolve_device("xpu")
 
 
 # -- in use --------------------------------------------------------------------------------------------------------

@@ -85,7 +85,10 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"forward_prefetch": True, "forward_prefetch_distance": 0}, ValueError, "forward_prefetch_distance is 0"),
     ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
     ({"cpu_offload": True}, TypeError, "cpu_offload"),
-    ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
+    *(
+        ({"device_id": device}, ValueError, rf"device_id={re.escape(repr(device))} is not available: torch")
+        for device in ("nowhere", "meta", "xpu", "hpu:1", torch.device("fpga"))
+    ),
     ({"auto_wrap_polcy": None}, TypeError, "unexpected .* argument 'auto_wrap_polcy'. Did you mean 'auto_wrap_policy'"),
     ({"coalesce_nbytes": 4}, TypeError, r"coalesce_nbytes= was removed: FullyShardedDataParallel.group\("),
     ({"zzz": None}, TypeError, "unexpected keyword argument 'zzz'$"),

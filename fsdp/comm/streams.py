@@ -215,12 +215,8 @@ def _ignore_captures_of_other_threads() -> None:
 
     If the CUDA runtime is not found by name (another platform, or a static link), a poll may invalidate a capture.
     """
-    version = torch.version.cuda
-    try:
-        runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}") if version is not None else None
-    except OSError:
-        return
-    if runtime is not None:
+    with contextlib.suppress(OSError):  # not found, as by the name "libcudart.so.None" with ROCm
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
@@ -259,12 +255,14 @@ def resolve_device(device: int | str | torch.device) -> torch.device:
     """Return ``device`` as a ``torch.device``, with the index of the current device if none was given.
 
     Raises:
-        ValueError: ``device`` is a number, and there is no accelerator.
+        ValueError: ``device`` is neither the CPU nor a device of the accelerator of this process.
     """
-    if isinstance(device, int) and not torch.accelerator.is_available():
-        raise ValueError(
-            f"device_id={device} is a device of an accelerator, and there is none: leave device_id out, or pass 'cpu'"
-        )
-    resolved: Any = torch.device(device)
     default = default_device()
-    return default if resolved.index is None and resolved.type == default.type else resolved
+    is_number = isinstance(device, int) and default.type != "cpu"  # else the number is of no accelerator
+    kind = default.type if is_number else str(device).partition(":")[0]
+    if kind not in ("cpu", default.type):
+        raise ValueError(
+            f"device_id={device!r} is not available: torch finds {device_count()} devices of an accelerator, and the "
+            f"default device is {str(default)!r}. Leave device_id out, or pass 'cpu'"
+        )
+    return default if str(device) == default.type else torch.device(device)
