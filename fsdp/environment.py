@@ -70,13 +70,6 @@ def _flag(name: str, *, alike: bool = True) -> Variable[bool]:
     return Variable(name, False, {"0": False, "1": True}.__getitem__, "0 or 1", alike=alike)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
 COLLECTIVES = Variable(
     "FSDP_COLLECTIVES",
     "auto",
@@ -87,7 +80,10 @@ FORCE_SHARDED = _flag("FSDP_FORCE_SHARDED")
 USE_FULL_PREC_IN_EVAL = _flag("FSDP_USE_FULL_PREC_IN_EVAL")
 SKIP_WRITEBACK_CHECK = _flag("FSDP_SKIP_WRITEBACK_CHECK", alike=False)
 SHARD_ALIGNMENT: Variable[int | None] = Variable(
-    "FSDP_SHARD_ALIGNMENT", None, _positive, "a positive number of bytes, such as 16"
+    "FSDP_SHARD_ALIGNMENT",
+    None,
+    {str(2**power): 2**power for power in range(31)}.__getitem__,
+    "a number of bytes that is a power of two, such as 16",
 )
 DEBUG = _flag("FSDP_DEBUG", alike=False)
 HOST = Variable("FSDP_HOST", "", str, "any name", alike=False)

@@ -29,7 +29,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), ("FSDP_SHARD_ALIGNMENT", "0")])
+@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), *(("FSDP_SHARD_ALIGNMENT", text) for text in ("0", "3"))])
 def test_invalid_value_is_refused_when_a_module_is_wrapped(name: str, value: str) -> None:
     """The error names the variable, the value and the allowed values."""
     with mock.patch.dict(os.environ, {name: value}), pytest.raises(ValueError) as caught:
