@@ -45,6 +45,8 @@ from fsdp.runtime.mean_factor import mean_factor
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 
 if TYPE_CHECKING:
+    from fsdp import compat as compat
+    from fsdp import tools as tools
     from fsdp.tools.describe import Description, UnitDescription, describe
     from fsdp.tools.plan import Plan, StrategyPlan, plan
     from fsdp.tools.trace import Trace, trace
@@ -109,8 +111,12 @@ _TOOLS = ("Description", "Plan", "StrategyPlan", "Trace", "UnitDescription", "de
 
 
 def __getattr__(name: str) -> Any:
-    """Import the tools at the first use of one; training does not need them."""
-    if name not in _TOOLS:
+    """Import the tools, and ``fsdp.compat``, at the first use of one; training does not need them."""
+    if name == "compat":
+        import fsdp.compat
+
+        return fsdp.compat
+    if name not in ("tools", *_TOOLS):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fsdp.tools import describe, plan, trace, uneven_batches
 
@@ -120,5 +126,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, including tools that are not imported yet."""
-    return sorted([*__all__, "__version__", "checkpoint", "wrap"])
+    """List the public names, including those that are not imported yet."""
+    return sorted([*__all__, "__version__", "checkpoint", "compat", "tools", "wrap"])

@@ -201,7 +201,7 @@ def test_ragged_configs_are_accepted_for_sharded_state_dicts() -> None:
 
 def test_dir_lists_public_names_only() -> None:
     """Tab completion offers the tools before they are imported, and no implementation details."""
-    assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "wrap"}
+    assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "compat", "tools", "wrap"}
     assert all(hasattr(fsdp, name) for name in dir(fsdp))
     assert dir(fsdp.checkpoint) == sorted(fsdp.checkpoint.__all__)
 

@@ -33,8 +33,8 @@ LAYERS = [
     ["fsdp/names/"],
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/tools/"],
-    ["fsdp/__init__.py"],
     ["fsdp/compat/", "fsdp/__main__.py"],
+    ["fsdp/__init__.py"],
 ]
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
@@ -210,7 +210,7 @@ def imports_are_at_the_top(source: Source) -> list[str]:
         if isinstance(node, ast.With) and ast.unparse(node.items[0]) == "warnings.catch_warnings()":
             top.update(node.body)  # the imported module warns
         if source.name.endswith("/__init__.py") and isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
-            top.update(node.body)  # a package may load a file at the first use of a name
+            top.update(ast.walk(node))  # a package may load a file at the first use of a name
     lazy = [f"line {node.lineno}: import inside of something" for node, _ in source.imports if node not in top]
     by_name = [f"line {line}: {name}" for line, name in source.references if name == "importlib.import_module"]
     if source.name == "fsdp/compat/__init__.py":  # puts our names where torch's are; a torch may have no FSDP1
@@ -511,20 +511,22 @@ def loaded(*names):
     print(*sorted(module for module in sys.modules if module.startswith(names)))
 
 loaded("torch.distributed.fsdp", "fsdp.tools")
-print(fsdp.describe.__module__)
+loaded("fsdp.compat")
+print(fsdp.describe.__module__, fsdp.tools.__name__)
 import fsdp.checkpoint.ragged
 loaded("torch.distributed.checkpoint")
+print(fsdp.compat.unpatch.__module__)
 """
 
 
 def test_import_loads_only_needed_modules(tmp_path: Path) -> None:
-    """The bare import loads neither torch's FSDP nor the tools.
+    """The bare import loads neither torch's FSDP nor the tools nor `fsdp.compat`.
 
-    The tools are loaded at their first use; ragged tensors load no checkpoint package, which imports torch's FSDP.
+    These are loaded at their first use; ragged tensors load no checkpoint package, which imports torch's FSDP.
     """
     (tmp_path / "importing.py").write_text(IMPORTING)
     done = run_python("importing.py", folder=tmp_path, warn="error")
-    assert done == (0, "\nfsdp.tools.describe\n\n")
+    assert done == (0, "\n\nfsdp.tools.describe fsdp.tools\n\nfsdp.compat\n")
 
 
 # -- the rules themselves ------------------------------------------------------------------------------------------
