@@ -53,7 +53,7 @@ def save_trained(root: str) -> None:
 def test_checkpoint_is_converted_to_one_safetensors_file(tmp_path: Path) -> None:
     """The file has the plain model's names, dtypes, shapes and values, row-major and without gaps."""
     run_ranks(3, save_trained, str(tmp_path / "run"))
-    path = to_safetensors(tmp_path / "run", tmp_path / "model.safetensors")
+    path = to_safetensors(tmp_path / "run", tmp_path / "made" / "here" / "model.safetensors")
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
@@ -66,7 +66,7 @@ def test_checkpoint_is_converted_to_one_safetensors_file(tmp_path: Path) -> None
         data = torch.frombuffer(bytearray(content[end + begin : end + stop]), dtype=names[entry["dtype"]])
         found[key] = data.view(entry["shape"])
     assert_bit_equal(found, expected)
-    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "run"]
+    assert os.listdir(path.parent) == ["model.safetensors"]
 
 
 def test_damaged_checkpoint_leaves_no_converted_file(tmp_path: Path) -> None:
@@ -125,10 +125,18 @@ def test_the_command_converts_to_either_format(tmp_path: Path, capsys: pytest.Ca
         dcp.load(state, checkpoint_id=directory)
     assert torch.equal(state["model"]["linear.weight"], model.get_parameter("linear.weight"))
 
+    (tmp_path / "text").touch()
     for arguments, words in (
         (("run", "model.pt"), "expected NAME.safetensors"),
-        (("nothing", "x.safetensors"), "is no checkpoint"),
+        (("run",), "but the target is missing"),
+        (("run", "model.safetensors/new"), "Not a directory"),
+        (("run", "model.safetensors/new.safetensors"), "Not a directory"),
+        (("run", "run"), "run is the old checkpoint, or inside of it"),
+        (("run", "run/new/model.safetensors"), "is the old checkpoint, or inside of it"),
+        (("run", "text"), "File exists"),
+        (("nothing", "x.safetensors"), "nothing is no checkpoint of another program: it does not exist"),
+        (("run", "--list"), "run is no checkpoint of another program: it is one of this package"),
     ):
         with pytest.raises(SystemExit) as ended:
-            main(["convert", *(str(tmp_path / name) for name in arguments)])
+            main(["convert", *(str(tmp_path / name) if name != "--list" else name for name in arguments)])
         assert ended.value.code == 2 and words in capsys.readouterr().err

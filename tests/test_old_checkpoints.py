@@ -351,8 +351,8 @@ def test_parts_that_two_orders_of_parameters_fit_are_refused(tmp_path: Path) -> 
     model, policy = nn.Sequential(wrapped, own), CustomPolicy(lambda module: module is wrapped)
     torch.save({"0.weight": torch.ones(4, 4), "1.weight": torch.ones(4, 4)}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="whose sizes two orders of parameters have"):
-        convert(tmp_path, tmp_path / "new", model=model, auto_wrap_policy=policy)
-    plain = load_plain(convert(tmp_path, tmp_path / "new", model=model))  # one flat parameter would have other sizes
+        convert(tmp_path, f"{tmp_path}_new", model=model, auto_wrap_policy=policy)
+    plain = load_plain(convert(tmp_path, f"{tmp_path}_new", model=model))  # one flat parameter would have other sizes
     assert plain.optimizer is not None and (plain.optimizer["state"]["1.weight"]["exp_avg"] == 1).all()
 
 

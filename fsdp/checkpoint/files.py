@@ -282,11 +282,9 @@ def _below(root: Path, pattern: re.Pattern[str], newest: Path) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    try:
-        read_manifest(path / MANIFEST)
-    except (OSError, RuntimeError):
-        return False
-    return True
+    with contextlib.suppress(OSError, RuntimeError):
+        return bool(read_manifest(path / MANIFEST))
+    return False
 
 
 def numbered_path(root: Path, number: int) -> Path:
@@ -335,6 +333,11 @@ def read_verified(path: Path, record: FileRecord) -> bytes:
     return content
 
 
+def is_ours(path: Path) -> bool:
+    """Return whether ``path`` is a checkpoint of this package, or a directory of such."""
+    return (path / MANIFEST).is_file() or (path / LATEST).is_file()
+
+
 class Manifest(NamedTuple):
     """The content of a checkpoint's manifest.
 
@@ -371,8 +374,7 @@ def _latest(root: Path) -> Manifest:
     try:
         text = (root / LATEST).read_bytes().decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError) as error:
-        is_ours = numbered(root, NAME)  # and ``latest`` is lost
-        if not is_ours and (kind := old_sources.kinds_of(old_sources.find_sources(root))):
+        if not numbered(root, NAME) and (kind := old_sources.kinds_of(old_sources.find_sources(root))):
             raise FileNotFoundError(
                 f"{root} is no checkpoint of this package, but {kind}: convert it by `fsdp convert {root} NEW` or "
                 "fsdp.checkpoint.convert(), and load NEW (see Old checkpoints in fsdp/checkpoint/README.md)"

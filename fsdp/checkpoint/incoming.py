@@ -90,16 +90,19 @@ def convert(
         the new checkpoint or file.
 
     Raises, with nothing written:
-        FileNotFoundError: ``old`` is none of the kinds.
+        FileNotFoundError: ``old`` does not exist, or is none of the kinds.
+        OSError: ``new`` cannot be made, as where it is a file of another kind.
         RuntimeError: a file is damaged or truncated.
-        ValueError: files, ranks or elements are missing or there twice, or states do not have the shape of their
-            parameters, with all of them; or a pickle holds code; or names need ``model``, or do not fit it; or there
-            are several models.
+        ValueError: ``new`` is ``old`` or inside of it; or files, ranks or elements are missing or there twice, or
+            states do not have the shape of their parameters, with all of them; or a pickle holds code; or names need
+            ``model``, or do not fit it; or there are several models.
     """
     old, new = Path(old), Path(new)
-    if (old / files.MANIFEST).is_file() or (old / files.LATEST).is_file():
-        return to_safetensors(old, new) if new.suffix == ".safetensors" else to_dcp(old, new, trusted=trusted)
     of_model_only = new.suffix == ".safetensors"
+    if old.resolve() in (new.resolve(), *new.resolve().parents):
+        raise ValueError(f"{new} is the old checkpoint, or inside of it: give the new one a place of its own")
+    if files.is_ours(old):
+        return to_safetensors(old, new) if of_model_only else to_dcp(old, new, trusted=trusted)
     found = find_old(old, model, auto_wrap_policy, optimizer, of_model_only=of_model_only)
     if found.left_out:
         warn_user(f"{old} has tensors of neither a model nor an optimizer, which are left out: {found.left_out}")
@@ -126,7 +129,9 @@ def find_old(
         raise ValueError("expected the plain model, as it is before it is wrapped")
     sources = old_sources.find_sources(path)
     if not sources:
-        raise FileNotFoundError(f"{path} is no checkpoint: no .metadata, .safetensors or files of torch.save()")
+        found = "it has no .metadata, .safetensors or files of torch.save()" if path.exists() else "it does not exist"
+        found = "it is one of this package" if files.is_ours(path) else found
+        raise FileNotFoundError(f"{path} is no checkpoint of another program: {found}")
     leaves: Leaves = {}
     for source in sources:
         leaves |= {(source.name, *keys): value for keys, value in read_source(source).items()}

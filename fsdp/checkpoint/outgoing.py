@@ -30,6 +30,7 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
     Args:
         path: a directory of checkpoints, whose latest is taken, or one checkpoint.
         file: the file to write, usually ``model.safetensors``. A file of this name is replaced, and keeps its mode.
+            Its directory is made if it is missing.
 
     Returns:
         ``file``.
@@ -39,13 +40,12 @@ def to_safetensors(path: str | Path, file: str | Path) -> Path:
         RuntimeError: a file is damaged or missing, with the path.
         OSError: the file cannot be written, with the path.
     """
-    file = Path(file)
 
     def convert(manifest: Manifest) -> Path:
         with Contents(manifest, Reading()) as contents:
             saved = {key: contents.table[key] for key in contents.tensors if key.startswith(MODEL)}
             kinds = {key.removeprefix(MODEL): (torch_dtype(of.dtype), of.shape) for key, of in saved.items()}
-            return write_safetensors(file, kinds, lambda name: contents.whole([MODEL + name])[MODEL + name])
+            return write_safetensors(Path(file), kinds, lambda name: contents.whole([MODEL + name])[MODEL + name])
 
     return files.read_latest(Path(path), convert, files.find)
 
@@ -58,6 +58,7 @@ def write_safetensors(
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.incomplete")
     names = sorted(kinds, key=lambda name: -kinds[name][0].itemsize)  # so that all are aligned
     entries = laid_out((name, *kinds[name]) for name in names)
+    files.make_directories(file.parent)
     try:
         with SafetensorsFile.create(temporary, entries, {"format": "pt"}) as out:
             if file.exists():
@@ -86,9 +87,11 @@ def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) ->
     Returns:
         ``directory``.
 
-    Raises: as :func:`load_plain`.
+    Raises: as :func:`load_plain`, and
+        OSError: the directory cannot be made, with the path.
     """
     plain = load_plain(path, trusted=trusted, progress=False)
+    Path(directory).mkdir(parents=True, exist_ok=True)  # torch has errors of its own, for there it is one of many ranks
     state: dict[str, Any] = {"model": plain.model}
     if plain.optimizer is not None:
         state["optim"] = plain.optimizer

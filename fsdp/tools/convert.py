@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
         print(_described(find_old(source, model, policy)))
         return 0
     if target is None or target.suffix in OF_TORCH_SAVE:
-        raise ValueError(f"expected NAME.safetensors, or a directory without such a suffix, but got {target}")
+        found = f"got {target}" if target else "the target is missing"
+        raise ValueError(f"expected NAME.safetensors, or a directory without such a suffix, but {found}")
     made = fsdp.checkpoint.convert(source, target, model=model, auto_wrap_policy=policy, trusted=options.trusted)
     kind = "safetensors"
     if made.is_dir():
