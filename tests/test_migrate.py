@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -413,10 +415,37 @@ def test_the_command_reports_changes_and_manual_edits(tmp_path: Path, capsys: py
     path.write_text(SCRIPTS["plain"])
     assert main(["migrate", str(path)]) == 0
     assert capsys.readouterr().out == "0 changes proposed by --diff, 0 left to do by hand\n"
-    path.write_text("def")
-    with pytest.raises(SystemExit) as ended:
-        main(["migrate", str(path)])
-    assert ended.value.code == 2 and "fsdp migrate: invalid syntax (train.py, line 1)" in capsys.readouterr().err
+    wrong = {
+        b"def": "invalid syntax (train.py, line 1)",
+        b"x = 1\n\n\n'\xe9'\n": "'utf-8' codec can't decode byte 0xe9",
+    }
+    for content, words in wrong.items():
+        path.write_bytes(content)
+        with pytest.raises(SystemExit) as ended:
+            main(["migrate", str(path)])
+        assert ended.value.code == 2 and f"fsdp migrate: {path}: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_patch_has_the_encoding_and_the_ends_of_lines_of_the_script(
+    encoding: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: Any
+) -> None:
+    """It applies, also at the first line, and where the last one does not end."""
+    monkeypatch.chdir(tmp_path)
+    path, ddp = Path("train.py"), "from torch.nn.parallel import DistributedDataParallel"
+    lines = [
+        f"# coding: {encoding.removesuffix('-sig')}",
+        ddp,
+        "x = 'é\f'",
+        "model = DistributedDataParallel(net)  # é",
+    ]
+    path.write_bytes(end.join(lines).encode(encoding))
+    assert main(["migrate", str(path), "--diff"]) == 1
+    subprocess.run(["git", "apply", "-"], input=capfdbinary.readouterr().out, check=True, timeout=60)
+    lines[1] = "from fsdp import FullyShardedDataParallel as FSDP"
+    lines[3] = "model = FSDP(net, broadcast_buffers=True, use_orig_params=True, sync_module_states=True)  # é"
+    assert path.read_bytes() == end.join(lines).encode(encoding)
 
 
 def test_the_command_takes_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

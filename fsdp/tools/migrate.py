@@ -12,6 +12,7 @@ import ast
 import difflib
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,8 +99,8 @@ class Script:
         SyntaxError: the text is no Python.
     """
 
-    def __init__(self, text: str, name: str = "script.py") -> None:
-        self.text, self.name = text, name
+    def __init__(self, text: str, name: str = "script.py", encoding: str = "utf-8") -> None:
+        self.text, self.name, self.encoding = text, name, encoding
         self._source = Source(text, name)
         self._full, self._nodes = self._source.full, self._source.nodes
         self._flow = Flow(self._source, {*_DDP, *_WRAPPERS})
@@ -261,13 +262,14 @@ class Script:
         if any("FSDP(" in edit.text for edit in edits) and not any("as FSDP" in edit.text for edit in edits):
             top = [n for n in self._source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
             place = self._source.line_start((top[-1].end_lineno or 0) + 1 if top else 1)
-            edits.append(Edit(place, place, f"{_IMPORT}\n"))
+            edits.append(Edit(place, place, _IMPORT + ("\r\n" if "\r\n" in self.text else "\n")))
         return self._source.edited(edits)
 
     def diff(self) -> str:
         """Return a unified diff from the script to the proposed text; "" without changes."""
-        before, after = self.text.splitlines(keepends=True), self.migrated().splitlines(keepends=True)
-        return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (migrated)"))
+        before, after = (re.findall(".*\n|.+", text) for text in (self.text, self.migrated()))  # form feeds end no line
+        lines = difflib.unified_diff(before, after, self.name, f"{self.name} (migrated)")
+        return "".join(line if line[-1] == "\n" else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -284,20 +286,20 @@ def run(options: argparse.Namespace) -> int:
     """Print the findings. Return 0 if nothing is left to the user, else 1.
 
     Raises:
-        OSError, SyntaxError, UnicodeDecodeError: a script cannot be read; nothing was printed.
-        ValueError: a folder has no Python files.
+        OSError: a script cannot be read; nothing was printed.
+        ValueError: a script is no Python, or a folder has no Python files.
     """
     scripts, unread = [], []
     files = {file.resolve(): file for path in options.scripts for file in _files_of(path)}
     for file in files.values():
         try:
-            scripts.append(Script(file.read_text(), str(file)))
-        except (SyntaxError, UnicodeDecodeError) as error:
+            scripts.append(_read(file))
+        except (SyntaxError, ValueError) as error:
             if file in options.scripts:
-                raise
+                raise ValueError(f"{file}: {error}") from error
             unread.append((str(file), "by hand", f"not read: {error}"))
     for script in scripts if options.diff else ():
-        print(script.diff(), end="")
+        sys.stdout.buffer.write(script.diff().encode(script.encoding))
     out = sys.stderr if options.diff else sys.stdout
     found = [(f"{script.name}:{each.line}", each.kind, each.advice) for script in scripts for each in script.findings]
     for place, kind, advice in [*found, *unread]:
@@ -305,6 +307,13 @@ def run(options: argparse.Namespace) -> int:
     kinds = Counter(kind for _, kind, _ in [*found, *unread])
     print(f"{kinds['--diff']} changes proposed by --diff, {kinds['by hand']} left to do by hand", file=out)
     return 1 if kinds["by hand"] else 0
+
+
+def _read(file: Path) -> Script:
+    """Return the script with its own ends of lines, and with its byte order mark."""
+    with file.open("rb") as stream:
+        encoding = tokenize.detect_encoding(stream.readline)[0].removesuffix("-sig")
+    return Script(file.read_bytes().decode(encoding), str(file), encoding)
 
 
 def _files_of(path: Path) -> list[Path]:

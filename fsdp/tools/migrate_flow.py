@@ -51,7 +51,7 @@ class Edit(NamedTuple):
 
 
 class Source:
-    """The text of a script, with its tree.
+    """The text of a script, which may begin with a byte order mark, with its tree.
 
     Attributes:
         nodes: statements, expressions and comprehensions.
@@ -64,9 +64,10 @@ class Source:
 
     def __init__(self, text: str, name: str) -> None:
         self._bytes = text.encode()
+        mark = text[: text.startswith("\ufeff")]
         lengths = [len(line) for line in self._bytes.splitlines(keepends=True)]
-        self._line_starts = [0, *itertools.accumulate(lengths)]
-        self.tree = ast.parse(text, name)
+        self._line_starts = [len(mark.encode()), *itertools.accumulate(lengths)]
+        self.tree = ast.parse(text.removeprefix(mark), name)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.nodes = [n for n in ast.walk(self.tree) if isinstance(n, (ast.stmt, ast.expr, ast.comprehension))]
         self.aliases: dict[str, str] = {}
