@@ -73,6 +73,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sharding_strategy": 1}, TypeError, "sharding_strategy must be a ShardingStrategy"),
     ({"backward_prefetch": "pre"}, TypeError, "backward_prefetch"),
     ({"forward_prefetch": "yes"}, TypeError, "forward_prefetch must be a bool, but got 'yes'"),
+    ({"use_orig_params": "no"}, TypeError, "use_orig_params must be a bool, but got 'no'"),
     ({"limit_all_gathers": 2}, TypeError, "limit_all_gathers must be a bool"),
     ({"forward_prefetch_distance": True}, TypeError, "forward_prefetch_distance must be an int"),
     ({"backward_prefetch_distance": 1.5}, TypeError, "backward_prefetch_distance must be an int"),
@@ -109,6 +110,11 @@ def test_wrong_arguments_raise_before_the_module_changes(
     assert list(module.modules()) == children
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
     assert [p.shape for p in module.parameters()] == shapes
+
+
+def test_use_orig_params_may_be_none() -> None:
+    model = build(net(), process_group=StandIn(), use_orig_params=None)
+    assert all(isinstance(param, FlatParameter) for param in model.parameters())
 
 
 def test_only_modules_can_be_wrapped() -> None:

@@ -30,6 +30,8 @@ from fsdp.flat.names import own_modules
 from fsdp.flat.tensor_parallel import EXPERTS
 from fsdp.runtime.policy import UnitPolicy
 
+_FLAGS = ("forward_prefetch", "limit_all_gathers", "use_orig_params", "broadcast_buffers")
+
 
 @dataclass(frozen=True)
 class WrapOptions:
@@ -73,15 +75,14 @@ class WrapOptions:
         precision = as_mixed_precision(arguments["mixed_precision"])
         if arguments["param_init_fn"] is not None and not callable(arguments["param_init_fn"]):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(arguments['param_init_fn'])}")
+        arguments["use_orig_params"] = arguments["use_orig_params"] or False  # callers may pass None
+        arguments |= {name: as_flag(arguments[name], name) for name in _FLAGS}
         validated = arguments | {
             "sharding_strategy": strategy,
             "backward_prefetch": as_backward_prefetch(arguments["backward_prefetch"]),
             "mixed_precision": None if arguments["mixed_precision"] is None else precision,
             "cpu_offload": as_cpu_offload(arguments["cpu_offload"]),
             "flat_param_key": as_flat_param_key(arguments["flat_param_key"], arguments["use_orig_params"]),
-            "forward_prefetch": as_flag(arguments["forward_prefetch"], "forward_prefetch"),
-            "limit_all_gathers": as_flag(arguments["limit_all_gathers"], "limit_all_gathers"),
-            "broadcast_buffers": as_flag(arguments["broadcast_buffers"], "broadcast_buffers"),
         }
         policy = UnitPolicy.of(validated)
         check_groups(strategy, validated["process_group"], validated["device_mesh"], auto_wrap_policy)
