@@ -291,5 +291,12 @@ def test_the_command_runs_a_module(
     finally:
         unpatch()
     assert capsys.readouterr().out == f"{fsdp.CPUOffload} ['x']\n"
-    with pytest.raises(SystemExit, match=r"usage: fsdp run SCRIPT"):
-        compat.main([])
+    for arguments, code, words in (
+        (["--help"], 0, "usage: fsdp run SCRIPT ARGUMENTS"),
+        ([], 2, "usage: fsdp run SCRIPT ARGUMENTS"),
+        (["-m"], 2, "usage: fsdp run SCRIPT ARGUMENTS"),
+        (["nowhere.py", "-h"], 2, "fsdp run: cannot open nowhere.py: there is no such file\n"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            compat.main(arguments)
+        assert ended.value.code == code and capsys.readouterr()[code // 2].startswith(words)

@@ -14,8 +14,14 @@ from fsdp.compat import patch
 
 
 def main(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
-        sys.exit(__doc__)
+    """Run the program; exit with 2 for an error in the arguments."""
+    is_help = arguments[:1] in (["-h"], ["--help"])
+    if is_help or not arguments or arguments == ["-m"]:
+        print(__doc__, end="", file=sys.stdout if is_help else sys.stderr)
+        sys.exit(0 if is_help else 2)
+    if arguments[0] != "-m" and not Path(arguments[0]).exists():
+        print(f"fsdp run: cannot open {arguments[0]}: there is no such file", file=sys.stderr)
+        sys.exit(2)
     patch()
     if arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
