@@ -322,17 +322,17 @@ def as_resharding(value: Any, strategy: ShardingStrategy) -> tuple[bool | None, 
     return reshards, ranks if reshards else 0
 
 
-def as_count(value: Any, argument: str, of: str) -> int:
+def as_count(value: Any, argument: str, of: str, least: int = 0) -> int:
     """Check a number of units or bytes (``of``) and return it.
 
     Raises:
         TypeError: ``value`` is no integer.
-        ValueError: ``value`` is negative.
+        ValueError: ``value`` is less than ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, a number of {of}, but got {_described(value)}")
-    if value < 0:
-        raise ValueError(f"{argument} must be a number of {of}, 0 or more, but got {value}")
+    if value < least:
+        raise ValueError(f"{argument} must be a number of {of}, {least} or more, but got {value}")
     return value
 
 

@@ -141,6 +141,7 @@ def test_remarks_name_probable_mistakes() -> None:
     for one_unit in (whole, nothing):
         assert f"the whole model is one unit, gathered at once: no policy, or none that matched{hint}" in one_unit
     assert f"and most of the model is gathered at once: wrap more of the modules in it{hint}" in most
+    assert unmanaged.startswith("all that is wrapped is one unit, gathered at once")
     assert "9 numbers are in parameters that no unit owns: every rank holds all of them" in unmanaged
     assert fine == ""
 

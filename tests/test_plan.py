@@ -405,7 +405,7 @@ def test_wrapped_and_tensor_parallel_models_are_refused() -> None:
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
 TWO_UNITS = ModuleWrapPolicy({nn.Embedding, nn.Linear})
 INVALID: list[tuple[Any, dict[str, Any], type[Exception], str]] = [  # the model, further arguments, and the error
-    (Mlp, {"world_size": 0}, ValueError, "world_size must be a number of ranks, 1 or more, but got 0"),
+    (Mlp, {"world_size": -1}, ValueError, "world_size must be a number of ranks, 1 or more, but got -1"),
     ("Mlp", {}, TypeError, "model must be an nn.Module or a function that makes one, but got str"),
     (dict, {}, TypeError, "expected the function to make an nn.Module, but it made a dict"),
     (Mlp, {"strategy": HYBRID}, ValueError, "hybrid strategies need shard_size=, the number of ranks"),
@@ -492,7 +492,7 @@ WRONG = {
     ("--inputs", "missing:batch"): "argument --inputs: No module named 'missing'",
     ("--strategy", "FULL"): "argument --strategy: invalid choice: 'FULL' (choose from",
     ("--optimizer", "Adm"): "argument --optimizer: module 'torch.optim' has no attribute 'Adm'",
-    ("--batch-tokens", "8,4"): "argument --batch-tokens: invalid _ids value: '8,4'",
+    ("--batch-tokens", "8,4"): "argument --batch-tokens: expected sizes such as 8x1024, but got '8,4'",
     ("--device", "gpu"): "Expected one of cpu",
 }
 

@@ -169,7 +169,8 @@ def _remarks(units: tuple[UnitDescription, ...], unmanaged: int) -> Iterator[str
     largest = max(units, key=lambda unit: unit.numel)
     if any(unit.full_nbytes for unit in units):  # else no unit is ever gathered
         if len(units) == 1:
-            yield f"the whole model is one unit, gathered at once: no policy, or none that matched; {_REMEDY}"
+            what = "all that is wrapped" if unmanaged else "the whole model"
+            yield f"{what} is one unit, gathered at once: no policy, or none that matched; {_REMEDY}"
         elif largest.numel > _MOST * numel:
             where = f"{largest.name!r} holds" if largest.name else "the root holds, outside of the units in it,"
             yield (

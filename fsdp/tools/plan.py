@@ -201,8 +201,8 @@ def plan(
         NotImplementedError: the model has ``DTensor`` parameters.
     """
     for argument, number in {"world_size": world_size, "expert_ranks": expert_ranks, "shard_size": shard_size}.items():
-        if number is not None and as_count(number, argument, "ranks") < 1:
-            raise ValueError(f"{argument} must be a number of ranks, 1 or more, but got {number}")
+        if number is not None:
+            as_count(number, argument, "ranks", least=1)
     kind = torch.device(device).type
     if host_optimizer and kind == "cpu":
         raise ValueError("host_optimizer=True is for accelerators: on the CPU everything is in host memory anyway")
@@ -489,7 +489,10 @@ def _optimizer(name: str) -> Any:
 
 
 def _ids(text: str) -> torch.Tensor:
-    return torch.empty([int(size) for size in text.split("x")], dtype=torch.int64, device="meta")
+    sizes = text.split("x")
+    if not all(map(str.isdecimal, sizes)):
+        raise argparse.ArgumentTypeError(f"expected sizes such as 8x1024, but got {text!r}")
+    return torch.empty([*map(int, sizes)], dtype=torch.int64, device="meta")
 
 
 def _returned(name: str) -> Any:
