@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from functools import partial
@@ -26,14 +27,14 @@ from fsdp import (
     ShardingStrategy,
     StateDictSettings,
 )
-from fsdp.checkpoint import get_model_state_dict
+from fsdp.checkpoint import get_model_state_dict, set_model_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import on_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 from tests.harness.small import StandIn, torchs
-from tests.harness.states import FULL, KINDS, LOCAL, SHARDED, Rich, Tied, full_state, kind_of, rich
+from tests.harness.states import FULL, KINDS, LOCAL, SHARDED, Rich, Tied, full_state, kind_of, rich, swapping
 from tests.harness.strategies import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 MODES = [(strategy, mode) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for mode in (False, True)]
@@ -169,9 +170,16 @@ def expected_mismatches(state: dict[str, Any]) -> tuple[list[str], list[str]]:
     return tuple([key.replace("_checkpoint_wrapped_module.", "") for key in keys] for keys in found)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("mode", [False, True])
 @on_ranks(2)
-def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
+def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool, swaps: bool) -> None:
+    """Also where `nn.Module` loads by swapping tensors."""
+    with swapping(swaps):
+        check_mismatches(mode)
+
+
+def check_mismatches(mode: bool) -> None:
     model, rank = rich(mode), dist.get_rank()
     good = Rich(1).state_dict()
 
@@ -217,6 +225,40 @@ def test_a_mismatch_raises_on_every_rank_and_nothing_is_loaded(mode: bool) -> No
     for part in (model.module, model.module.left, model.module.blocks):
         with pytest.raises(RuntimeError, match="Missing key"):
             part.load_state_dict({})
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@on_ranks(2)
+def test_loads_by_swapping_tensors_keep_the_values_given_and_undo_all_changes(mode: bool) -> None:
+    """Gradients, attributes and identities stay as well if the load fails, and so do the values that were given."""
+    model, good, lacks = rich(mode), Rich(1).state_dict(), Rich(2).state_dict()
+    del lacks["last.bias"]
+    given = {key: value.clone() for key, value in lacks.items()}
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    weight = model.module.ignored[0].weight
+    weight.label = "kept"
+    params = [(param, param.grad) for param in model.parameters()]
+    with swapping():
+        for summoned in (contextlib.nullcontext(), FullyShardedDataParallel.summon_full_params(model)):
+            with summoned:
+                before = {key: value.clone() for key, value in full_state(model).items()}
+                refused(model, lacks)
+                refused(model, lacks, assign=True)
+                assert_bit_equal(full_state(model), before)
+        assert all(new is old and new.grad is grad for new, (old, grad) in zip(model.parameters(), params, strict=True))
+        assert_bit_equal(lacks, given)
+        assert weight.label == "kept" and weight.data_ptr() != lacks["ignored.0.weight"].data_ptr()  # type: ignore[attr-defined]
+        for kind in KINDS:
+            with kind_of(model, kind):
+                model.load_state_dict(model.state_dict())
+        assert_bit_equal(full_state(model), before)
+        for load in (model.load_state_dict, partial(set_model_state_dict, model)):
+            assert load(good) == ([], [])
+            assert_bit_equal(full_state(model), good)
+            with FullyShardedDataParallel.summon_full_params(model):
+                model.module.load_state_dict(before, assign=True)
+            assert_bit_equal(full_state(model), before)
 
 
 @on_ranks(2)

@@ -33,6 +33,7 @@ from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import NotLoaded, ranks_of
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
+from fsdp.flat.full_copy import undo_swap
 from fsdp.flat.names import WRAPPED_MODULE, clean, clean_text, unit_of, wrappers_in
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
@@ -290,7 +291,7 @@ class Backup:
     def __init__(self, modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> None:
         modules = list(modules)
         self._tensors = [
-            (module, attribute, tensor, _copy(tensor))
+            (module, attribute, tensor, _copy(tensor), undo_swap(tensor))
             for module in modules
             for attribute, tensor in (*registered_params(module), *persistent_buffers(module))
             if not isinstance(tensor, Target) and not is_lazy(tensor)
@@ -320,7 +321,8 @@ class Backup:
         with torch.inference_mode(False), torch.no_grad():
             for module, state in self._extra_state:
                 _restore_extra_state(module, state)
-            for module, attribute, tensor, values in self._tensors:
+            for module, attribute, tensor, values, swap_back in self._tensors:
+                swap_back()
                 local = local_of(tensor.detach())
                 if values is not None and local.shape == values.shape:
                     local.copy_(values)

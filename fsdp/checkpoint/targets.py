@@ -27,6 +27,8 @@ from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
 _SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Tensor.detach)  # noqa: B009, mypy
+# module_load() instead of copy_() under torch.__future__.set_swap_module_params_on_conversion(True)
+_LOADS: tuple[Any, ...] = (torch.Tensor.copy_, torch.Tensor.module_load)
 
 
 class _Shape(torch.Tensor):
@@ -59,9 +61,9 @@ class StandIn(_Shape):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
+        if func in _LOADS and isinstance(args[0], Target):
             return Target.__torch_function__(func, types, args, kwargs)
-        if func in (torch.Tensor.copy_, *_SAME_VALUES):
+        if func in (*_LOADS, *_SAME_VALUES):
             value = next(arg for arg in args if isinstance(arg, StandIn)).value
             raise ValueError(f"no unit shards it, and a {type(value).__name__} was given")
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,9 +71,9 @@ class StandIn(_Shape):
 
 
 class Target(_Shape):
-    """A placeholder of a parameter; ``copy_`` passes the argument to ``receive``."""
+    """A placeholder of a parameter; ``copy_`` and ``module_load`` pass the argument to ``receive``."""
 
-    receive: Callable[[Any], None]
+    receive: Callable[..., None]
     _is_param: bool
 
     @staticmethod
@@ -85,12 +87,14 @@ class Target(_Shape):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
+        if func in _LOADS and isinstance(args[0], Target):
             target, source = args[0], args[1]
             if target.shape != source.shape:
                 raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(target.shape)}")
             if source is not target:
-                target.receive(source)
+                target.receive(source, **(kwargs or {}) if func is torch.Tensor.module_load else {})
+            if func is torch.Tensor.module_load:  # nn.Module swaps the target and the result
+                target = Target(target, target.device, target.requires_grad, target.receive)
             return target
         if func in _SAME_VALUES:  # a copy into these is a copy into the target
             return args[0]
@@ -140,7 +144,12 @@ class UnitLoading(UnitTensors):
         super().restore()
         self._targets.clear()  # they refer to this object, which would keep the values until garbage is collected
 
-    def _receive(self, key: Key, value: Any) -> None:
+    def _receive(self, key: Key, value: Any, *, assign: bool = False) -> None:
+        if assign and value.dtype != (own := self._held[key].part.dtype):
+            raise ValueError(
+                f"assign=True would make it {value.dtype}, and the parameters it is sharded with are {own}; use "
+                "assign=False"
+            )
         value = value.value if isinstance(value, StandIn) else torch.detach(value)
         self._sources[key] = read(value, self._held[key], self.unit.groups, flat=self._flat)
         self.values[key] = value
@@ -160,14 +169,8 @@ class UnitLoading(UnitTensors):
         for key, current in registered.items():
             if current is None or current is self._targets[key]:
                 continue
-            own, dtype = self._held[key].part.dtype, current.dtype
             try:
-                if assign and dtype != own:
-                    raise ValueError(
-                        f"assign=True would make it {dtype}, and the parameters it is sharded with are {own}; use "
-                        "assign=False"
-                    )
-                self._receive(key, current)
+                self._receive(key, current, assign=assign)
             except (AssertionError, ValueError) as error:
                 yield f"While copying the parameter named {self.name(key)!r} of {self.unit.name}: {error}."
         self.restore()

@@ -14,7 +14,7 @@ unit is built) assign ``.data``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -40,6 +40,26 @@ def point_at(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> 
     """Let each tensor have the data of one of ``values``; it stays the same object."""
     for param, value in zip(params, values):
         param.data = value
+
+
+def undo_swap(tensor: torch.Tensor) -> Callable[[], None]:
+    """Return a function that gives ``tensor`` its present memory, gradient and attributes again if ``nn.Module`` has
+    loaded it by ``torch.utils.swap_tensors``, as under ``set_swap_module_params_on_conversion(True)``."""
+    if not torch.__future__.get_swap_module_params_on_conversion():
+        return lambda: None
+    attributes, twin = tensor.__dict__, tensor.detach()
+    if isinstance(tensor, nn.Parameter):
+        grad, values = tensor.grad, twin
+        like = values if grad is None else values.new_empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        twin = nn.Parameter(like, tensor.requires_grad)
+        twin.grad, twin.data = grad, values  # of other shapes inside of summon_full_params
+    twin.__dict__ = attributes
+
+    def swap_back() -> None:
+        if tensor.__dict__ is not attributes:  # the memory may be that of a value in the state dict
+            torch.utils.swap_tensors(tensor, twin)
+
+    return swap_back
 
 
 class BufferState(Enum):

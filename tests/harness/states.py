@@ -38,6 +38,16 @@ def kind_of(model: nn.Module, kind: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def swapping(on: bool = True) -> Iterator[None]:
+    """Let `nn.Module` swap tensors instead of copying values."""
+    torch.__future__.set_swap_module_params_on_conversion(on)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     with kind_of(model, "full"):
         return model.state_dict()
