@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp.comm.user_warnings import warn_user
-from fsdp.flat.names import members_of
+from fsdp.flat.names import compiled_in, members_of
 from fsdp.flat.ownership import ONE_UNIT_ONLY
 from fsdp.module_groups import ModuleGroups, forget, groups_in, inner_first
 from fsdp.runtime.hooks import around_forward
@@ -435,11 +435,13 @@ def _check_ties(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
 ) -> None:
-    """Raise ValueError if a parameter would belong to two units, with both names. A shared module is one unit.
+    """Raise ValueError if a parameter would belong to two units, with both names, or to a module that was given to
+    ``torch.compile``, whose result calls that module and not the wrapper. A shared module is one unit.
 
     ``targets`` maps each chosen module to the module that the unit wraps: the same one, or a group.
     """
     homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    compiled = compiled_in(root_module)
     pending = [(root_module, root_module, "")]
     while pending:
         module, unit, path = pending.pop()
@@ -449,6 +451,13 @@ def _check_ties(
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored_params:
                 continue
+            if unit in compiled:
+                name = next(name for name, module in root_module.named_modules() if module is unit)
+                raise ValueError(
+                    f"auto_wrap_policy chooses {name!r} ({type(unit).__name__}), but the module that torch.compile has "
+                    "made around it would not call the wrapper: compile in place, by the module's own compile(), or "
+                    "wrap first and compile afterwards"
+                )
             first, name = homes.setdefault(param, (unit, f"{path}{attribute}"))
             if first is not unit:
                 raise ValueError(

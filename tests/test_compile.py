@@ -147,6 +147,18 @@ def test_training_step_may_be_one_compiled_function() -> None:
 
 
 @on_ranks(2)
+def test_a_policy_that_chooses_a_compiled_module_is_refused() -> None:
+    """The compiled module would call the module and not its wrapper. Units inside of it are of no matter."""
+    plain: Any = build_plain()
+    plain.blocks[0] = torch.compile(plain.blocks[0], backend="eager")
+    with pytest.raises(ValueError, match=r"'blocks\.0\._orig_mod' \(Block\).*module's own compile\(\)"):
+        FullyShardedDataParallel(plain, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    assert not any(isinstance(module, FullyShardedDataParallel) for module in plain.modules())
+    everything = FullyShardedDataParallel(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.LayerNorm, Block}))
+    assert len(FullyShardedDataParallel.fsdp_modules(everything)) == 11
+
+
+@on_ranks(2)
 def test_code_after_a_backward_is_compiled() -> None:
     """Hooks of a backward run with the compiler off, and switch it on again."""
     import torch._dynamo

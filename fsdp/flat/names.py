@@ -144,6 +144,12 @@ def _is_hidden(module: nn.Module, child: str) -> bool:
     )
 
 
+def compiled_in(model: nn.Module) -> set[nn.Module]:
+    """Return the modules in ``model`` around which ``torch.compile`` has made another module."""
+    hidden = [m._modules[_COMPILED_MODULE] for m in model.modules() if _is_hidden(m, _COMPILED_MODULE)]
+    return {module for module in hidden if module is not None}
+
+
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate like ``named_modules()``, with every path to each module, by the plain model's names."""
     for plain, _, module in _walk(model, "", ""):
