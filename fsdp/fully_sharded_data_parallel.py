@@ -149,6 +149,8 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     * ``p.normal_()`` on one rank: call it on all ranks, inside ``summon_full_params``.
     * ``dist.all_reduce(p.grad)``: leave it out. Gradients are averaged already, and ranks have parts of other sizes.
     * A dict of ``named_parameters()`` as a checkpoint: use ``state_dict()``.
+    * ``torch.func.functional_call(model, parameters, inputs)`` from outside: it assigns the parameters, and they stay.
+      Call it on a plain model that has loaded ``state_dict()``, or in a unit's forward on a module inside the unit.
     * ``AveragedModel`` of the plain module, updated with the wrapped one: make it of the wrapped one.
 
     Args:

@@ -109,6 +109,8 @@ def test_functional_call_computes_with_the_given_weight(world_size: int) -> None
             loss_of(plain).backward()
             torch.testing.assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
             plain.zero_grad(), model.zero_grad()
+        with pytest.raises(TypeError, match=r"'linear.weight' of .*functional_call.* on a plain model that has loaded"):
+            functional_call(model, {"0.linear.weight": torch.eye(5)}, batch())
         assert_alike(model, plain, describe(mode))
         assert list(map(id, model.parameters())) == before, describe(mode)
         with summon(model):

@@ -238,7 +238,11 @@ class ParamGuard:
         name = f"the flat parameter of {unit}" if is_flat else f"{layout.params[index].name!r} of {unit}"
         whole = is_flat or like.shape == layout.params[index].shape
         if not isinstance(new, nn.Parameter):
-            raise TypeError(f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}")
+            raise TypeError(
+                f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}. If the tensor is "
+                "from torch.func.functional_call(): that assigns to a wrapped module. Call it on a plain model that "
+                "has loaded state_dict(), or in the unit's forward on a module inside the unit"
+            )
         if isinstance(new, DTensor) and self._registration.summoned is None:
             raise NotImplementedError(
                 f"Cannot writeback {name}: it became a DTensor while it is sharded. Assign one inside "
