@@ -151,6 +151,8 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     * A dict of ``named_parameters()`` as a checkpoint: use ``state_dict()``.
     * ``torch.func.functional_call(model, parameters, inputs)`` from outside: it assigns the parameters, and they stay.
       Call it on a plain model that has loaded ``state_dict()``, or in a unit's forward on a module inside the unit.
+    * An average written into the values of ``state_dict()``, which are copies: write into the ``parameters()`` of the
+      copied model, from those of the model, or load the dict by ``load_state_dict``.
     * ``AveragedModel`` of the plain module, updated with the wrapped one: make it of the wrapped one.
 
     Args:
