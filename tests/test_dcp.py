@@ -150,6 +150,12 @@ def test_names_depend_on_the_wrapper_and_not_on_attribute_names(tmp_path: Path) 
         loose = StateDictOptions(strict=False)
         found = set_model_state_dict(model, {"head.bias": torch.ones(2)}, options=loose)
         assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias"}, name
+        by_module: Any = {model: {"head.bias": torch.ones(2)}, model.get_submodule(name): {"bias": torch.ones(3)}}
+        found = set_model_state_dict(model, by_module, options=loose)
+        assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias", f"{name}.bias"}, name
+        assert get_model_state_dict(model, options=FULL)[f"{name}.bias"].tolist() == [1, 1, 1], name
+        with pytest.raises(ValueError, match="a Linear is not in it"):
+            set_model_state_dict(model, {nn.Linear(1, 1): {}}, options=loose)  # type: ignore[dict-item]
         save(tmp_path, model)
         load(tmp_path, plain)
         assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,13 +129,16 @@ def get_model_state_dict(
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
     """Load a dict of :func:`get_model_state_dict`, or of a plain model. All ranks have to call.
 
+    A dict ``{submodule: its state dict}``, which is deprecated in torch, is accepted as well.
+
     Either all ranks that share a wrapped module load, or none. Only effects of a module's own ``set_extra_state`` or
     ``_load_from_state_dict`` cannot always be undone; a warning is given then.
 
     Returns:
         the missing and unexpected keys.
 
-    Raises: as ``load_state_dict()`` of a wrapped module.
+    Raises: as ``load_state_dict()`` of a wrapped module, and
+        ValueError: a key is a module that is not in the model.
     """
     options = StateDictOptions.of(options)
     with calling("set_model_state_dict()", model):
@@ -142,9 +146,20 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
         if from_first:
             check_no_experts(model, "set_model_state_dict(broadcast_from_rank0)")
         load = load_from_first if from_first else load_alike
-        found = by_name.load_model_state(load, model, model_state_dict, options.settings, strict=options.strict)
+        state = _with_names(model, model_state_dict)
+        found = by_name.load_model_state(load, model, state, options.settings, strict=options.strict)
         plain = PlainNames(inside(model)).plain
         return type(found)(*(list(map(plain, keys)) for keys in found))
+
+
+def _with_names(model: nn.Module, state: Any) -> Any:
+    """Replace submodules, as the keys of state dicts in ``state``, by the plain model's names."""
+    if not isinstance(state, Mapping) or not any(isinstance(key, nn.Module) for key in state):
+        return state
+    prefixes = {module: f"{path}." if path else "" for path, module in plain_modules(inside(model))}
+    if unknown := [type(key).__name__ for key in state if key not in prefixes]:
+        raise ValueError(f"each key has to be a module in the model, but a {unknown[0]} is not in it")
+    return {prefixes[key] + name: value for key, values in state.items() for name, value in values.items()}
 
 
 def _frozen(model: nn.Module) -> list[str]:
