@@ -617,9 +617,12 @@ def test_different_settings_of_instances_and_mismatched_configs_are_refused() ->
 @on_ranks(2)
 def test_loading_a_local_state_dict_as_a_full_one_raises_by_name() -> None:
     for use_orig_params in (False, True):
-        model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, use_orig_params)
+        model = wrap(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), FULL_SHARD, use_orig_params)
         with FullyShardedDataParallel.state_dict_type(model, LOCAL):
             state = model.state_dict()
+            lacks = {key: value for key, value in state.items() if key != "1.running_mean"}
+            told = refused(model, lacks)  # of something else, without advice to do what is done
+            assert 'Missing key(s) in state_dict: "1.running_mean"' in told and "LOCAL_STATE_DICT" not in told
         with pytest.raises(RuntimeError, match=r"(?s)Missing key.*LOCAL_STATE_DICT: load it inside FSDP.state_dict_ty"):
             model.load_state_dict(state)
 

@@ -75,8 +75,8 @@ def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
     )
 
 
-def _reason(keys: Sequence[str]) -> str:
-    """Return the probable reason why a state dict with these keys lacks names of the model."""
+def _reason(model: nn.Module, keys: Sequence[str]) -> str:
+    """Return the probable reason why a state dict with these keys lacks names of ``model``."""
     if not keys:
         return (
             f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
@@ -93,7 +93,8 @@ def _reason(keys: Sequence[str]) -> str:
             "Keys in the state dict have parts that wrappers add to names, as those of named_parameters() have: take "
             "them away, or save state_dict()"
         )
-    if any(flat_name(0) in key for key in keys):
+    is_local = any(Form.of(unit.state_settings.state_dict_config).is_flat for unit in units_of(model))
+    if not is_local and any(flat_name(0) in key for key in keys):
         return (
             "The state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it inside "
             "FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)"
@@ -116,7 +117,7 @@ def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Ma
             try:
                 loading = prepare(model, into_module, state_dict, strict)
             except RuntimeError as error:
-                if "Missing key" in str(error) and (reason := _reason([*map(str, state_dict)])):
+                if "Missing key" in str(error) and (reason := _reason(model, [*map(str, state_dict)])):
                     raise RuntimeError(f"{error}\n\t{reason}") from error
                 raise
             undo.callback(loading.undo)
