@@ -351,6 +351,9 @@ def test_mismatched_states_are_refused_on_every_rank_and_change_nothing() -> Non
                 FSDP.scatter_full_optim_state_dict(given if dist.get_rank() == 0 else None, model, optim=optimizer)
         assert_same(optimizer.state_dict(), before, "nothing was loaded")
         if uop:  # members are independent
+            given = with_changes(saved, all=None) if dist.get_rank() == 1 else saved
+            with pytest.raises(RuntimeError, match=f"rank 1: it differs from rank 0 in the state of '{name}'"):
+                FSDP.optim_state_dict_to_load(model, optimizer, given)
             loadable = FSDP.optim_state_dict_to_load(model, optimizer, with_changes(saved, all=None))
             loading_ranks = {
                 n.replace("_fsdp_wrapped_module.", ""): i for i, (n, _) in enumerate(model.named_parameters())
@@ -366,7 +369,7 @@ def test_mismatched_states_are_refused_on_every_rank_and_change_nothing() -> Non
         assert FSDP.optim_state_dict_to_load(model, optimizer, extra)["state"]["of.another.model"] == {"x": 1}
 
 
-# -- without communication ---------------------------------------------------------------------------------------------
+# -- parameters without state ------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -101,22 +101,21 @@ def optimizers_to_load(
     settings: StateDictSettings,
     *,
     strict: bool,
-    from_rank0: bool = False,
+    **how: bool,
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
     """Return the part of ``state`` that each optimizer loads, without loading it. All ranks have to call.
 
     Args:
         state: ``{"state": ..., "param_groups": ...}`` as of :func:`optimizer_state`, or a flat dict.
         strict: a parameter of an optimizer that is not in the dict is an error.
-        from_rank0: only rank 0 has the dict.
+        how: ``from_rank0`` and ``together`` as for :func:`optim_state_dict_to_load`.
     """
     model = entered(model, settings)
     params, alone = ModelParams(model, groups_of(optimizers)), len(optimizers) == 1
     found: list[tuple[Optimizer, dict[str, Any]]] = []
     for one in optimizers:
         given = functools.partial(_part_of, one, model, params, state, strict=strict, alone=alone)
-        own = one.param_groups
-        loadable = optim_state_dict_to_load(model, given, own, optim=one, from_rank0=from_rank0, strict=strict)
+        loadable = optim_state_dict_to_load(model, given, one.param_groups, optim=one, strict=strict, **how)
         found.append((one, loadable))
     return found
 

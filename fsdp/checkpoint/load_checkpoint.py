@@ -210,8 +210,8 @@ class _Load:
         if self.several is not None:
             state = contents.optimizer_state({*chain(*self.trained)}, self._place_state)
             self._check_classes(state["param_groups"], contents.values([CLASSES]).get(CLASSES, []))
-            settings, strict = by_name.ragged(), self.reading.strict
-            self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, settings, strict=strict)
+            how, settings = {"strict": self.reading.strict, "together": False}, by_name.ragged()
+            self.optimizers = by_name.optimizers_to_load(self.model, self.several, state, settings, **how)
         self._of_live, self._of_new = contents.find(self.live), contents.find(self.new)
 
     def read(self, rank: int) -> Any:

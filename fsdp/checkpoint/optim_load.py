@@ -1,9 +1,9 @@
 """Loading optimizer state: from tensors by parameter name to this rank's part of the optimizer's state.
 
-Each rank takes the elements of its shard from a full dict, without communication. Values on rank 0 alone, and chunks of
-rows on all ranks, are sent to their ranks: one collective per unit, in several batches for large units. Every check
-precedes all communication of tensors, on every rank with an equal description of the dict, so that all ranks raise or
-none.
+Each rank takes the elements of its shard from a full dict, without communication of tensors. Values on rank 0 alone,
+and chunks of rows on all ranks, are sent to their ranks: one collective per unit, in several batches for large units.
+Every check precedes all communication of tensors. The ranks of a unit compare which states their dicts have, so that
+all of them raise or none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.forms import Held, Source, is_part, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, watched
@@ -107,7 +106,8 @@ class _Plan:
     Attributes:
         arrivals: the tensors of each unit, and where this rank finds the values. Of values on rank 0 alone: the value
             there, and None on the other ranks.
-        exchanged: descriptions of the values that need communication.
+        compared: descriptions of the states in the dict, and of the values that need communication, which have to be
+            equal on all ranks of the unit.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class _Plan:
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[tuple[Held, Any]]] = {}
-        self.exchanged: dict[Unit, list[str]] = {}
+        self.compared: dict[Unit, list[str]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, StateInfo]] = []  # (parameter, name of the state, value)
         self._problems: list[str] = []
         self._from_rank0 = from_rank0
@@ -175,6 +175,8 @@ class _Plan:
             )
             return
         local: dict[str, Any] = {}
+        compared = self.compared.setdefault(holder.unit, [])
+        compared += (f"the state of {member.name!r} ({', '.join(sorted(map(repr, names)))})" for member in present)
         for state in sorted(names, key=state_order):  # the same order on all ranks
             values = [states[member][state] for member in present]
             if not all(isinstance(value, StateInfo) for value in values):
@@ -232,7 +234,7 @@ class _Plan:
             raise type(error)(f"{called}: {error}") from error
         if source.placement is not None:
             words = f"{called} ({whole.dtype}, {source.placement})"
-            self.exchanged.setdefault(unit, []).append(words)
+            self.compared.setdefault(unit, []).append(words)
         return source
 
     def present_or(self, new: torch.Tensor, param: nn.Parameter, state: Any) -> torch.Tensor:
@@ -324,6 +326,7 @@ def optim_state_dict_to_load(
     from_rank0: bool = False,
     group: Any = None,
     strict: bool = True,
+    together: bool = True,
 ) -> dict[str, Any]:
     """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
     modified.
@@ -338,19 +341,18 @@ def optim_state_dict_to_load(
             state is kept.
         from_rank0: ``given`` is called only on rank 0 of ``group``; errors are raised on all ranks.
         strict: leave out parameters that no group of the dict contains. Without it they stay as ``optim`` has them.
+        together: all ranks that share a unit call, and compare which states they have. False: without communication;
+            then the caller has to agree with the other ranks, and the dict must be full.
 
-    Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
-    different ones.
+    Raises, on every rank: the same errors, and RuntimeError if another rank cannot load, or has different states.
     """
     params = ModelParams(model, own)
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
-    saved = None if from_rank0 else with_values(given())
-    chunked = any(map(is_sharded, tree_leaves((saved or {}).get("state"))))
     present = getattr(optim, "state", {})  # no optimizer, or a wrapper without states, has none
 
     def describe() -> Description:
-        return _describe(with_values(given()) if from_rank0 else saved, params, full=from_rank0)
+        return _describe(with_values(given()), params, full=from_rank0 or not together)
 
     def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None]:
         first = ranks_of(params.units, [group])
@@ -361,8 +363,8 @@ def optim_state_dict_to_load(
         return _Plan(params, contents, present, from_rank0=from_rank0, strict=strict), groups
 
     keys = {param: params.key_of_named(param) if is_named else key for key, param in params.by_id.items()}
-    ranks = ranks_of(params.units if chunked else ())  # otherwise without communication
-    plan, groups = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].exchanged))
+    ranks = ranks_of(params.units if together and not from_rank0 else ())
+    plan, groups = ranks.together("load optimizer state", make_plan, lambda made: by_group(made[0].compared))
     channels = Channels()
     for unit, arriving in plan.arrivals.items():
         label = f"optimizer state of {params.units[unit]}"

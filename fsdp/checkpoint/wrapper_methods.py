@@ -257,7 +257,8 @@ class StateDictMethods(nn.Module):
         """Convert a dict by parameter names, full or sharded, to one for ``optim.load_state_dict`` on this rank.
 
         The dict may be from any number of ranks, any wrapping, or a plain model (after ``rekey_optim_state_dict``). If
-        ``state_dict_type`` has ``rank0_only``, only rank 0 of ``group`` (None: the default group) needs the dict.
+        ``state_dict_type`` has ``rank0_only``, only rank 0 of ``group`` (None: the default group) needs the dict. All
+        ranks have to call: they compare which states they have.
 
         States and settings are matched by the names of parameters, in any order of groups and parameters. When
         ``optim`` loads the result, states keep the dtypes that they have in it. Element-wise states of torch's own
@@ -274,6 +275,7 @@ class StateDictMethods(nn.Module):
                 different settings have those of one group.
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
+            RuntimeError: another rank cannot load, or its dict has states of other parameters.
         """
         from_rank0, own = _optim_form(model).rank0_only, optim.param_groups
         how = {"is_named": is_named_optimizer, "from_rank0": from_rank0, "group": group}
@@ -300,9 +302,10 @@ class StateDictMethods(nn.Module):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Return ``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, the result is
-        for an optimizer built from ``optim_input``, or from ``model.parameters()``."""
-        return _to_load(full_optim_state_dict, model, _groups_of(optim, optim_input), optim)
+        """Return ``optim_state_dict_to_load`` of a full dict that every rank has, without communication: ranks are not
+        compared. Without ``optim``, the result is for an optimizer built from ``optim_input``, or from
+        ``model.parameters()``."""
+        return _to_load(full_optim_state_dict, model, _groups_of(optim, optim_input), optim, together=False)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
