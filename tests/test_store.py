@@ -218,9 +218,8 @@ def refuses_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 @on_ranks(2)
 def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
-    """No space, read-only, no permission, a bad `extra`: the old checkpoint is intact, and training continues."""
-    root = str(tmp_path / "run")
-    rank = dist.get_rank()
+    """No space, read-only, no permission, bad arguments: the old checkpoint is intact, and training continues."""
+    root, rank = str(tmp_path / "run"), dist.get_rank()
     torch.manual_seed(3)
     model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
     train(model)
@@ -249,10 +248,15 @@ def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"on all ranks: .* has no optimizer state, and nothing was loaded. Load"):
         load(root, model, optimizer)
     save(f"{root}-optimizer", model, optimizer)
+    for call in (save, async_save, load):
+        with pytest.raises(RuntimeError, match=rf"{call.__name__}\(\) with 1 optimizer, and rank 0 with 0 optimizers"):
+            call(f"{root}-optimizer", model, optimizer if rank == 1 else None)
     if rank == 1:
         optimizer.register_load_state_dict_pre_hook(refuses_state)
-    with pytest.raises(ValueError, match="rank 1: not here"):
-        load(f"{root}-optimizer", model, optimizer)
+        optimizer.register_state_dict_post_hook(refuses_state)
+    for call, kind in ((load, ValueError), (save, RuntimeError)):
+        with pytest.raises(kind, match="rank 1: not here"):
+            call(f"{root}-optimizer", model, optimizer)
     train(model)
     assert load(root, model) == {"step": 1}
     assert_bit_equal(full_state(model), before)

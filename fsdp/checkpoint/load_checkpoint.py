@@ -41,7 +41,7 @@ from fsdp.checkpoint.optim_load import UnreadState
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import PieceRead, RankFile
-from fsdp.checkpoint.save_checkpoint import Optimizers, classes_of
+from fsdp.checkpoint.save_checkpoint import Optimizers, classes_of, count_of
 from fsdp.checkpoint.values import torch_dtype
 from fsdp.comm import host_memory
 from fsdp.comm.consensus import Ranks
@@ -111,8 +111,8 @@ def load(
         RuntimeError: a file is damaged or missing, with the path; or the second pass of ``in_place`` has failed, and
             the model has to be loaded again; or names or shapes do not fit the model, with all of them; or a value can
             only be loaded with ``trusted``; or there is no optimizer state, or some that no ``optimizer`` takes, or
-            that of an optimizer of another class; or a forward or backward is under way; or another rank is gone or was
-            interrupted.
+            that of an optimizer of another class; or the ranks pass different numbers of optimizers (``strict``); or a
+            forward or backward is under way; or another rank is gone or was interrupted.
         OSError: a file cannot be read, with the path.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
@@ -295,7 +295,8 @@ def _found(ranks: Ranks, number: int, source: str | Path | Local) -> list[Found]
 
 def _load(ranks: Ranks, read: Callable[[ExitStack], Any], load: _Load) -> Any:
     with ExitStack() as stack:
-        ranks.together("check what is to be loaded", load.look_at_model)
+        alike = count_of(load.several) if load.reading.strict else {}  # else ranks may load different modules
+        ranks.together("check what is to be loaded", load.look_at_model, lambda _: alike)
         extra = read(stack)
         with Backup(optimizers=[one for one, _ in load.optimizers]), ExitStack() as undo:
             loading = ranks.together("load what was read", lambda: load.prepare(undo))

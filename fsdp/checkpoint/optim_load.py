@@ -77,13 +77,12 @@ def _describe(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *
     states = {name: {k: _described_value(v) for k, v in given[name].items()} for name in given if name in known}
     others = {name: state for name, state in given.items() if name not in known}
     renamed = {name: bare_names[bare(name)] for name in others if bare(name) in bare_names}
-    sharded = [name for name in states if full and any(map(is_part, given[name].values()))]
+    sharded = ", ".join(sorted(name for name in states if full and any(map(is_part, given[name].values()))))
     if renamed:
         listed = ", ".join(f"{name!r} (is it {candidate!r}?)" for name, candidate in renamed.items())
         raise ValueError(f"expected the names of this model's parameters, but got {listed}")
     if sharded:
-        listed = ", ".join(sorted(sharded))
-        raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
+        raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {sharded} are sharded")
     return Description(states, others, copy.deepcopy(optim_state_dict.get("param_groups")))
 
 
@@ -138,8 +137,8 @@ class _Plan:
         self._present, self._kept, self.contents = present, {} if strict else present, contents
         # the parameters in the dict, with state or without
         self._known = {*contents.states, *(name for group in contents.groups or () for name in group["params"])}
-        stepped = [key for key in present if isinstance(key, torch.Tensor)]
-        self._taken = {None, *map(_address, stepped)} - {0}  # addresses that no state may have
+        # addresses that no state may have
+        self._taken = {None, *(_address(key) for key in present if isinstance(key, torch.Tensor))} - {0}
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -233,8 +232,7 @@ class _Plan:
         except (AssertionError, ValueError) as error:
             raise type(error)(f"{called}: {error}") from error
         if source.placement is not None:
-            words = f"{called} ({whole.dtype}, {source.placement})"
-            self.compared.setdefault(unit, []).append(words)
+            self.compared[unit].append(f"{called} ({whole.dtype}, {source.placement})")
         return source
 
     def present_or(self, new: torch.Tensor, param: nn.Parameter, state: Any) -> torch.Tensor:

@@ -34,6 +34,7 @@ from fsdp.checkpoint.index import CLASSES, EXTRA, GROUPS, MODEL, OTHERS, VERSION
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.rank_file import Piece
+from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.placement.boxes import Part, memory_order
@@ -94,8 +95,9 @@ def save(
         TypeError: ``extra``, the optimizer or extra state holds an object that is not loaded safely, with the path to
             it; or ``model`` is no module.
         ValueError: ``keep`` is no positive number.
-        RuntimeError: a forward or backward is under way; or another process has removed or changed written files; or
-            another rank is gone or was interrupted. The next save works.
+        RuntimeError: a forward or backward is under way; or the ranks pass different numbers of optimizers; or another
+            process has removed or changed written files; or another rank is gone or was interrupted. The next save
+            works.
         NotImplementedError: ranks hold different experts that were not declared (``fsdp.shard_experts``); or the
             optimizer has states that cannot leave a sharded parameter; or a tensor is sparse, quantized, nested or of a
             subclass, with the name.
@@ -287,7 +289,7 @@ class Save:
         before, self.ranks.underway = self.ranks.underway, None
         state: dict[str, Any] = {}
 
-        def take_model() -> None:
+        def take_model() -> list[Optimizer] | None:
             if isinstance(before, Outcome) and (error := before.unseen()) is not None:
                 raise RuntimeError(
                     "the save in the background before this one has failed, and nobody had asked for its result; this "
@@ -305,15 +307,19 @@ class Save:
             of_model = by_name.model_state(model, by_name.ragged())
             state.update((MODEL + name, value) for name, value in of_model.items())
             state[VERSIONS] = by_name.versions_of(of_model)
+            return None if optimizer is None else by_name.as_list(optimizer)
 
         def take_optimizer() -> None:
-            if optimizer is not None:
-                state.update(_optimizer_state(model, optimizer))
+            if several is not None:
+                with calling("fsdp.checkpoint.save()", model):
+                    for unit in units_of(model):  # at once: where one rank fails, those that wait for it raise
+                        unit.announce()
+                    state.update(_optimizer_state(model, several))
             self.divide(state)
             if stage:
                 self._stage()
 
-        self.ranks.together("check what is to be saved", take_model)
+        several = self.ranks.together("check what is to be saved", take_model, count_of)
         self.ranks.together("take what is to be saved", take_optimizer)
 
     def divide(self, state: dict[str, Any]) -> None:
@@ -413,8 +419,13 @@ class Save:
         return written
 
 
-def _optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
-    several = by_name.as_list(optimizer)
+def count_of(optimizers: Sequence[Optimizer] | None) -> dict[None, list[str]]:
+    """Return the text that has to be equal on all ranks; see ``Agreement.together``."""
+    number = len(optimizers or ())
+    return {None: [f"{number} optimizer{'s' * (number != 1)}"]}
+
+
+def _optimizer_state(model: nn.Module, several: Sequence[Optimizer]) -> dict[str, Any]:
     given = by_name.optimizer_state(model, several, by_name.ragged())
     trained = {name for group in given["param_groups"] for name in group["params"]}
     state = {
@@ -425,8 +436,8 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer
     }
     if others := {name: value for name, value in given["state"].items() if name not in trained}:
         state[OTHERS] = others
-    state[CLASSES] = [classes_of(one) for one in several for _ in one.param_groups]
-    return {**state, GROUPS: given["param_groups"]}
+    classes = [classes_of(one) for one in several for _ in one.param_groups]
+    return {**state, CLASSES: classes, GROUPS: given["param_groups"]}
 
 
 def classes_of(optimizer: Optimizer) -> list[str]:

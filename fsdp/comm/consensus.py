@@ -132,7 +132,8 @@ class Agreement:
         """Run ``action`` on every rank; each returns the local result.
 
         Args:
-            same: gives texts for each group that have to be equal on all of its ranks.
+            same: gives texts for each group that have to be equal on all of its ranks. :class:`Ranks` compares those of
+                None, which follow "is in the call with".
 
         Raises:
             Exception: on every rank, if ``action`` failed on any, or if texts differ.
@@ -456,10 +457,10 @@ class Ranks(Agreement):
             raise RuntimeError(f"{self._place}: {reason or gone}") from gone
 
     def _through_tree(self, what: _Round, side: Any) -> tuple[Any, dict[int, Failure], BaseException | None]:
-        parent, ranges = tree(self.rank, self.size)
-        children = [ranks[0] for ranks in ranges]
-        own = what.share, what.failures, {self._place: self.rank}
-        shares: list[Any] = [own, *(side.receive(child) for child in children)]
+        parent, children = tree(self.rank, self.size)
+        here = _, own = self._place, ", ".join(what.texts.get(None, ()))
+        shares: list[Any] = [(what.share, what.failures, {here: self.rank})]
+        shares += (side.receive(child[0]) for child in children)
         failures = {rank: failure for _, theirs, _ in shares for rank, failure in theirs.items()}
         places = {place: rank for _, _, theirs in reversed(shares) for place, rank in theirs.items()}
         then, join, value, answer, error = what.then, what.join, None, None, None
@@ -470,15 +471,16 @@ class Ranks(Agreement):
             side.send(parent, (value, failures, places))
             answer, failures = side.receive(parent)
         elif not failures:
-            for place, rank in places.items():
-                if place != self._place:
-                    text = f"it is in {place}, and rank 0 in {self._place}: the ranks do not make the same calls"
-                    failures[rank] = Failure("RuntimeError", None, f"{text}. {REMEDY}")
+            places.pop(here)
+            for (place, given), rank in places.items():
+                call = f"it is in {place}, and rank 0 in {self._place}: the ranks do not make the same calls. {REMEDY}"
+                text = f"it is in {self._doing} with {given}, and rank 0 with {own}: all ranks have to pass the same"
+                failures[rank] = Failure("RuntimeError", None, text if place == self._place else call)
             if then is not None and not failures:
                 answer, failures, error = self._try(lambda: then(value))
         for child in children:
             with contextlib.suppress(_Gone):  # the next round fails
-                side.send(child, (answer, failures))
+                side.send(child[0], (answer, failures))
         return answer, failures, error
 
 
@@ -597,8 +599,7 @@ class SideGroup:
     def send(self, rank: int, value: object) -> None:
         """Send ``value`` to ``rank``; raise _Gone if the connection has ended."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = torch.tensor([data.numel()], device="cpu")
-        self._finish("send", size, rank)
+        self._finish("send", torch.tensor([data.numel()], device="cpu"), rank)
         self._finish("send", data, rank)
 
     def receive(self, rank: int) -> Any:
