@@ -241,7 +241,7 @@ class Loading:
             return self
 
         try:
-            with self._backup:
+            with self._backup, join(self._hooks[0].unit).calling("load_state_dict()"):
                 ranks = ranks_of([hooks.unit for hooks in self._hooks])
                 ranks.together("load a state dict", check, Loading.given)
         except NotLoaded as error:

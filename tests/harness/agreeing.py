@@ -363,7 +363,7 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "set_model": Run.set_model,
     "summon": lambda run: summon(run.model),
     "summon with_grads": lambda run: summon(run.model, with_grads=True),
-    "load_state_dict": lambda run: run.model.load_state_dict(run.plain.state_dict()),
+    "load_state_dict": lambda run: nn.Sequential(run.model).load_state_dict(nn.Sequential(run.plain).state_dict()),
     "load from rank 0": Run.load_from_rank_0,
     "full_grad": lambda run: full_grad(next(run.model.parameters())),
     "clip": lambda run: run.model.clip_grad_norm_(1e6),
