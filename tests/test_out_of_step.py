@@ -158,6 +158,8 @@ OTHER_CALLS = [
     ),
     Row("train, eval", (f"has called {CALLS['summon']}", " runs the forward"), 2, 2, usual=SUMMONS, others=SUMMONS),
     Row("save over all ranks", (), 1, 2, (0,), then="train, state_dict"),
+    # Ranks 0 and 1 learn of the end of the save from a lane in which rank 3 is not.
+    Row("save over all ranks", (), 1, 4, (3,), strategy=HYBRID_SHARD, then="train, save over all ranks"),
     Row(
         "new model from rank 0, train",
         ("rank 0 is about to begin the first", "rank 1 is about to begin a model with the values of rank 0"),

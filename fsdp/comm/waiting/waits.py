@@ -406,10 +406,15 @@ class _Rank:
         return None
 
     def end(self, counts: Mapping[str, Count], words: str) -> None:
-        """End sequences: ranks that wait for these counts or more raise ``words``."""
+        """End sequences: ranks that wait for these counts or more raise ``words``.
+
+        These ranks note also the ends of calls next to the training that this rank has noted. A rank of a neighbouring
+        group raises no other end: without the note it would begin its next such call in the generation that has ended.
+        """
+        beside = {key: end for key, (end, _) in [*self.ends.items()] if key.endswith(f"/{BESIDE}")}
+        said = [{**beside, **counts}, words, self.number, self._life]
         for key, count in counts.items():
-            is_earlier = functools.partial(self._is_earlier, key, count)
-            self.board.replace(f"ends/{key}/{count.generation}", [counts, words, self.number, self._life], is_earlier)
+            self.board.replace(f"ends/{key}/{count.generation}", said, functools.partial(self._is_earlier, key, count))
         self._note_end(counts, words)
 
     def _is_earlier(self, key: str, count: Count, there: Any) -> bool:
@@ -432,8 +437,7 @@ class _Rank:
 
     def reason_of_end(self, key: str, count: Count) -> str | None:
         """Return why a sequence has ended before ``count``, which this rank raises; None if it has not ended."""
-        found = self._end_before(key, count)
-        if found is None:
+        if (found := self._end_before(key, count)) is None:
             return None
         self._note_end(*found)
         return found[1]
