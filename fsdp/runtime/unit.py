@@ -519,13 +519,13 @@ class Unit:
         parameters. Visible parameters stay the same objects.
 
         Returns:
-            the device that the unit computes on from here on: of the shards, or with ``only`` one bucket the one
-            before.
+            the device that the unit computes on from here on: of the shards; with ``only``, the one before.
         """
         context = self.context
         if context is not None:
             context.unsharder.cast_parameters(self, False)
-            context.unsharder.reshard(self)
+            # no rank uses a gather that a failed pass has left in flight, and its work holds the memory
+            context.unsharder.reshard(self, waits=not context.passes.given_up)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
             if only not in (None, handle):
                 continue

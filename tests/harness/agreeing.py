@@ -346,6 +346,8 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "fail at the head": lambda run: fail_at(run.model, 3),
     "fail in backward": lambda run: fail_at(run.model, 1, backward=True),
     "run out of memory": lambda run: fail_at(run.model, 1, error=torch.OutOfMemoryError("no memory")),
+    "cast": lambda run: run.model.double(),
+    "cast back": lambda run: run.model.float(),
     "interrupt backward": lambda run: fail_at(run.model, 1, backward=True, error=KeyboardInterrupt()),
     # models
     "new model": Run.new_model,
