@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -389,7 +388,7 @@ def test_groups_that_threads_use_first_at_the_same_time_have_posts_of_their_own(
 
 
 @on_ranks(2)
-def test_a_forked_process_cannot_use_the_segment() -> None:
+def test_a_forked_process_cannot_use_the_segment_or_the_model() -> None:
     enable_shared_memory()
     group = new_group()
     model = make_model(group)
@@ -397,8 +396,12 @@ def test_a_forked_process_cannot_use_the_segment() -> None:
     channel, before = channel_of(group), own_segment().held_nbytes
     child = os.fork()
     if child == 0:
-        alone = shared_memory.segment() is None and not channel.usable and Sharing.of(group).channel is None
-        os._exit(0 if alone and threads.in_thread(lambda: 5).result(10) == 5 else 1)
+        with contextlib.suppress(BaseException):  # the caller would take the child for a rank
+            with pytest.raises(RuntimeError, match="forked from a rank"):  # at once, not after the timeout
+                step(model)
+            alone = shared_memory.segment() is None and not channel.usable and Sharing.of(group).channel is None
+            os._exit(0 if alone and threads.in_thread(lambda: 5).result(10) == 5 else 1)
+        os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert channel.usable and own_segment().held_nbytes == before
     step(model)
@@ -609,8 +612,8 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
                 os.environ["FSDP_COLLECTIVES"] = way
             model = make_model(new_group())
             apart = what == "the host"  # then no rank reads the statements of all peers: there may be thousands
-            told = mock.patch.object(shared_memory, "_own_row", side_effect=AssertionError) if apart else nullcontext()
-            with told, contextlib.ExitStack() as refused:
+            untold = mock.patch.object(shared_memory, "_own_row", side_effect=AssertionError)
+            with untold if apart else contextlib.nullcontext(), contextlib.ExitStack() as refused:
                 for patch in patches if rank == 1 else ():
                     refused.enter_context(patch)
                 if way is None:
@@ -626,7 +629,7 @@ def test_shared_memory_is_used_only_if_all_ranks_support_it() -> None:
     assert not any(unit.shares_memory for unit in shard_info(model)), "known before the first collective"
     for recorded in ([], [0, 1], [1], [], [0], [0, 1], []):
         posts = channel_of(group).collectives.number if Sharing.of(group).channel is not None else 0
-        with record_collectives() if rank in recorded else nullcontext() as log:
+        with record_collectives() if rank in recorded else contextlib.nullcontext() as log:
             step(model)
             assert model.clip_grad_norm_(1.0).isfinite()  # these collectives use the group, not shared memory
         moved = channel_of(group).collectives.number - posts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -150,15 +151,13 @@ class Passes:
     def __init__(self, units: Sequence[Unit], device: torch.device, *, negotiate: bool) -> None:
         """``units`` are in the order of the tree. With ``negotiate`` ranks may run different units, and all units have
         the same groups."""
-        by_group: dict[int, LaneUnits] = {}
-        further: dict[int, LaneUnits] = {}
+        by_group, further = dict[int, LaneUnits](), dict[int, LaneUnits]()
         for unit in units:
             for position, group in enumerate([*unit.groups_for(REDUCE), *unit.groups_for(GATHER_NEARBY)]):
-                if id(group) not in by_group:
-                    by_group[id(group)] = LaneUnits(group, device)
-                by_group[id(group)].add(unit)
+                member = by_group[id(group)] = by_group.get(id(group)) or LaneUnits(group, device)
+                member.add(unit)
                 if position > 0:
-                    further[id(group)] = by_group[id(group)]
+                    further[id(group)] = member
         self._by_group = by_group
         self._further = list(further.values())
         self._lanes = [member.lane for member in by_group.values()]
@@ -173,8 +172,7 @@ class Passes:
                 members = [by_group[id(group)] for group in unit.groups_for(kind)]
                 of_units[id(unit)] = [(member, member.events(kind, unit)) for member in members]
         self._set_under_way()
-        self.meetings = 0
-        self.suspended = ""
+        self.meetings, self.suspended, self._process = 0, "", os.getpid()
 
     # -- suspension ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +182,9 @@ class Passes:
 
     def check_available(self, what: Pass | None = None) -> None:
         """Raise RuntimeError if passes and calls are suspended; ranks in ``what``, the pass or call that so fails on
-        this rank, would wait for this one, and get an error as well."""
+        this rank, would wait for this one, and get an error as well. Raise it in a fork, of which no rank knows."""
+        if self._lanes and os.getpid() != self._process:
+            raise RuntimeError("this process was forked from a rank, and is no rank: use the model in the rank alone")
         if self.suspended:
             if what is not None:
                 for lane in self._lanes:
