@@ -348,7 +348,7 @@ class Passes:
         if any(lane.has_failed and lane.failure is None for lane in self._lanes):  # in a call next to the training
             for member in self._by_group.values():
                 member.failed()
-                member.lane.fail(Pass("call before"))
+                member.lane.fail(Pass("call before"), first=False)
         if self.given_up:
             for lane in self._lanes:
                 lane.recover(what)

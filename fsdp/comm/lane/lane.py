@@ -364,15 +364,16 @@ class Lane(Issuer):
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
-    def fail(self, what: Pass, why: str = "") -> None:
+    def fail(self, what: Pass, why: str = "", *, first: bool = True) -> None:
         """Report that ``what``, which may not have reached this lane, failed on this rank, and ``why`` if others should
-        know. All ranks have to meet before the next pass or call."""
+        know. All ranks have to meet before the next pass or call. ``first``: False if this rank raised what others
+        have found."""
         self._questions.clear()
         self.carrier.hold_messages()
         if not self.collectives.generation:  # the ranks have not met yet
             return
         if self.failure is None:
-            history, self._failed_first = self._history, not self.has_failed
+            history, self._failed_first = self._history, first and not self.has_failed
             has_begun = self.under_way is not None and self.under_way is history.latest
             history.rounds += not (has_begun or what.is_backward)
             at = f" (at {history.label})" if has_begun and history.label else ""
