@@ -56,8 +56,7 @@ class Tree:
 
 
 def lane_of_new_group() -> Lane:
-    group = new_group()
-    return Lane.of(group, torch.device("cpu"))
+    return Lane.of(new_group(), torch.device("cpu"))
 
 
 @on_ranks(2)
@@ -231,7 +230,7 @@ def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
     called = 0 if hasattr(dist.ProcessGroup, "all_gather_single") else 1
     lane = lane_of_new_group()
     for replaced_before in (False, True):
-        for asynchronous in (True, False):
+        for async_op in (True, False):
             with contextlib.ExitStack() as stack:
                 if not replaced_before:
                     lane.begin_pass()
@@ -239,8 +238,7 @@ def test_functions_replaced_before_a_pass_see_all_collectives() -> None:
                 if replaced_before:
                     lane.begin_pass()
                 values = torch.tensor([dist.get_rank() + 1.0])
-                options: dict[str, Any] = {"asynchronous": asynchronous, "op": dist.ReduceOp.MAX}
-                lane.collective("all_reduce", Event("reduce"), values, **options).wait()
+                lane.collective("all_reduce", Event("max"), values, asynchronous=async_op, op=dist.ReduceOp.MAX).wait()
                 lane.end_pass()
                 assert (values.item(), replaced.call_count) == (2.0, 1 if replaced_before else called)
 

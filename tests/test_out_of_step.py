@@ -62,6 +62,8 @@ PASSES = [
     Row("forward, train", (*AHEAD, "loop with `for batch in fsdp.join(model, loader)`"), 2, 2),
     # Units that were prefetched in the usual order are no error; the next step is.
     Row("swap, eval", UNITS_0_AND_1, 2, 2, others="eval", noticed=1),
+    # Rank 1 cannot meet its peer any more, and says why.
+    Row("destroy the group, train", ("rank 1 failed in the backward",), 1, 2, then="stop", silent=True),
     # The gather in flight never ends, and must not prevent the cast back.
     Row("cast, train", ("(48 bytes)", "(96 bytes)"), 1, 2, then="cast back, train"),
     Row("forward, another model", ("rank 1 is about to begin the first pass or call of a model",), 2, 2, then="stop"),

@@ -346,6 +346,7 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "fail at the head": lambda run: fail_at(run.model, 3),
     "fail in backward": lambda run: fail_at(run.model, 1, backward=True),
     "run out of memory": lambda run: fail_at(run.model, 1, error=torch.OutOfMemoryError("no memory")),
+    "destroy the group": lambda run: dist.destroy_process_group(run.group),
     "cast": lambda run: run.model.double(),
     "cast back": lambda run: run.model.float(),
     "interrupt backward": lambda run: fail_at(run.model, 1, backward=True, error=KeyboardInterrupt()),

@@ -40,10 +40,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fsdp import environment
-from fsdp.comm.groups import rank_names
+from fsdp.comm.groups import is_registered, rank_names
 from fsdp.comm.lane.history import History, Pass, hash_of
 from fsdp.comm.lane.issuing import Event, Issuer, Question
 from fsdp.comm.transport.channel import Channel
+from fsdp.comm.transport.native import NEW_GROUP
 from fsdp.comm.waiting import waits
 from fsdp.comm.waiting.board import Board
 from fsdp.comm.waiting.waits import Count, Wait, by_text, ranks_as_text
@@ -99,6 +100,7 @@ class Lane(Issuer):
         self.failure: str | None = None
         self._failed_first = False  # whether an error of this rank was the first that it knows of
         self.names = rank_names(group)
+        self._rank = self.names[group.rank()]  # global
         self._meetings = waits.Sequence(group, "meetings", renews=False)  # at the store, in passes
         self._uses = waits.Sequence(group, waits.FIRST_USES)
         self._history = History()
@@ -107,11 +109,6 @@ class Lane(Issuer):
         self._together = True  # no rank has begun a pass since all ranks were asked
         self._board = Board(group, "lane")
         self._settled: tuple[int, int] | None = None  # the count when all ranks were last known to have issued the same
-
-    @property
-    def _rank(self) -> int:
-        """The global rank of this process."""
-        return self.names[self.group.rank()]
 
     @staticmethod
     def of(group: ProcessGroup, device: torch.device | None = None) -> Lane:
@@ -423,9 +420,8 @@ class Lane(Issuer):
             raise
 
     def _state(self) -> State:
-        history, collectives = self._history, self.collectives
+        history, collectives, carrier = self._history, self.collectives, self.carrier
         counts = history.position, history.so_far, collectives.number
-        carrier = self.carrier
         sound = not (carrier.closed or carrier.is_destroyed or self.in_doubt is carrier)
         return State(collectives.generation, *counts, self.issued, sound, self.has_failed)
 
@@ -441,6 +437,8 @@ class Lane(Issuer):
         """
         in_pass, before = sequence is self._meetings, sequence.count
         lanes = [self, *self._latest.neighbours] if in_pass else ()
+        if sequence.rank is not None and not is_registered(self.group):  # without its store no meeting would wait
+            raise RuntimeError(f"the process group was destroyed on rank {self._rank}: {NEW_GROUP}")
 
         def look() -> None:
             for lane in lanes:  # other ranks of the pass may wait for this one to read their memory
