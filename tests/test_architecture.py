@@ -474,19 +474,19 @@ def code_lines(path: Path) -> int:
 # Lines of code by folder. A new ability pays by a simplification first; a number changes in a commit of its own, with
 # the reason.
 BUDGETS = {
-    "fsdp/*.py": 1475,
-    "fsdp/checkpoint": 5370,
-    "fsdp/comm": 3380,
+    "fsdp/*.py": 1485,
+    "fsdp/checkpoint": 5425,
+    "fsdp/comm": 3395,
     "fsdp/compat": 310,
     "fsdp/export": 710,
-    "fsdp/flat": 2455,
+    "fsdp/flat": 2475,
     "fsdp/names": 540,
     "fsdp/optim": 730,
     "fsdp/placement": 380,
-    "fsdp/runtime": 3985,
+    "fsdp/runtime": 3995,
     "fsdp/tools": 1416,
     "scripts": 3240,
-    "tests": 32706,
+    "tests": 32860,
 }
 
 

@@ -142,10 +142,8 @@ class FlatLayout:
     @property
     def facts(self) -> str:
         """Numbers of elements and dtypes, for comparisons and errors."""
-        return (
-            f"{self.numel} elements ({self.shard_numel} per rank) of {self.dtype}, computed in {self.compute_dtype}, "
-            f"reduced in {self.reduce_dtype}"
-        )
+        dtypes = f"{self.dtype}, computed in {self.compute_dtype}, reduced in {self.reduce_dtype}"
+        return f"{self.numel} elements ({self.shard_numel} per rank) of {dtypes}"
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
