@@ -146,8 +146,8 @@ def _is_hidden(module: nn.Module, child: str) -> bool:
 
 def compiled_in(model: nn.Module) -> set[nn.Module]:
     """Return the modules in ``model`` around which ``torch.compile`` has made another module."""
-    hidden = [m._modules[_COMPILED_MODULE] for m in model.modules() if _is_hidden(m, _COMPILED_MODULE)]
-    return {module for module in hidden if module is not None}
+    around = [module for module in model.modules() if _COMPILED_MODULE in module._modules]
+    return {module.get_submodule(_COMPILED_MODULE) for module in around if _is_hidden(module, _COMPILED_MODULE)}
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
