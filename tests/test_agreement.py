@@ -123,6 +123,15 @@ def test_different_models_raise_before_the_values_of_rank_0_are_sent() -> None:
     assert len(set(of_all_ranks(model.state_dict()["weight"].sum().item()))) == 1
 
 
+@on_ranks(2)
+def test_ranks_that_wrap_over_different_groups_hear_which() -> None:
+    here, there = groups = new_group(), new_group()
+    model = build(Chain(UNEQUAL), groups[dist.get_rank()])
+    error = first_error(model, train)
+    assert f"over the process group {here.group_name!r}; rank 1" in error, error
+    assert f"over the process group {there.group_name!r}. Call" in error, error
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
     loss = model(x).square().mean()
     loss.backward()

@@ -496,13 +496,17 @@ def _ranges_of(ranks: Several[int]) -> list[list[int]]:
 def _difference(cycle: Several[_Step]) -> str:
     """Describe ranks that wait for each other."""
     steps = {step.rank: step.waiting for step in sorted(cycle)}
-    if any(not waiting.remedy for waiting in steps.values()):
-        each = "; ".join(f"rank {rank} {waiting.doing}" for rank, waiting in steps.items())
-        return f"The ranks do not make the same calls: {each}. {REMEDY}"
-    words = {rank: waiting.words for rank, waiting in steps.items()}
-    if len({step.key.rpartition("/")[0] for step in cycle}) == 1:  # in one group
+    groups = {step.rank: step.key.rpartition("/")[0] for step in cycle}
+    makes_calls = any(not waiting.remedy for waiting in steps.values())
+    words = {rank: waiting.doing if makes_calls else waiting.words for rank, waiting in steps.items()}
+    if len({*groups.values()}) > 1 and len({*words.values()}) == 1:  # the same in different groups
+        words = {rank: f"{text} over the process group {groups[rank]!r}" for rank, text in words.items()}
+    elif len({*groups.values()}) == 1 and not makes_calls:
         words |= first_different_event({rank: waiting.events for rank, waiting in steps.items()})
-    return order_differs(words, next(iter(steps.values())).remedy)
+    if not makes_calls:
+        return order_differs(words, next(iter(steps.values())).remedy)
+    each = "; ".join(f"rank {rank} {text}" for rank, text in words.items())
+    return f"The ranks do not make the same calls: {each}. {REMEDY}"
 
 
 def order_differs(words: Mapping[int, str], remedy: str) -> str:
