@@ -621,7 +621,7 @@ def test_loading_a_local_state_dict_as_a_full_one_raises_by_name() -> None:
         with FullyShardedDataParallel.state_dict_type(model, LOCAL):
             state = model.state_dict()
             lacks = {key: value for key, value in state.items() if key != "1.running_mean"}
-            told = refused(model, lacks)  # of something else, without advice to do what is done
+            told = refused(model, lacks)  # without advice to use the form in force
             assert 'Missing key(s) in state_dict: "1.running_mean"' in told and "LOCAL_STATE_DICT" not in told
         with pytest.raises(RuntimeError, match=r"(?s)Missing key.*LOCAL_STATE_DICT: load it inside FSDP.state_dict_ty"):
             model.load_state_dict(state)

@@ -67,7 +67,7 @@ def _renamed(state: Mapping[str, Any], rename: Callable[[Any], Any]) -> dict[str
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the versions of the model's modules in ``state``, except those that are 1; None if it has none."""
+    """Return the versions of the model's modules in ``state``, except versions of 1; None if ``state`` has none."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return None

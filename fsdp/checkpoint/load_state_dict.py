@@ -159,12 +159,14 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
 
 
 def _with_versions(state_dict: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Return ``state_dict`` with the versions of modules, if it has them, by the names that the modules have in
-    ``model``. By its version a module's ``_load_from_state_dict`` converts older values."""
+    """Return ``state_dict`` with its versions of modules, if any, under the names of the modules in ``model``.
+
+    ``_load_from_state_dict`` of a module converts values that an older version has saved.
+    """
     saved = getattr(state_dict, "_metadata", None)
     if saved is None:
         return state_dict
-    versions = {clean(name): of for name, of in saved.items()}  # the wrapped module's after the wrapper's
+    versions = {clean(name): of for name, of in saved.items()}  # of a wrapper and its module, the module's
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return versioned(state_dict, {name: versions[clean(name)] for name in names if clean(name) in versions})
 

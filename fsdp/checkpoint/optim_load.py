@@ -82,7 +82,7 @@ def _describe(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *
         listed = ", ".join(f"{name!r} (is it {candidate!r}?)" for name, candidate in renamed.items())
         raise ValueError(f"expected the names of this model's parameters, but got {listed}")
     if sharded:
-        raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {sharded} are sharded")
+        raise ValueError(f"expected a full optimizer state dict, but the states of {sharded} are sharded")
     return Description(states, others, copy.deepcopy(optim_state_dict.get("param_groups")))
 
 

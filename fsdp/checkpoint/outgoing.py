@@ -91,7 +91,7 @@ def to_dcp(path: str | Path, directory: str | Path, *, trusted: bool = False) ->
         OSError: the directory cannot be made, with the path.
     """
     plain = load_plain(path, trusted=trusted, progress=False)
-    Path(directory).mkdir(parents=True, exist_ok=True)  # torch has errors of its own, for there it is one of many ranks
+    Path(directory).mkdir(parents=True, exist_ok=True)  # torch's own error has no path
     state: dict[str, Any] = {"model": plain.model}
     if plain.optimizer is not None:
         state["optim"] = plain.optimizer

@@ -312,7 +312,7 @@ class Save:
         def take_optimizer() -> None:
             if several is not None:
                 with calling("fsdp.checkpoint.save()", model):
-                    for unit in units_of(model):  # at once: where one rank fails, those that wait for it raise
+                    for unit in units_of(model):  # before a rank can fail alone: its peers then raise
                         unit.announce()
                     state.update(_optimizer_state(model, several))
             self.divide(state)

@@ -463,7 +463,8 @@ _walks: weakref.WeakKeyDictionary[RootContext, _Walk] = weakref.WeakKeyDictionar
 def strip_wrapper(destination: dict[str, Any], prefix: str) -> None:
     """Remove the wrapper's own part from the names below ``prefix``, in place and in order.
 
-    Below a parent the versions of modules keep the other names as well, which the parent's ``load_state_dict()`` reads.
+    Below a plain parent, versions of modules stay under the names with that part as well: ``load_state_dict()`` of the
+    parent looks for those.
     """
     added = f"{prefix}{WRAPPED_MODULE}."
     for key in [key for key in destination if key.startswith(added)]:

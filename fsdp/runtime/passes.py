@@ -182,7 +182,7 @@ class Passes:
 
     def check_available(self, what: Pass | None = None) -> None:
         """Raise RuntimeError if passes and calls are suspended; ranks in ``what``, the pass or call that so fails on
-        this rank, would wait for this one, and get an error as well. Raise it in a fork, of which no rank knows."""
+        this rank, would wait for this one, and get an error as well. Raise it in a forked process too."""
         if self._lanes and os.getpid() != self._process:
             raise RuntimeError("this process was forked from a rank, and is no rank: use the model in the rank alone")
         if self.suspended:

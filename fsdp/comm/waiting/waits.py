@@ -408,8 +408,8 @@ class _Rank:
     def end(self, counts: Mapping[str, Count], words: str) -> None:
         """End sequences: ranks that wait for these counts or more raise ``words``.
 
-        These ranks note also the ends of calls next to the training that this rank has noted. A rank of a neighbouring
-        group raises no other end: without the note it would begin its next such call in the generation that has ended.
+        These ranks also note the ends of calls of ``fsdp.checkpoint`` that this rank has noted. A rank of another group
+        reads no other end. Without the note it would begin its next call in the generation that has ended.
         """
         beside = {key: end for key, (end, _) in [*self.ends.items()] if key.endswith(f"/{BESIDE}")}
         said = [{**beside, **counts}, words, self.number, self._life]
